@@ -20,7 +20,7 @@ import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
-from device_agent.budget import Budget
+from device_agent.budget import BACKGROUND_SHARE, Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
@@ -126,6 +126,7 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
+STOPPED: Final = "stopped"  # the reason that an agent gives when it ends in order
 BACKOFF_S: Final = (0.2, 5.0)
 
 
@@ -174,7 +175,7 @@ class _Agent:
             self._loading,
             self._request_tiles,
             self._loader_counters,
-            lambda: 1 if budget.running else WINDOW,
+            lambda: 1 if budget.running and budget.share == BACKGROUND_SHARE else WINDOW,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
@@ -290,7 +291,8 @@ class _Agent:
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
-        self._network.close(self._will() if farewell else None)
+        reason = STOPPED if self._shell is None else self._shell.fault or STOPPED
+        self._network.close(self._offline(reason) if farewell else None)
         if self._links is not None:
             self._links.close()
         self._loader.close()
@@ -311,11 +313,13 @@ class _Agent:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _will(self) -> Will:
-        return Will(self._topics.status(self._config.device_id), self._status("offline"), 1, True)
+    def _offline(self, reason: str = "") -> Will:
+        topic = self._topics.status(self._config.device_id)
+        return Will(topic, self._status("offline", reason), 1, True)
 
-    def _status(self, state: Literal["online", "offline"]) -> bytes:
-        return encode_status(Status(state, self._start.boot, version=__version__, term=self._start.term))
+    def _status(self, state: Literal["online", "offline"], reason: str = "") -> bytes:
+        start = self._start
+        return encode_status(Status(state, start.boot, version=__version__, term=start.term, reason=reason))
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
         config = self._config
@@ -354,7 +358,7 @@ class _Agent:
             topic, name = self._topics.status(self._config.device_id), f"hepti-{self._config.site}"
             name = f"{name}-{self._config.device_id}"
             self._start = claim(self._config.url, topic, name, self._start.boot, CONNECT_TIMEOUT_S).start
-            self._control.will = self._will()
+            self._control.will = self._offline()
 
     def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals) -> None:
         delay_s = BACKOFF_S[0]
@@ -419,10 +423,10 @@ class _Agent:
         if self._config.on_load_event is not None:
             self._config.on_load_event(event)
 
-    def _request_tiles(self, model: str, hashes: tuple[bytes, ...]) -> None:
+    def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
         try:
             self._network.publish(
-                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes)), 1
+                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes, share)), 1
             )
         except NetworkError as exc:
             self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while

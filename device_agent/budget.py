@@ -9,7 +9,7 @@ from contextlib import suppress
 from math import inf
 from typing import Final, NamedTuple
 
-PART: Final = 0.05  # of the time that runs take
+BACKGROUND_SHARE: Final = 0.05  # of the time that runs take, unless the planner allows a load more
 KEPT_S: Final = 0.02  # of it, what may be saved up: some ten steps
 IN_USE_S: Final = 5.0  # after a run, as long as the next one is expected
 LOOK_S: Final = 0.02  # at most, until work that waits looks again
@@ -29,7 +29,7 @@ class _State(NamedTuple):
 class Budget:
     """The one budget of all background work; time is an argument, in seconds of one clock.
 
-    While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `PART` of the
+    While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `share` of the
     time that they take. Else it goes on as it likes. throttled: a quota of the processor is used up by work in pauses
     too, which is missing in the next op: pauses are not free then, nor is the time in which the next run is expected.
 
@@ -38,6 +38,8 @@ class Budget:
 
     def __init__(self, throttled: bool = False) -> None:
         self._throttled = throttled
+        #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
+        self.share = BACKGROUND_SHARE
         self._state = _State()  # replaced as a whole, so that other threads see one that was there
         self._lock = threading.Lock()
         self._left_s, self._counted_s = 0.0, 0.0
@@ -62,7 +64,7 @@ class Budget:
             return 0.0
         with self._lock:
             left_s = self._refill(now)
-        return 0.0 if left_s > 0 else min(max(-left_s / PART, 1e-3), LOOK_S)
+        return 0.0 if left_s > 0 else min(max(-left_s / self.share, 1e-3), LOOK_S)
 
     def spend(self, seconds: float, now: float) -> None:
         """Take the processor time of work that has ended now off the budget, unless it was free."""
@@ -87,7 +89,7 @@ class Budget:
 
     def _refill(self, now: float) -> float:
         served_s = self._served_s(self._state, now)
-        self._left_s = min(self._left_s + PART * (served_s - self._counted_s), KEPT_S)
+        self._left_s = min(self._left_s + self.share * (served_s - self._counted_s), KEPT_S)
         self._counted_s = served_s
         return self._left_s
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple
 
-from device_agent.budget import Budget, give_way
+from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
@@ -301,7 +301,7 @@ class WeightLoader:
         self,
         cache: TileCache,
         emit: Callable[[LoadEvent], None],
-        request_tiles: Callable[[str, tuple[bytes, ...]], None],
+        request_tiles: Callable[[str, tuple[bytes, ...], float], None],
         counters: Counter[str],
         window: Callable[[], int] = lambda: WINDOW,
     ) -> None:
@@ -380,7 +380,7 @@ class WeightLoader:
             job = self._jobs[0]
             self._counters["tiles_reasked"] += len(job.requested)
             self._last_arrival_s = now
-            self._ask(job.load.model, tuple(job.requested))
+            self._ask(job.load.model, tuple(job.requested), self.share)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -418,6 +418,11 @@ class WeightLoader:
     def deadline(self) -> float | None:
         """Return when `tick` has something to do, or None."""
         return self._last_arrival_s + RETRY_S if self._jobs and self._jobs[0].requested else None
+
+    @property
+    def share(self) -> float:
+        """Return the share of the device that the current load may take from runs."""
+        return max(self._jobs[0].load.share, BACKGROUND_SHARE) if self._jobs else BACKGROUND_SHARE
 
     def fail_current(self, error: HeptiError, now: float) -> None:
         """Give up the load that is under way."""
@@ -476,7 +481,7 @@ class WeightLoader:
             self._requested_before.update(digests)
             self._counters["tiles_asked"] += len(digests)
             self._last_arrival_s = now
-            self._ask(job.load.model, digests)
+            self._ask(job.load.model, digests, self.share)
 
     def _mismatch(self, job: LoadJob, now: float) -> None:
         self._counters["tiles_mismatched"] += 1
@@ -635,6 +640,7 @@ class LoaderThread:
                 if not self._arrived:  # else what was asked for has come
                     self._loader.retry_if_due(now)
         self._has_more = self._has_more or item is not None
+        self._budget.share = self._loader.share
         if self._budget.pause_s(time.perf_counter()) == 0:
             self._step(now)
         self._budget.spend(time.thread_time() - begun_s, time.perf_counter())

@@ -14,7 +14,7 @@ from itertools import cycle, groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, bind
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, Product, StoredRows
+from hepti_mqtt.storage import BLOCK_STORAGES, PRODUCTS, STORAGES, BlockStorage, Product, StoredRows
 from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
@@ -92,10 +92,6 @@ class LoopbackMesh:
 
 Curves = dict[str, Any]
 
-MEASURED: Final = (
-    *map(Product, get_args(WeightDtype)),
-    *(Product(storage, rounded) for storage in BLOCK_STORAGES for rounded in (False, True)),
-)
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
 _MIDDLE: Final = 2  # the shape in which narrower storages are measured
@@ -169,7 +165,7 @@ def _written_since(file: Path, since_s: float | None) -> bool:
 
 def has_narrow_curves(curves: Curves) -> bool:
     """Return whether curves are those of every storage of weights, and of activations in int8 where they may be so."""
-    return set(map(_product, curves["linear"])) >= set(MEASURED)
+    return set(map(_product, curves["linear"])) >= set(PRODUCTS)
 
 
 def _product(curve: Curves) -> Product:
@@ -222,7 +218,7 @@ def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]
     known = list(map(_product, curves["linear"]))
     whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
     found = []
-    for storage, products in groupby((one for one in MEASURED if one not in known), attrgetter("weights")):
+    for storage, products in groupby((one for one in PRODUCTS if one not in known), attrgetter("weights")):
         k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
         weights = _ColdMatmul(k, n, memory_bytes, storage)
         for product in products:

@@ -34,7 +34,7 @@ from device_agent.network import (
 )
 from device_agent.probes import BUSY_S
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, WireError
+from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, RemoteError, WireError
 from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.program import Compute
@@ -141,6 +141,8 @@ PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
 PEER_POLL_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
 
 ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one does not take a whole core
+REPEATED_S: Final = 1.0  # an error sooner after the last one repeats it
+MAX_REPEATED: Final = 30  # a device with so many errors in a row computes nothing: it says that it is offline
 
 
 class SessionLoop:
@@ -150,7 +152,7 @@ class SessionLoop:
     that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
     them and for the inbox in one place. private_key: from which this device and the planner agree on a secret; empty
     for none. budget: of background work, which hears when runs are under way and when they wait. announce_offline:
-    whether `offline` must still be published after `run`.
+    whether `offline` must still be published after `run`; fault: the reason for it, if a permanent error ended `run`.
     An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
     session continues.
     """
@@ -191,7 +193,7 @@ class SessionLoop:
         self._agreed_boot: int | None = None  # of the planner whose key is agreed on
         self._planner_key, self._numbers = "", count(1)  # numbers: of messages to planners
         self._planner_version: str | None = None  # None: no planner has shown itself yet
-        self.announce_offline = True
+        self.announce_offline, self.fault = True, ""
         self.packet_limit_bytes: int | None = None
         self.last_op_s = float("-inf")  # when an op was last run, by time.perf_counter()
         self._event_handlers: Mapping[type, Callable[[Any], None]] = {
@@ -211,7 +213,7 @@ class SessionLoop:
             BuildProgram: builder.post,
             AnalysePrepare: builder.post,
             Unload: self._unload,
-            LogTrouble: lambda c: complaints.record(c.kind, c.text),
+            LogTrouble: lambda c: complaints.record(c.kind, c.text, c.error),
         }
         if links is not None:
             self._event_handlers = {**self._event_handlers, PeerProbeDue: lambda _: self._probe_peers(links)}
@@ -230,13 +232,21 @@ class SessionLoop:
             self._links.mesh.wake()
 
     def run(self) -> None:
-        """Work until a `Stop`; raises its error."""
+        """Work until a `Stop`; raises its error, and RemoteError if an unexpected error repeats without a pause."""
         stop: Stop | None = None
+        repeated, failed_s = 0, float("-inf")
         while stop is None:
             try:
                 stop = self._work()
             except Exception as exc:
+                now = time.perf_counter()
+                repeated, failed_s = (repeated + 1 if now - failed_s < REPEATED_S else 1), now
                 self._complaints.record("session_errors", f"the session goes on after {exc!r}", exc)
+                if repeated == MAX_REPEATED:
+                    self.fault = f"{MAX_REPEATED} errors in a row: {exc!r}"
+                    raise RemoteError(
+                        f"{self._session.device} ends: {self.fault}. Start it again; see its log."
+                    ) from exc
                 time.sleep(ERROR_PAUSE_S)  # what fails for ever, as a broken socket does, would take the whole core
         self.announce_offline = stop.announce_offline
         if stop.error is not None:
@@ -343,7 +353,7 @@ class SessionLoop:
         self._complaints.record("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
         commands = self._session.fail_step(step, error)
         if not commands and isinstance(command, Publish):
-            with suppress(WireError):
+            with suppress(WireError):  # no frame: the error is logged above
                 commands = self._report(FrameIn(frames.decode(command.joined_payload)), error)
         self._execute(commands)
 

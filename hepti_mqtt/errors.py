@@ -14,12 +14,13 @@ BROKER_PACKET_SETTINGS: Final = (
 class HeptiError(Exception):
     """An error that a user may see; `code` names it in JSON answers, `exit_code` is the command line's.
 
-    detail: further lines for who asks for an explanation.
+    detail: further lines for who asks for an explanation. param: the key of the request at fault, if it is one.
     """
 
     code: ClassVar[str] = "failed"
     exit_code: ClassVar[int] = 1
     detail: tuple[str, ...] = ()
+    param: str | None = None
 
 
 class ConfigError(HeptiError):
@@ -39,12 +40,14 @@ class ModelError(HeptiError):
     """A model directory, its config.json or its tensors cannot be used."""
 
     code = "model"
+    exit_code = 2
 
 
 class WeightsChangedError(ModelError):
     """The weights of a served model are no longer those that were hashed at the start."""
 
     code = "weights_changed"
+    exit_code = 1
 
 
 class UnsupportedModelError(ModelError):
@@ -57,6 +60,16 @@ class RequestError(HeptiError):
     """A user's request is wrong: malformed JSON, empty text, an unreadable picture, ..."""
 
     code = "bad_request"
+
+    def __init__(self, text: str = "", param: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A prompt has more tokens than the model reads."""
+
+    code = "context_length_exceeded"
 
 
 class UnknownModelError(RequestError):

@@ -1,7 +1,7 @@
 """How values of a matrix are stored, from a file to the kernels: as single numbers, or in blocks that share scales.
 
 A block is `block` values that follow each other in a stored row [out, in], in `block_bytes` bytes. Blocks are those of
-GGUF (ggml-common.h, ggml-quants.c): q4_0, q4_1, q5_0, q5_1 and q8_0 have 32 values, q4_k and q6_k 256.
+GGUF (ggml-common.h, ggml-quants.c). Kernels multiply by some storages as they are; a file's others are widened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hepti_mqtt.plan import Quantised, WeightDtype
 
 # Those that kernels multiply by as they are.
-BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"]
+BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"]
 BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
 BLOCK: Final = 32  # values of the smallest block of any of them; larger ones have several of these
 
@@ -33,6 +33,12 @@ class Product(NamedTuple):
     rounded: bool = False
 
 
+#: Products that agents measure and site files price.
+PRODUCTS: Final = (
+    *map(Product, get_args(WeightDtype)),
+    *(Product(storage, rounded) for storage in BLOCK_STORAGES for rounded in (False, True)),
+)
+
 Octets = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -48,6 +54,10 @@ class Storage(NamedTuple):
     block_bytes: int
     decode: Callable[[Octets], Floats]
     encode: Callable[[Floats], Octets] | None = None
+    #: The storage that a file's matrices are widened to when they are read; empty for none.
+    wider: str = ""
+    #: Return blocks [n, block_bytes] in the wider storage; without it values are rounded to it.
+    widen: Callable[[Octets], Octets] | None = None
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of a number of values, a multiple of `block`."""
@@ -65,6 +75,13 @@ class Storage(NamedTuple):
             raise ValueError(f"numbers are not quantised to {self.name}")
         blocks = np.ascontiguousarray(values, np.float32).reshape(-1, self.block)
         return self.encode(blocks).reshape(len(values), -1)
+
+    def widened(self, raw: Octets) -> Octets:
+        """Return stored rows [n, bytes] in the wider storage."""
+        wider = STORAGES[self.wider]
+        if self.widen is None:
+            return wider.stored(self.rows(raw))
+        return self.widen(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
 
 
 class StoredRows(NamedTuple):
@@ -107,8 +124,88 @@ def _fives(raw: Octets, at: int) -> Floats:
     return _nibbles(raw[:, at + 4 :]) + np.float32(16) * top
 
 
-def _q5_0(raw: Octets) -> Floats:
-    return (_fives(raw, 2) - np.float32(16)) * _half(raw, 0)
+class _Coded(NamedTuple):
+    """Blocks as codes i8 [n, groups, values] of groups that have one scale each, f32 [n, groups]."""
+
+    codes: npt.NDArray[np.int8]
+    scales: Floats
+
+    def values(self) -> Floats:
+        """Return the values f32 [n, groups * values]."""
+        values: Floats = self.codes * self.scales[..., None]
+        return values.reshape(len(self.codes), -1)
+
+    def as_q8_0(self) -> Octets:
+        """Return the blocks of q8_0, one for each group; only scales are rounded, to f16."""
+        with np.errstate(over="ignore"):
+            scales = self.scales.reshape(-1, 1).astype("<f2").view(np.uint8)
+        return np.concatenate([scales, self.codes.reshape(-1, BLOCK).view(np.uint8)], axis=1)
+
+
+def _q5_0(raw: Octets) -> _Coded:
+    return _Coded((_fives(raw, 2) - np.float32(16)).astype(np.int8)[:, None], _half(raw, 0))
+
+
+_IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values
+
+
+def _looked_up(table: npt.NDArray[np.int8], raw: Octets) -> npt.NDArray[np.int8]:
+    """Return the codes i8 [n, 1, 32] of nibbles in 16 bytes."""
+    return np.asarray(table[np.concatenate([raw & 15, raw >> 4], axis=1)][:, None])
+
+
+def _iq4_nl(raw: Octets) -> _Coded:
+    return _Coded(_looked_up(_IQ4, raw[:, 2:]), _half(raw, 0))
+
+
+def _mxfp4(raw: Octets) -> _Coded:
+    """The first byte is an exponent."""
+    return _Coded(_looked_up(_FP4, raw[:, 1:]), np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 128))
+
+
+def _iq4_xs(raw: Octets) -> _Coded:
+    """Eight groups; of each scale four bits are nibbles of bytes 4..7, the upper two are in bytes 2 and 3."""
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    upper = (raw[:, 2:4].view("<u2") >> shifts & 3).astype(np.uint8)
+    lower = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    scales = ((lower | upper << 4).astype(np.float32) - np.float32(32)) * _half(raw, 0)
+    return _Coded(_looked_up(_IQ4, raw[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32), scales)
+
+
+def _q3_k_parts(raw: Octets) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Return codes -4..3, i8 [n, 16, 16], and scales i8 [n, 16].
+
+    Bytes 0..31 have the third bits, 32..95 the pairs of lower bits, 96..107 scales of 6 bits.
+    """
+    places = np.arange(8, dtype=np.uint8)[:, None]
+    third = (raw[:, None, :32] >> places & 1).astype(np.int8)  # [n, 8, 32]
+    pairs = raw[:, 32:96].reshape(-1, 2, 1, 32) >> 2 * places[:4] & 3
+    codes = (pairs.astype(np.int8).reshape(-1, 8, 32) + 4 * third - 4).reshape(-1, 16, 16)
+    lower = np.concatenate([raw[:, 96:104] & 15, raw[:, 96:104] >> 4], axis=1)
+    upper = (raw[:, None, 104:108] >> 2 * places[:4] & 3).reshape(-1, 16)
+    return codes, ((lower | upper << 4).astype(np.int16) - 32).astype(np.int8)
+
+
+def _q3_k(raw: Octets) -> Floats:
+    codes, scales = _q3_k_parts(raw)
+    return _Coded(codes, scales * _half(raw, 108)).values()
+
+
+def _q3_k_as_q6_k(raw: Octets) -> Octets:
+    """The same scales, and codes as numbers of 6 bits."""
+    codes, scales = _q3_k_parts(raw)
+    q = (codes + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    lower = (q[:, :, :2] & 15 | (q[:, :, 2:] & 15) << 4).reshape(len(raw), -1)
+    upper = (q >> 4 << 2 * np.arange(4, dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(raw), -1)
+    return np.concatenate([lower, upper, scales.view(np.uint8), raw[:, 108:110]], axis=1)
+
+
+def _q2_k(raw: Octets) -> Floats:
+    """Sixteen groups of 16, each with a scale and a minimum of 4 bits in bytes 0..15; then pairs of bits."""
+    pairs = raw[:, 16:80].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    scales, minima = (raw[:, :16] & 15) * _half(raw, 80), (raw[:, :16] >> 4) * _half(raw, 82)
+    return np.asarray(pairs.reshape(-1, 16, 16) * scales[..., None] - minima[..., None], np.float32).reshape(-1, 256)
 
 
 def _q5_1(raw: Octets) -> Floats:
@@ -149,12 +246,28 @@ def _to_q4_0(x: Floats) -> Octets:
 
 def _q4_k(raw: Octets) -> Floats:
     """Eight parts of 32, each with a scale and a minimum of 6 bits: part 2 c has the low halves of 32 bytes."""
-    packed, codes = raw[:, 4:16], raw[:, 16:].reshape(-1, 4, 1, 32)
+    return _eight_parts(raw, _halves_of_32(raw[:, 16:]))
+
+
+def _q5_k(raw: Octets) -> Floats:
+    """The same; bit j of bytes 16..47 is the fifth bit of part j."""
+    fifth = np.asarray(raw[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1, np.uint8)
+    return _eight_parts(raw, _halves_of_32(raw[:, 48:]) | fifth * np.uint8(16))
+
+
+def _halves_of_32(raw: Octets) -> Octets:
+    """Return codes [n, 8, 32]: the low halves of 32 bytes, then the high ones, and so on."""
+    codes = raw.reshape(-1, 4, 1, 32)
+    return np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _eight_parts(raw: Octets, codes: Octets) -> Floats:
+    """Return values of codes [n, 8, 32] by the scales and minima in bytes 0..15."""
+    packed = raw[:, 4:16]
     low, high, top = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 0)
     minima = np.concatenate([high & 63, top >> 4 | high >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 2)
-    parts = np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32).astype(np.float32)
-    return np.asarray(parts * scales[..., None] - minima[..., None], np.float32).reshape(-1, 256)
+    return np.asarray(codes * scales[..., None] - minima[..., None], np.float32).reshape(-1, 256)
 
 
 def _q6_k(raw: Octets) -> Floats:
@@ -165,6 +278,11 @@ def _q6_k(raw: Octets) -> Floats:
     codes = (lower | upper << 4).astype(np.float32) - np.float32(32)
     scales = raw[:, 192:208].view(np.int8) * _half(raw, 208)
     return np.asarray(codes.reshape(-1, 16, 16) * scales[..., None], np.float32).reshape(-1, 256)
+
+
+def _coded(name: str, block: int, nbytes: int, read: Callable[[Octets], _Coded]) -> Storage:
+    """Return a storage whose blocks become blocks of q8_0."""
+    return Storage(name, block, nbytes, lambda raw: read(raw).values(), None, "q8_0", lambda raw: read(raw).as_q8_0())
 
 
 def _single(dtype: str) -> Callable[[Octets], Floats]:
@@ -179,10 +297,16 @@ STORAGES: Final[Mapping[str, Storage]] = {
         Storage("q4_0", 32, 18, _q4_0, _to_q4_0),
         Storage("q4_1", 32, 20, _q4_1),
         Storage("bf16", 1, 2, _bf16),
-        Storage("q5_0", 32, 22, _q5_0),
+        _coded("q5_0", 32, 22, _q5_0),
         Storage("q5_1", 32, 24, _q5_1),
         Storage("q8_0", 32, 34, _q8_0, _to_q8_0),
+        _coded("iq4_nl", 32, 18, _iq4_nl),
+        _coded("iq4_xs", 256, 136, _iq4_xs),
+        _coded("mxfp4", 32, 17, _mxfp4),
+        Storage("q2_k", 256, 84, _q2_k, None, "q8_0"),
+        Storage("q3_k", 256, 110, _q3_k, None, "q6_k", _q3_k_as_q6_k),
         Storage("q4_k", 256, 144, _q4_k),
+        Storage("q5_k", 256, 176, _q5_k),
         Storage("q6_k", 256, 210, _q6_k),
     )
 }

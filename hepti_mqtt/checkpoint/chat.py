@@ -28,6 +28,7 @@ CONFIG: Final = "tokenizer_config.json"
 MAX_TEXT: Final = 1_000_000  # characters that a template may write
 MAX_ROUNDS: Final = 100_000  # of loops, and calls, in one text
 CALL: Final = "<tool_call>\n"  # of Hermes and Qwen
+_THOUGHTS: Final = ("</think>", "enable_thinking")  # of Qwen 3, DeepSeek R1 and those that follow them
 _LLAMA: Final = '"parameters": '
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Stand for special tokens in what users wrote, while the template's own are looked for.
@@ -37,7 +38,8 @@ _OPEN, _CLOSE, _FIRST = "\ue000", "\ue001", 0xE100
 class ChatTemplate:
     """Turns messages into token ids; raises ModelError for a template that is broken or writes without end.
 
-    call_start: the ids behind which it writes a call of a tool; call_arguments: the call's key beside its name.
+    call_start: the ids behind which it writes a call of a tool; call_arguments: the call's key beside its name. thinks:
+    the model writes thoughts before its answer.
     """
 
     def __init__(self, source: str, tools_source: str, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
@@ -55,15 +57,22 @@ class ChatTemplate:
             list(self._marked.encode(CALL, add_special_tokens=False).ids) if CALL.strip() in tools_source else []
         )
         self.call_arguments = "parameters" if _LLAMA in tools_source else "arguments"
+        self.thinks = any(mark in source for mark in _THOUGHTS)
 
-    def ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    def ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        thinking: bool | None = None,
+    ) -> list[int]:
         """Return the ids of a conversation up to where its next answer begins.
 
-        What users wrote is never read as a special token.
+        What users wrote is never read as a special token. thinking: whether the template asks for thoughts, None for
+        its own choice.
         """
         spelt = _each_text([messages, tools], lambda text: self._pattern.search(text) is not None or _OPEN in text)
         hidden = _mapped([messages, tools], self._hide) if spelt else [messages, tools]
-        text = self._written(*hidden)
+        text = self._written(hidden[0], hidden[1], {} if thinking is None else {"enable_thinking": thinking})
         if not spelt:
             return list(self._marked.encode(text, add_special_tokens=False).ids)
         found: list[int] = []
@@ -89,9 +98,15 @@ class ChatTemplate:
     def _show(self, match: re.Match[str]) -> str:
         return [_OPEN, *self._special][ord(match[1]) - _FIRST]
 
-    def _written(self, messages: Any, tools: Any) -> str:
+    def _written(self, messages: Any, tools: Any, options: Mapping[str, Any]) -> str:
         template = self._tools_template if tools else self._template
-        values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
+        values = {
+            **options,
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         parts: list[str] = []
         size = 0
         _rounds.set(0)

@@ -42,7 +42,7 @@ from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
-from hepti_mqtt.models.tensors import HEAD, WORDS
+from hepti_mqtt.models.tensors import HEAD, WORDS, chosen
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import CacheDtype, Quantised
@@ -103,17 +103,12 @@ class Checkpoint:
         self.name = name or model
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
+        #: Storages of the file without kernels, and the wider ones that matrices are read as.
+        self.widened: Mapping[str, str] = {}
         self._scores = scores
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
-        self.spec = without_missing_pooler(_plausible_spec(path, config, extras), self._stored)
-        self.spec = without_false_tie(self.spec, self._stored)
-        matched = _match(self._stored, self.spec, path)
-        in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
-        self.spec = with_storages(self.spec, in_blocks)
-        if weights is not None:
-            self.spec = quantised(self.spec, weights)
-        self.spec = with_cache(self.spec, cache)
+        self.spec = _kept_as(_stored_spec(path, config, extras, self._stored), weights, cache)
         self._tensors = self._as_stored = _match(self._stored, self.spec, path)
         if weights is not None:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
@@ -148,19 +143,22 @@ class Checkpoint:
         name = check_name("model", model if model is not None else model_name(path))
         root = path if path.is_dir() else path.parent
         refuse_pointers([root / "tokenizer.json"])
-        extras = {
-            file.relative_to(root).as_posix(): read_json(file)
-            for pattern in _EXTRAS
-            for file in sorted(root.glob(pattern))
-        }
+        extras = _extras(root)
         if onnx is not None:
             beside = root / "config.json"
-            opened = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
-            return cls(path, name, opened.config, extras, [opened], weights=weights, cache=cache)
+            net = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
+            return cls(path, name, net.config, extras, [net], weights=weights, cache=cache)
         if gguf is not None:
             file = gguf_file.GgufFile(gguf)
             within = gguf_file.gguf_extras(file, extras)
-            return cls(path, name, file.config, within, [file], tokenizer=file.tokenizer, weights=weights, cache=cache)
+            try:
+                opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
+                opened._refuse_unread()
+                opened.widened = file.widened
+            except BaseException:
+                file.close()
+                raise
+            return opened
         if (path / _ADAPTER).is_file():
             raise UnsupportedModelError(
                 f"{path} has {_ADAPTER}, and adapters are not applied here; merge it into the weights: "
@@ -310,6 +308,18 @@ class Checkpoint:
             raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
         return float(found.read(0, 1, 1)[0, 0])
 
+    def _refuse_unread(self) -> None:
+        """Raise UnsupportedModelError if a stored tensor is not read: what it adds would be missing in answers."""
+        unread = dict.fromkeys(self._stored)
+        for source in self._tensors:
+            for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
+                unread.pop(name, None)
+        if unread:
+            raise UnsupportedModelError(
+                f"{self.path} has tensors that are not supported in {self.spec.architecture}: {_shortened(unread)}; "
+                "give the original model with model.safetensors"
+            )
+
     @property
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer, good or bad, and the model has a use for it."""
@@ -432,6 +442,45 @@ def model_parts(path: str | Path) -> tuple[str, ...]:
     """
     described = model_directory(Path(path)) / "config.json"
     return tuple(models_of(read_json(described))) if described.is_file() else ("",)
+
+
+def described_spec(path: str | Path, weights: Quantised | None = None, cache: CacheDtype = "f32") -> Spec:
+    """Return the spec of a model without its weights: by its config.json, or by the header of a GGUF file.
+
+    weights, cache: as of `Checkpoint.open`. Raises ModelError for files that cannot be read.
+    """
+    path = model_directory(Path(path))
+    if (gguf := gguf_file.find_gguf(path)) is not None:
+        file = gguf_file.GgufFile(gguf, whole=False)
+        try:
+            spec = _stored_spec(path, *files_in_our_words(file.config, {}), file.tensors)
+        finally:
+            file.close()
+    else:
+        parts = models_of(read_json(path / "config.json"))
+        spec = _plausible_spec(path, *files_in_our_words(next(iter(parts.values())), _extras(path)))
+    return _kept_as(spec, weights, cache)
+
+
+def _extras(root: Path) -> dict[str, Any]:
+    """Return the JSON files of a directory beside config.json, by relative name."""
+    files = (file for pattern in _EXTRAS for file in sorted(root.glob(pattern)))
+    return {file.relative_to(root).as_posix(): read_json(file) for file in files}
+
+
+def _stored_spec(
+    path: Path, config: Mapping[str, Any], extras: Mapping[str, Any], stored: Mapping[str, TensorReader]
+) -> Spec:
+    """Return the spec of a model with these tensors."""
+    spec = without_missing_pooler(_plausible_spec(path, config, extras), stored)
+    spec = without_false_tie(spec, stored)
+    matched = _match(stored, spec, path)
+    in_blocks = {source.name: tensor.dtype for source, tensor in matched.items() if tensor.raw is not None}
+    return with_storages(spec, in_blocks)
+
+
+def _kept_as(spec: Spec, weights: Quantised | None, cache: CacheDtype) -> Spec:
+    return with_cache(spec if weights is None else quantised(spec, weights), cache)
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:

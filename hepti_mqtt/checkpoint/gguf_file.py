@@ -9,6 +9,7 @@ stored in (`storage`). What the metadata says is given as config.json and tokeni
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
 from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, KEYS, NEUTRAL, TENSORS
-from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
-from hepti_mqtt.checkpoint.safetensors_file import RowsFile
+from hepti_mqtt.checkpoint.gguf_tokenizer import end_token_ids, tokenizer_files
+from hepti_mqtt.checkpoint.safetensors_file import RowsFile, close_all
 from hepti_mqtt.checkpoint.storage import TensorReader
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.storage import STORAGES, Storage
@@ -35,34 +36,45 @@ _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _CONFIG: Final = "tokenizer_config.json"
 _KINDS: Final[Mapping[int, str]] = {
-    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 14: "q6_k", 30: "bf16",
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k",
+    13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 30: "bf16", 39: "mxfp4",
 }  # fmt: skip
 _OTHERS: Final[Mapping[int, str]] = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
+
+
+_SPLIT: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 class _Tensor(NamedTuple):
     shape: tuple[int, ...]
     storage: Storage
     offset: int
+    #: Which of the files of a split model has it.
+    part: int = 0
 
 
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file that a path names, or that a directory without safetensors has; None if there is none.
 
-    Raises ModelError for a directory with several.
+    Of a split model it is the first file. Raises ModelError for a directory with several models.
     """
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return _first_part(path) if path.suffix == ".gguf" else None
     if has_safetensors(path):
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise ModelError(f"{path} has {len(found)} GGUF files; give one of them, as in --model NAME={found[0]}")
-    return found[0] if found else None
+    models = sorted({_first_part(file) for file in path.glob("*.gguf")})
+    if len(models) > 1:
+        raise ModelError(f"{path} has {len(models)} GGUF files; give one of them, as in --model NAME={models[0]}")
+    return models[0] if models else None
+
+
+def _first_part(path: Path) -> Path:
+    """Return the first file of a split model, else the file itself."""
+    split = _SPLIT.fullmatch(path.name)
+    return path if split is None else path.with_name(f"{split[1]}-00001-of-{split[3]}.gguf")
 
 
 class GgufFile(RowsFile):
@@ -72,12 +84,18 @@ class GgufFile(RowsFile):
     none. Raises ModelError for a file that is none, or cut short, UnsupportedModelError for what is not read here.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = True) -> None:
+        """Open the file; whole: refuse one that ends before its tensors do."""
         super().__init__(path)
+        self._whole = whole
+        self._others: list[RowsFile] = []
         self.tokenizer: dict[str, Any] | None = None
         self.tokenizer_config: dict[str, Any] = {}
+        #: Storages that matrices were in, and the wider ones that they are read as.
+        self.widened: dict[str, str] = {}
         try:
-            self._metadata, self._found = self._read()
+            self._metadata, self._found = self._read(self)
+            self._add_parts()
             self._refuse()
             self.config = self._config()
             self.tensors = dict(self._named())
@@ -92,15 +110,46 @@ class GgufFile(RowsFile):
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
-        """Return the metadata, and where each tensor is."""
-        end = self.stamps[0].nbytes
-        take = Cursor(self.pread, end)
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        super().close()
+        close_all(self._others)
+
+    def _add_parts(self) -> None:
+        """Open the other files of a split model; raises ModelError if one is missing or of another model."""
+        count = self._metadata.get("split.count", 1)
+        split = _SPLIT.fullmatch(self.path.name)
+        if count == 1:
+            return
+        if split is None or int(split[3]) != count:
+            raise ModelError(
+                f"{self.path} is one of {count} files of a model; keep their names, as in "
+                f"MODEL-00001-of-{count:05}.gguf"
+            )
+        for number in range(2, count + 1):
+            path = self.path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf")
+            if not path.is_file():
+                raise ModelError(f"{path} is missing: the model is in {count} files; copy all of them")
+            self._others.append(file := RowsFile(path))
+            self.stamps += file.stamps
+            metadata, tensors = self._read(file)
+            if (metadata.get("split.no"), metadata.get("split.count")) != (number - 1, count):
+                raise ModelError(f"{path} is no part of this model; copy all its files again")
+            if twice := self._found.keys() & tensors.keys():
+                raise ValueError(f"{min(twice)} stands in two files")
+            self._found |= {name: tensor._replace(part=number - 1) for name, tensor in tensors.items()}
+        if self._metadata.get("split.tensors.count", len(self._found)) != len(self._found):
+            raise ModelError(f"{self.path} and its other files lack tensors; copy all of them again")
+
+    def _read(self, file: RowsFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+        """Return the metadata of a file, and where each tensor is."""
+        end = file.stamps[-1].nbytes
+        take = Cursor(file.pread, end)
         if take.take(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         (version,) = take.numbers("<I")
         if version not in _VERSIONS:
-            raise UnsupportedModelError(f"{self.path} is GGUF in version {version}; versions 2 and 3 are read")
+            raise UnsupportedModelError(f"{file.path} is GGUF in version {version}; versions 2 and 3 are read")
         tensors, keys = take.numbers("<QQ")
         if max(tensors, keys) > _MOST:
             raise ValueError(f"{tensors} tensors and {keys} keys")
@@ -116,9 +165,9 @@ class GgufFile(RowsFile):
         found: dict[str, _Tensor] = {}
         for name, tensor in rows:
             nbytes = math.prod(tensor.shape) // tensor.storage.block * tensor.storage.block_bytes
-            if (stop := base + tensor.offset + nbytes) > end:
+            if self._whole and (stop := base + tensor.offset + nbytes) > end:
                 raise ModelError(
-                    f"{self.path} has {end:,} bytes, and {name} ends at {stop:,}: its copy or download was cut off; "
+                    f"{file.path} has {end:,} bytes, and {name} ends at {stop:,}: its copy or download was cut off; "
                     "copy it again"
                 )
             if name in found:
@@ -162,8 +211,6 @@ class GgufFile(RowsFile):
                     f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
                     "original model with model.safetensors"
                 )
-        if self._metadata.get("split.count", 1) > 1:
-            raise UnsupportedModelError(f"{self.path} is a part of a model; join it first: gguf-split --merge")
 
     def _config(self) -> dict[str, Any]:
         """Return config.json of the original, as far as the metadata says it."""
@@ -176,12 +223,11 @@ class GgufFile(RowsFile):
             "vocab_size": self._found["token_embd.weight"].shape[0],
             **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
         }
-        if "attention_bias" in of.config:
-            config["attention_bias"] = "blk.0.attn_q.bias" in self._found
+        for key, tensor in of.biases.items():
+            config[key] = f"blk.0.{tensor}.bias" in self._found
         if not config.get("sliding_window", 1):
             del config["sliding_window"]
-        ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        config["eos_token_id"] = sorted({end for end in ends if end is not None})
+        config["eos_token_id"] = end_token_ids(data)
         words = len(data.get("tokenizer.ggml.tokens", ())) or config["vocab_size"]
         for size in (given.get("vocab_size", words), words):
             if size != config["vocab_size"]:
@@ -193,14 +239,24 @@ class GgufFile(RowsFile):
                 raise UnsupportedModelError(f"{self.path}: {key} {given[key]} is not supported where heads have {head}")
         if "rope_freqs.weight" in self._found:
             config["rope_scaling"] = self._scaling(head, config.get("rope_theta", 10_000.0))
-        elif given.get("rope.scaling.type", "none") != "none":
-            config["rope_scaling"] = self._stretched(given)
+            if twice := {"rope.scaling.type", "rope.scaling.factor"} & given.keys():
+                raise UnsupportedModelError(
+                    f"{self.path}: {twice.pop()} beside rope_freqs.weight scales positions twice, which is not "
+                    "supported; give the original model with model.safetensors"
+                )
+        elif scaling := self._stretched(given):
+            config["rope_scaling"] = scaling
         return config
 
-    def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scaling of rotary positions that the metadata says; raises UnsupportedModelError."""
-        kind = given["rope.scaling.type"]
-        part = {"rope_type": kind, "factor": given["rope.scaling.factor"]}
+    def _stretched(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the scaling of rotary positions, None for none; linear if the file names no type, as in llama.cpp.
+
+        Raises UnsupportedModelError.
+        """
+        kind, factor = given.get("rope.scaling.type", "linear"), given.get("rope.scaling.factor", 0)
+        if kind == "none" or (kind == "linear" and not factor):
+            return None
+        part = {"rope_type": kind, "factor": factor or 1.0}
         if kind == "yarn":
             part["original_max_position_embeddings"] = given["rope.scaling.original_context_length"]
         elif kind != "linear":
@@ -246,7 +302,9 @@ class GgufFile(RowsFile):
         """Return a tensor's reader. heads: of queries or keys, whose rows the converter has put into another order."""
         of_vector = len(tensor.shape) == 1
         rows = tensor.shape[0] // heads if heads else 1
-        storage = tensor.storage
+        storage = STORAGES[tensor.storage.wider or tensor.storage.name]
+        if storage != tensor.storage:
+            self.widened[tensor.storage.name] = storage.name
 
         def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
             if not heads:
@@ -268,13 +326,17 @@ class GgufFile(RowsFile):
         return TensorReader(tensor.shape, dtype, read, raw if storage.block > 1 else None)
 
     def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+        """Return stored rows u8 [rows, bytes], in the wider storage where the file's has no kernels."""
         tensor = self._found[name]
         nbytes = tensor.storage.row_bytes(columns)
-        data = self.pread(tensor.offset + start * nbytes, (stop - start) * nbytes)
-        return np.frombuffer(data, np.uint8).reshape(stop - start, nbytes)
+        file = self._others[tensor.part - 1] if tensor.part else self
+        data = file.pread(tensor.offset + start * nbytes, (stop - start) * nbytes)
+        rows = np.frombuffer(data, np.uint8).reshape(stop - start, nbytes)
+        return tensor.storage.widened(rows) if tensor.storage.wider else rows
 
     def _rows(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        return self._found[name].storage.rows(self._raw(name, start, stop, columns))
+        storage = self._found[name].storage
+        return STORAGES[storage.wider or storage.name].rows(self._raw(name, start, stop, columns))
 
 
 def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:

@@ -60,6 +60,8 @@ class Architecture(NamedTuple):
     pairs_together: bool = False
     gamma_offset: float = 0.0
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
+    #: Flags of config.json that are true if the first layer's tensor has a bias.
+    biases: Mapping[str, str] = {}
 
 
 def _gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,11 +78,15 @@ def _named(architecture: str, model_type: str, **more: Any) -> Mapping[str, Any]
 _FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture(
-        _named("LlamaForCausalLM", "llama", hidden_act="silu", attention_bias=False), pairs_together=True
+        _named("LlamaForCausalLM", "llama", hidden_act="silu"),
+        pairs_together=True,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_down"},
     ),
     "qwen2": Architecture(_named("Qwen2ForCausalLM", "qwen2", hidden_act="silu")),
     "qwen3": Architecture(
-        _named("Qwen3ForCausalLM", "qwen3", hidden_act="silu", attention_bias=False), {**_LAYER, **_HEAD_NORMS}
+        _named("Qwen3ForCausalLM", "qwen3", hidden_act="silu"),
+        {**_LAYER, **_HEAD_NORMS},
+        biases={"attention_bias": "attn_q"},
     ),
     # Of the layers every sixth sees all tokens, by no key of older files.
     "gemma3": Architecture(

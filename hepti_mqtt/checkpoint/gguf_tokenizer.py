@@ -14,6 +14,13 @@ from hepti_mqtt.errors import UnsupportedModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _MARK: Final = "\u2581"  # what stands for a space
+# Converters write one end token; a control token of such a name ends a text too, as in llama.cpp.
+_ENDS: Final = frozenset({
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>",
+    "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>", "<end_of_utterance>",
+})  # fmt: skip
+_PIECES: Final = "llama"  # SentencePiece's byte pairs
+_PIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
 _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _ONLY_BYTES: Final = {**_BYTES, "use_regex": False}
 _LLAMA3_WORDS: Final = (
@@ -46,7 +53,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     agree with itself.
     """
     of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    pieces = of["model"] == "llama"
+    pieces = of["model"] == _PIECES
     if not pieces and (of["model"] != "gpt2" or of.get("pre") not in _PRE):
         raise UnsupportedModelError(
             f"{path}: a tokenizer of the kind {of['model']!r}, {of.get('pre')!r} is not known (llama is, and gpt2 with "
@@ -59,7 +66,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len(kinds) != len(tokens):
         raise ValueError(f"{len(vocab)} different ones of {len(tokens)} tokens, {len(kinds)} kinds")
-    named = {role: of.get(f"{key}_token_id") for role, key in _ROLES.items()}
+    named = {role: _special_id(of, key) for role, key in _ROLES.items()}
     for role, i in named.items():
         if i is not None and not 0 <= i < len(tokens):
             raise ValueError(f"{role} token {i} of {len(tokens)}")
@@ -78,13 +85,31 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     if pieces:
         parts, has_bos = _pieces(of, vocab, kinds), True
     else:
-        parts, has_bos = _byte_pairs(of, vocab), _PRE[of["pre"]][2]
+        parts, has_bos = _byte_pairs(path, of, vocab), _PRE[of["pre"]][2]
     bos = config.get("bos_token") if of.get("add_bos_token", has_bos) else None
     eos = config.get("eos_token") if of.get("add_eos_token", False) else None
     if eos:
         raise UnsupportedModelError(f"{path}: its tokenizer puts {eos!r} behind every text, which is not supported")
     post = _begin_with(bos, vocab[bos]) if bos else None
     return {"version": "1.0", "added_tokens": added, "post_processor": post, **parts}, config
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the tokens after which a text ends: the ids that the metadata names, and control tokens by their names."""
+    of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    tokens, kinds = of.get("tokens", []), of.get("token_type", [])
+    controls = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    if {"<|return|>", "<|call|>"} <= controls.keys():  # gpt-oss: <|end|> ends a thought, not the text
+        controls.pop("<|end|>", None)
+    ids = {_special_id(of, kind) for kind in ("eos", "eot", "eom")} | {controls.get(name) for name in _ENDS}
+    return sorted(i for i in ids if i is not None)
+
+
+def _special_id(of: Mapping[str, Any], kind: str) -> int | None:
+    """Return the id of a special token, None where there is none."""
+    default = _PIECE_IDS.get(kind) if of.get("model") == _PIECES else None
+    found: int | None = of.get(f"{kind}_token_id", default)
+    return found
 
 
 def _as_texts_have_them(path: Path, of: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[str]:
@@ -104,9 +129,14 @@ def _as_texts_have_them(path: Path, of: Mapping[str, Any], tokens: list[str], ki
     return found
 
 
-def _byte_pairs(of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
+def _byte_pairs(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
     """Return the parts of a tokenizer of bytes, as GPT-2's."""
     splitting, ignore_merges, _ = _PRE[of["pre"]]
+    if (merges := of.get("merges")) is None:
+        raise UnsupportedModelError(
+            f"{path}: tokenizer.ggml.merges is missing, so texts cannot become tokens; convert the model again with a "
+            "converter that writes it"
+        )
     return {
         "normalizer": {"type": "NFC"} if of["pre"] == "qwen2" else None,
         "pre_tokenizer": splitting,
@@ -114,7 +144,7 @@ def _byte_pairs(of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, An
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": [merge.split(" ") for merge in of["merges"]],
+            "merges": [merge.split(" ") for merge in merges],
             "ignore_merges": ignore_merges,
         },
     }
@@ -125,7 +155,7 @@ def _pieces(of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -
     scores: list[float] = of["scores"]
     if len(scores) != len(vocab):
         raise ValueError(f"{len(scores)} scores of {len(vocab)} tokens")
-    unknown = of.get("unknown_token_id")
+    unknown = _special_id(of, "unknown")
     prefix, space = of.get("add_space_prefix", True), {"String": " "}
     marked = {"type": "Replace", "pattern": space, "content": _MARK}
     before = [{"type": "Prepend", "prepend": _MARK}] if prefix else []

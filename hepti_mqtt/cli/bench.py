@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import non_negative_int, positive_int, positive_seconds
+from hepti_mqtt.config.settings import nearest
 from hepti_mqtt.errors import ConfigError, HeptiError, RemoteError
 
 if TYPE_CHECKING:
@@ -101,11 +103,15 @@ def bench(args: argparse.Namespace) -> int:
     from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
     from hepti_mqtt.client import Hepti
     from hepti_mqtt.models import spec_from_dict
+    from hepti_mqtt.strategies import STRATEGIES
 
+    for name in args.methods or ():
+        if (method := name.partition("/")[0]) not in (known := [AUTO, *STRATEGIES]):
+            raise ConfigError(f"--methods: there is no method {method!r}{nearest(method, known)}")
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or _only_model(hepti)
         with check_readable("the model"):
-            spec = spec_from_dict(hepti.wait_ready(model, args.timeout, patience_s=PLANNER_S)["spec"])
+            spec = spec_from_dict((record := hepti.wait_ready(model, args.timeout, patience_s=PLANNER_S))["spec"])
         devices = sorted(d["device"] for d in hepti.devices() if d["status"] == "online")
         cells = cells_of(spec, devices, args.methods, args.lengths, args.wire)
         measure(hepti, model, spec, cells, args, lambda line: output.err.print(line, markup=False))
@@ -113,7 +119,7 @@ def bench(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json({"ok": True, "model": model, "devices": devices, "cells": [c.to_dict() for c in cells]})
         return 0
-    report(cells, model, devices)
+    report(cells, model, devices, record)
     if drawn is not None:
         output.print_lines([drawn])
     return 0
@@ -210,8 +216,10 @@ def relative_error(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - expected)) / max(scale, 1e-30)
 
 
-def report(cells: Sequence[Cell], model: str, devices: Sequence[str]) -> None:
-    """Print the table, and what was fastest."""
+def report(
+    cells: Sequence[Cell], model: str, devices: Sequence[str], record: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Print the table, and the fastest method of each length. record: of the model's plans."""
     rows: list[tuple[Any, ...]] = []
     said: list[str] = []
     for tokens in dict.fromkeys(cell.tokens for cell in cells):
@@ -223,15 +231,16 @@ def report(cells: Sequence[Cell], model: str, devices: Sequence[str]) -> None:
                 continue
             low, high, gain = min(cell.rounds.values()), max(cell.rounds.values()), cell.speed_up(alone)
             times = (f"{cell.ms:.1f}", f"{low:.1f} to {high:.1f}", "-" if gain is None else f"{gain:.2f}")
-            predicted = "-" if cell.predicted_ms is None else f"{cell.predicted_ms:.1f}"
-            figures = (predicted, cell.bytes_on_wire, f"{cell.error:.0e}", _plan_words(cell))
+            of = (cell.plan or {}).get("devices", ())
+            predicted = "-" if cell.predicted_ms is None else output.predicted(record, of, cell.predicted_ms)
+            figures = (predicted, output.size(cell.bytes_on_wire or 0), f"{cell.error:.0e}", _plan_words(cell))
             rows.append((tokens, cell.method, *times, *figures, cell.failed))
         if timed := [cell for cell in own if cell.times]:
             best = min(timed, key=lambda cell: cell.ms)
             gain = best.speed_up(alone)
             beside = f", speed-up {gain:.2f} over one device" if gain is not None and best is not alone else ""
             said.append(f"Fastest with {tokens} tokens: {best.method} ({_plan_words(best)}), {best.ms:.1f} ms{beside}.")
-    names = ["tokens", "method", "median ms", "rounds", "speed-up", "predicted ms", "bytes", "error", "plan", "failure"]
+    names = ["tokens", "method", "median ms", "rounds", "speed-up", "predicted ms", "sent", "error", "plan", "failure"]
     if not any(row[-1] for row in rows):
         names, rows = names[:-1], [row[:-1] for row in rows]
     output.print_table(f"{model} on {', '.join(devices)}", names, rows)

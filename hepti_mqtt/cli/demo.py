@@ -20,7 +20,7 @@ import numpy as np
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.gateway import listen
+from hepti_mqtt.cli.gateway import PORT, listen
 from hepti_mqtt.cli.infer import max_abs_err
 from hepti_mqtt.cli.shared import AgentOptions, ChildProcesses, child_processes
 from hepti_mqtt.cli.show import print_plan
@@ -67,7 +67,10 @@ def demo(args: argparse.Namespace) -> int:
     """Start broker, planner and agents, ask them, compare the strategies, and end everything."""
     started = time.monotonic()
     agents, name = (AGENTS, MODEL) if args.chat is None else (CHAT_AGENTS, CHAT_MODEL)
+    if args.port is not None and not args.dashboard:
+        raise ConfigError("--port is that of --dashboard; add --dashboard")
     if args.dashboard:
+        args.port = args.port or PORT
         with requires_extra("gateway", "the dashboard"):
             import hepti_mqtt.gateway.app  # noqa: F401
         listen(LOOPBACK, args.port).close()  # before the minutes of a first start

@@ -12,24 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import eq
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-import psutil
-from platformdirs import user_cache_path
-
-from device_agent.machine import free_memory
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.processes import take_found_broker
-from hepti_mqtt.client import Hepti
 from hepti_mqtt.config import settings
 from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.kernels import isa, precompile
-from hepti_mqtt.kernels.jit import cache_directory
-from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed, largest_packet, queue_capacity
-from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
+
+if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
+    from hepti_mqtt.transport import BrokerUrl, PahoTransport, State
 
 T = TypeVar("T")
 
@@ -38,11 +30,11 @@ LARGE_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 16  # for a packet's header
 NAGLE_S: Final = 0.02  # a small message that takes longer was held back
 LOW_MEMORY_BYTES: Final = 256 << 20
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 5.0
 
 
 class Finding(NamedTuple):
-    """One thing looked at: `advice` is empty where nothing needs fixing."""
+    """The result of one check; `advice` is empty where nothing needs fixing."""
 
     what: str
     found: str
@@ -50,24 +42,51 @@ class Finding(NamedTuple):
     exit_code: int = 0
 
 
+def arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hepti doctor`."""
+    sub.add_argument("--compile", action="store_true", help="also compile the kernels that the cache lacks: minutes")
+
+
 def doctor(args: argparse.Namespace) -> int:
-    """Look at the machine, then, if there is a broker's URL, at the broker and the site; print what was found."""
-    findings = list(_machine())
-    if args.broker is None:
-        findings.append(_found_broker(args))
-    if args.broker is not None:
-        findings += _broker(BrokerUrl.parse(args.broker), args.broker, args.site)
+    """Check the machine, the broker, the site and the kernels; print each finding when its check ends."""
+    findings: list[Finding] = []
+    if not args.json:
+        output.print_lines([f"hepti {__version__}"])
+    for finding in _checks(args):
+        findings.append(finding)
+        if not args.json:
+            mark = "!" if finding.advice else " "
+            advice = [f"    {'':14} -> {finding.advice}"] if finding.advice else []
+            output.print_lines([f"{mark}   {finding.what:14} {finding.found}", *advice])
     code = max((f.exit_code for f in findings), default=0)
     if args.json:
         output.print_json({"ok": code == 0, "findings": [f._asdict() for f in findings]})
-    else:
-        rows = [("!" if f.advice else "", f.what, f.found, f.advice) for f in findings]
-        output.print_table(f"hepti {__version__}", ("", "what", "found", "what to do"), rows)
     return code
+
+
+def _checks(args: argparse.Namespace) -> Iterator[Finding]:
+    """Yield findings, those of cheap checks first."""
+    yield from _machine()
+    if args.broker is None:
+        _say("looking for a broker in the network")
+        yield _found_broker(args)
+    if args.broker is not None:
+        from hepti_mqtt.transport import BrokerUrl
+
+        url = BrokerUrl.parse(args.broker)
+        _say(f"asking the broker at {url.place}")
+        yield from _broker(url, args.broker, args.site)
+    yield _kernels(args.compile)
+
+
+def _say(what: str) -> None:
+    output.err.print(f"... {what}", markup=False)
 
 
 def _found_broker(args: argparse.Namespace) -> Finding:
     """Look for a broker that the network announces, and take it if there is one alone."""
+    from hepti_mqtt.cli.processes import take_found_broker
+
     try:
         take_found_broker(args)
     except ConfigError as error:
@@ -80,13 +99,11 @@ def _machine() -> Iterator[Finding]:
     advice = "" if bits == "64" else "use a 64-bit system: there are no wheels for others"
     python = f"Python {platform.python_version()}, {platform.machine()}, {bits} bit"
     yield Finding("machine", f"{python}, {os.cpu_count()} cores", advice, 1 if advice else 0)
-    started = time.perf_counter()
-    precompile.fill_cache("all")
-    warm = precompile.load(everything=True)
-    took_s = time.perf_counter() - started
-    kept = f"kept in {cache_directory()}" if cache_directory() else "kept nowhere"
-    slow = "" if cache_directory() else "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
-    yield Finding("kernels", f"{isa()}, {sum(warm)} ready after {took_s:.1f} s, {kept}", slow)
+    import psutil
+    from platformdirs import user_cache_path
+
+    from device_agent.machine import free_memory
+
     free = free_memory()
     little = "little memory is free for weights; see --memory" if free < LOW_MEMORY_BYTES else ""
     yield Finding("memory", f"{free / 2**20:.0f} MiB free", little)
@@ -100,8 +117,30 @@ def _machine() -> Iterator[Finding]:
         yield Finding("tile cache", f"{cache}: {exc.strerror}", "name another place with hepti agent --cache DIR", 1)
 
 
+def _kernels(compiles: bool) -> Finding:
+    """Count the compiled kernels; compile the others only if the user says so."""
+    from hepti_mqtt.kernels import isa, precompile
+    from hepti_mqtt.kernels.jit import cache_directory
+
+    directory = cache_directory()
+    if directory is None:
+        advice = "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
+        return Finding("kernels", f"{isa()}, no place to keep them", advice)
+    if compiles:
+        view = output.ProgressLines()
+        tell = lambda done, total: view.print("kernels", f"... compiling kernels: {done} of {total}")  # noqa: E731
+        precompile.fill_cache("all", tell)
+    done, total = precompile.compiled()
+    offer = "" if done == total else "an agent compiles the others at its start; now: hepti doctor --compile"
+    return Finding("kernels", f"{isa()}, {done} of {total} compiled, kept in {directory}", offer)
+
+
 def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     """Look at the broker as the device named like its user would."""
+    from hepti_mqtt.protocol.topics import Topics
+    from hepti_mqtt.transport import largest_packet, queue_capacity
+    from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
+
     try:
         name = check_name("device", url.user or "doctor")
     except BadNameError:
@@ -127,6 +166,8 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
     """Return seconds of a small and of a large message to the broker and back, medians of a few."""
+    from hepti_mqtt.transport import PahoTransport, Subscribed
+
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     states: queue.SimpleQueue[State] = queue.SimpleQueue()
     transport = PahoTransport(
@@ -162,6 +203,8 @@ def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
 
 
 def _site(text: str, site: str) -> Iterator[Finding]:
+    from hepti_mqtt.client import Hepti
+
     clocks: Sequence[str] = ()
     try:
         with Hepti.connect(text, site=site) as hepti:

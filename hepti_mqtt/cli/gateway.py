@@ -11,15 +11,17 @@ import socket
 from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.cli.shared import connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
 from hepti_mqtt.config.process import requires_extra
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.errors import ConfigError, HeptiError
 
 PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
 CONNECTIONS: Final = 2048  # at once; further ones get 503
 HEADER_BYTES: Final = 64 << 10
+TIMEOUT_S: Final = 60.0
+TEXT_TIMEOUT_S: Final = 600.0  # a small board reads a long prompt for minutes
 IDLE_S: Final = 75  # a keep-alive connection without a request
 
 
@@ -30,7 +32,9 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", metavar="NAME", help="model of requests that name none (default: the only one served)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
     sub.add_argument(
-        "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
+        "--timeout",
+        type=positive_seconds,
+        help=f"seconds to wait for an answer (default {TIMEOUT_S:g}, of generated text {TEXT_TIMEOUT_S:g})",
     )
     sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
     sub.add_argument("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
@@ -40,7 +44,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def gateway(args: argparse.Namespace) -> int:
-    """Serve until interrupted; raises ConfigError, NetworkError if the port is taken or no broker answers."""
+    """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or _is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
@@ -49,16 +53,16 @@ def gateway(args: argparse.Namespace) -> int:
 
         from hepti_mqtt.gateway.app import create_app
         from hepti_mqtt.gateway.connections import Connection, Server
-    from hepti_mqtt.client import Hepti
     from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.transport import BrokerUrl
 
     _allow_connections()
     listener = listen(args.bind, args.port)
-    with listener, Hepti.connect(require_broker(args), args.site, args.client) as hepti:
+    with listener, connect_to_site(args) as hepti:
         hepti.answers()  # from now on they are remembered for the dashboard
-        site = Site(hepti, args.timeout, args.model, truncate=args.truncate)
+        text_s = args.timeout or TEXT_TIMEOUT_S
+        site = Site(hepti, args.timeout or TIMEOUT_S, args.model, truncate=args.truncate, text_timeout_s=text_s)
         server: Server
         config = uvicorn.Config(
             create_app(site, keys, lambda: server.should_exit),
@@ -96,13 +100,13 @@ def _is_loopback(address: str) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket; raises NetworkError if the port is taken."""
+    """Return a listening socket; raises HeptiError if the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         why = error.strerror or error
-        raise NetworkError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
+        raise HeptiError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
     # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
     # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, check_readable, connect_to_site
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
@@ -39,9 +39,11 @@ def infer(args: argparse.Namespace) -> int:
     """Send the request; print the answer, or with --json the object that DESIGN documents."""
     if args.plan_only and (args.check or args.repeat > 1):
         raise ConfigError("--plan-only computes nothing: leave --check and --repeat out")
+    _check_input(args)
     patient = args.timeout is not None
-    args.timeout = args.timeout or ANSWER_S
-    with Hepti.connect(require_broker(args), site=args.site, client_id=args.client) as hepti:
+    until = time.monotonic() + (args.timeout or ANSWER_S)
+    with connect_to_site(args, args.timeout) as hepti:
+        args.timeout = until - time.monotonic()
         shown = _wait_for_plan(hepti, args, patient)
         with check_readable("the model"):
             spec = spec_from_dict(shown["spec"])
@@ -62,8 +64,23 @@ def infer(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(result)
     else:
-        _print(answers[-1], result)
+        _print(answers[-1], result, shown)
     return 0
+
+
+def _check_input(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go together and files that cannot be read, before anything is sent."""
+    for option, given, other, there in (
+        ("--label", args.label, "--text or --image", args.text or args.image),
+        ("--document", args.document, "--query", args.query is not None),
+        ("--context", args.context is not None, "--question", args.question is not None),
+        ("--translate", args.translate, "--audio", args.audio),
+        ("--timestamps", args.timestamps, "--audio", args.audio),
+    ):
+        if given and not there:
+            raise ConfigError(f"{option} needs {other}")
+    for path in (*(args.image or ()), *filter(None, (args.audio,))):
+        _read(path)
 
 
 def _wait_for_plan(hepti: Hepti, args: argparse.Namespace, patient: bool) -> Mapping[str, Any]:
@@ -250,23 +267,40 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
 
 
 def format_result(result: Any, terminal: bool) -> str:
-    """Return a result as JSON; on a terminal nobody reads all numbers of a vector, or base64."""
-    return json.dumps(_shortened(result) if terminal else result, indent=1, ensure_ascii=False)
+    """Return a result for people, or as JSON in one line where no terminal is."""
+    if not terminal:
+        return json.dumps(result, ensure_ascii=False)
+    return "\n".join(_short_lines("", result))
 
 
-def _shortened(value: Any) -> Any:
+def _short_lines(name: str, value: Any) -> Iterator[str]:
+    """Yield a line per entry: of vectors their length, norm and first numbers; of long texts their beginning."""
+    label = f"{name}: " if name else ""
     if isinstance(value, Mapping) and value.keys() == {"dtype", "shape", "base64"}:
-        numbers = np.frombuffer(base64.b64decode(value["base64"]), "<f4").tolist()
-        return {"dtype": value["dtype"], "shape": str(value["shape"]), "numbers": _shortened(numbers)}
-    if isinstance(value, Mapping):
-        return {key: _shortened(item) for key, item in value.items()}
+        yield f"{name} {value['shape']}: {_vector(np.frombuffer(base64.b64decode(value['base64']), '<f4'))}"
+    elif isinstance(value, Mapping) and not all(isinstance(item, Mapping | list) for item in value.values()) and name:
+        yield label + ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _short_lines(f"{name}.{key}" if name else key, item)
+    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        for number, item in enumerate(value, 1):
+            yield from _short_lines(f"{name} {number}".strip(), item)
+    else:
+        yield label + _short(value)
+
+
+def _short(value: Any) -> str:
     if isinstance(value, str):
         return value if len(value) <= LONG_TEXT else f"{value[:FEW_CHARACTERS]} ... ({len(value)} characters)"
-    if not isinstance(value, list):
-        return value
-    if len(value) > LONG_VECTOR and all(isinstance(item, int | float) for item in value):
-        return f"[{', '.join(f'{item:.4g}' for item in value[:FEW_NUMBERS])}, ...] ({len(value)} numbers)"
-    return [_shortened(item) for item in value]
+    if isinstance(value, list) and len(value) > LONG_VECTOR and all(isinstance(n, int | float) for n in value):
+        return _vector(np.asarray(value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _vector(numbers: NDArray[Any]) -> str:
+    first = ", ".join(f"{number:.4f}" for number in numbers[:FEW_NUMBERS])
+    return f"{first}, ... ({numbers.size} numbers, norm {np.linalg.norm(numbers):.4f})"
 
 
 def _read(path: Path) -> bytes:
@@ -276,26 +310,23 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
 
 
-def _print(answer: Answer, result: Mapping[str, Any]) -> None:
+def _print(answer: Answer, result: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Print the result, then on stderr its time and plan. record: of the model's plans."""
     plan = result["plan"]
     shares = ", ".join(f"{d} {100 * s:.0f} %" for d, s in plan["devices"].items())
     name = "/".join([plan["strategy"], *plan["options"].values()])
+    sent = f"{result['tokens']} tokens, {output.size(result['bytes_on_wire'] or 0)} sent"
+    predicted = f"expected {output.predicted(record, plan['devices'], result['expected_ms'])} ms"
     if answer.result is None:
-        took = (
-            f"the plan was up after {result['latency_ms']['median'] / 1e3:.1f} s; predicted for {result['tokens']} "
-            f"tokens: {result['predicted_ms']:.1f} ms, {result['predicted_bytes']} bytes on the wire"
-        )
+        took = f"the plan was up after {result['latency_ms']['median'] / 1e3:.1f} s; {predicted}, {sent}"
     else:
         output.print_lines([format_result(answer.result, output.out.is_terminal)])
-        took = (
-            f"{result['latency_ms']['median']:.1f} ms (predicted {result['predicted_ms']:.1f}, expected "
-            f"{result['expected_ms']:.1f}), {result['tokens']} tokens, {result['bytes_on_wire']} bytes on the wire"
-        )
+        took = f"{result['latency_ms']['median']:.1f} ms ({predicted}), {sent}"
     moved = plan.get("weight_error")  # a planner may be older
     kept = plan["weights"] if moved is None else f"{plan['weights']} (by which answers move by {moved:.1e} of them)"
     lines = [
         took,
-        f"plan {plan['id']}: {name}, weights {kept}, wire {plan['wire']}, route {plan['route']}; {shares}",
+        f"plan {plan['id']}: {name} on {shares}; weights {kept}, wire {plan['wire']}, route {plan['route']}",
     ]
     if "max_abs_err" in result:
         lines.append(f"largest difference from the single-device reference: {result['max_abs_err']:.2e}")

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, NamedTuple, NoReturn, get_args
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cli import bench, gateway, output, site, wyoming
+from hepti_mqtt.cli import bench, doctor, gateway, output, site, wyoming
+from hepti_mqtt.config import settings
 from hepti_mqtt.config.options import (
     IN_FLIGHT,
     PlannerOptions,
@@ -21,43 +22,80 @@ from hepti_mqtt.config.options import (
     index_range,
     non_negative_int,
     positive_int,
+    positive_number,
     positive_seconds,
-    settings_from_args,
     tcp_port,
 )
-from hepti_mqtt.config.settings import check_environment
+from hepti_mqtt.config.settings import Settings, check_environment
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.plan import Objective, Quantised
 
 
-def build() -> argparse.ArgumentParser:
-    """Return the parser of `hepti`."""
-    parser = argparse.ArgumentParser(
-        prog="hepti", description="Answer one transformer inference with several small computers over MQTT."
-    )
-    parser.add_argument("--version", action="version", version=f"hepti {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, help_text, fill in _COMMANDS:
-        sub = commands.add_parser(
-            name,
-            help=help_text,
-            description=help_text,
-            epilog=_examples(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add_common_arguments(sub)
-        fill(sub)
+class Command(NamedTuple):
+    """One command: its line of help, what adds its arguments, and the function that runs it, as module:name."""
+
+    about: str
+    fill: Callable[[argparse.ArgumentParser], None]
+    entry: str
+    #: Whether it takes --broker and --site.
+    at_a_site: bool = True
+    #: (command line, meaning) shown below the options.
+    examples: Sequence[tuple[str, str]] = ()
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest known word."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [*map(str, action.choices or ())]
+        if choices and value not in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"{value!r} is none of them{settings.nearest(str(value), choices)}")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments; for an unknown option name the nearest one of the command."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = _subparser(self, getattr(found, "command", None))
+            options = [option for action in parser._actions for option in action.option_strings]
+            parser.error(f"unknown argument {unknown[0]!r}{settings.nearest(unknown[0], options)}")
+        return found
+
+
+def _subparser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+            found: argparse.ArgumentParser = action.choices[command]
+            return found
     return parser
 
 
-def _examples(command: str) -> str | None:
-    lines = [f"  {line}  # {what}" for line, what in _EXAMPLES.get(command, ())]
-    return "\n".join(["examples:", *lines]) if lines else None
+def build() -> argparse.ArgumentParser:
+    """Return the parser of `hepti`."""
+    parser = Parser(prog="hepti", description="Run one neural network across the small computers of a site, over MQTT.")
+    parser.add_argument("--version", action="version", version=f"hepti {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        lines = [f"  {line}  # {what}" for line, what in command.examples]
+        sub = commands.add_parser(
+            name,
+            help=command.about,
+            description=command.about,
+            epilog="\n".join(["examples:", *lines]) if lines else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_common_arguments(sub, command.at_a_site)
+        command.fill(sub)
+    return parser
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser, at_a_site: bool = True) -> None:
     """Add what every command takes, before its name or after it."""
-    add_site_arguments(parser)
+    if at_a_site:
+        add_site_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more on stderr")
 
@@ -98,7 +136,7 @@ def _demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
     )
-    sub.add_argument("--port", type=tcp_port, default=gateway.PORT, help=f"of --dashboard (default {gateway.PORT})")
+    sub.add_argument("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
     sub.add_argument(
         "--chat",
         nargs="?",
@@ -110,54 +148,44 @@ def _demo(sub: argparse.ArgumentParser) -> None:
 
 def _infer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="name of the model, as the planner serves it")
-    what = sub.add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", action="append", help="a text; several make a batch")
-    what.add_argument("--pair", nargs=2, metavar=("A", "B"), action="append", help="two texts; several make a batch")
-    what.add_argument("--query", metavar="TEXT", help="what the texts of --document are ranked by")
-    what.add_argument("--question", metavar="TEXT", help="what the text of --context answers")
-    what.add_argument("--image", type=Path, action="append", help="a picture; several make a batch")
-    what.add_argument("--audio", type=Path, metavar="FILE", help="a recording of speech: WAV")
-    what.add_argument("--ids", help="token ids, separated by commas")
-    what.add_argument(
-        "--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)"
-    )
-    sub.add_argument("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
-    sub.add_argument("--context", metavar="TEXT", help="the text that the answer to --question is part of")
-    sub.add_argument("--label", metavar="TEXT", action="append", help="a label of your own for --text")
-    sub.add_argument(
-        "--prompt",
-        metavar="NAME",
-        help="the model's prompt before a text: query, document, ...; of a recording, what was said before",
-    )
-    sub.add_argument("--dimensions", type=positive_int, metavar="N", help="the first N numbers of an embedding")
-    sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
-    sub.add_argument("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
-    sub.add_argument(
-        "--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other"
-    )
-    sub.add_argument("--plan-only", action="store_true", help="load the plan and print its prediction; compute nothing")
-    sub.add_argument("--check", action="store_true", help="compare hidden states with a single-device reference")
-    sub.add_argument("--model-dir", type=Path, help="the model's files for --check (default: the planner's)")
-    sub.add_argument("--truncate", action="store_true", help="cut texts that are too long")
-    sub.add_argument(
-        "--want", choices=("task", "hidden"), help="the task's result (default), or final hidden states of all tokens"
-    )
-    sub.add_argument("--language", metavar="CODE", help="of a recording, as en or de (default: it is found)")
-    sub.add_argument("--translate", action="store_true", help="write a recording's text in English")
-    sub.add_argument("--timestamps", action="store_true", help="name the times at which a recording's parts are said")
-    sub.add_argument("--window", type=positive_seconds, metavar="S", help="seconds in which a recording is read")
-    sub.add_argument("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
-    sub.add_argument(
-        "--max-new-tokens", type=positive_int, metavar="N", help="tokens that a decoder generates, shown as they come"
-    )
-    sub.add_argument(
-        "--deadline-ms", type=positive_int, help="milliseconds until the request ends with the error `deadline`"
-    )
-    sub.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        help="seconds to wait for an answer (default 120); if given, also for a planner and a first plan",
-    )
+    of = sub.add_argument_group("input (one of them)").add_mutually_exclusive_group(required=True).add_argument
+    of("--text", action="append", help="a text; several make a batch")
+    of("--pair", nargs=2, metavar=("A", "B"), action="append", help="two texts; several make a batch")
+    of("--query", metavar="TEXT", help="what the texts of --document are ranked by")
+    of("--question", metavar="TEXT", help="what the text of --context answers")
+    of("--image", type=Path, action="append", help="a picture; several make a batch")
+    of("--audio", type=Path, metavar="FILE", help="a recording of speech: WAV")
+    of("--ids", help="token ids, separated by commas")
+    of("--tokens", type=positive_int, metavar="N", help="N seeded random token ids (or N random pictures)")
+    add = sub.add_argument_group("more about the input").add_argument
+    add("--document", metavar="TEXT", action="append", help="a text that --query is compared with")
+    add("--context", metavar="TEXT", help="the text that the answer to --question is part of")
+    add("--label", metavar="TEXT", action="append", help="a label of your own for --text or --image")
+    prompt = "the model's prompt before a text: query, document, ...; of a recording, the text before it"
+    add("--prompt", metavar="NAME", help=prompt)
+    add("--truncate", action="store_true", help="cut texts that are too long")
+    add("--language", metavar="CODE", help="of a recording, as en or de (default: detected)")
+    add("--window", type=positive_seconds, metavar="S", help="seconds in which a recording is read")
+    add("--seed", type=non_negative_int, default=0, help="seed of --tokens (default 0)")
+    add = sub.add_argument_group("answer").add_argument
+    want = "the task's result (default), or final hidden states of all tokens"
+    add("--want", choices=("task", "hidden"), help=want)
+    add("--top-k", type=positive_int, metavar="N", help="how many labels or tokens to name")
+    add("--dimensions", type=positive_int, metavar="N", help="the first N numbers of an embedding")
+    generated = "tokens that a decoder generates, shown as they come"
+    add("--max-new-tokens", type=positive_int, metavar="N", help=generated)
+    add("--translate", action="store_true", help="write a recording's text in English")
+    add("--timestamps", action="store_true", help="name the times at which a recording's parts are said")
+    add = sub.add_argument_group("sending").add_argument
+    add("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
+    add("--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other")
+    add("--plan-only", action="store_true", help="load the plan and print its prediction; compute nothing")
+    add("--check", action="store_true", help="compare hidden states with a single-device reference")
+    add("--model-dir", type=Path, help="the model's files for --check (default: the planner's)")
+    deadline = "milliseconds until the request ends with the error `deadline`"
+    add("--deadline-ms", type=positive_int, help=deadline)
+    patience = "seconds to wait for an answer (default 120); if given, also for a broker, a planner and a first plan"
+    add("--timeout", type=positive_seconds, help=patience)
     add_pin_arguments(sub)
 
 
@@ -185,11 +213,20 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", help="a model directory, an ONNX or GGUF file, or a kind that `hepti model make` knows")
-    sub.add_argument(
-        "--devices-file", type=Path, required=True, metavar="YAML", help="devices and links (configs/sites)"
-    )
-    sub.add_argument("--tokens", type=positive_int, default=128, help="tokens of each sequence (default 128)")
+    model = "a model by name (llama-3.2-1b, qwen3-4b, bert-large, ...), a directory with config.json, an ONNX or GGUF "
+    sub.add_argument("model", help=f"{model}file; weights are not needed")
+    boards = "pi4-2gb, pi4-4gb, pi4-8gb, pi5-4gb, pi5-8gb, pi5-16gb, pi-zero-2w, n100-8gb, n100-16gb, orin-nano-8gb"
+    site = "devices and links: a site file, or one that comes with Hepti: four-pi4, mixed-four, ..., or "
+    site += "COUNT-BOARD[-wifi|-100mbit] such as four-pi5-8gb"
+    sub.add_argument("--devices-file", type=Path, metavar="YAML|NAME", help=site)
+    sub.add_argument("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
+    network = "network of --board (default gigabit)"
+    sub.add_argument("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
+    enough = "with --board: also print the fewest boards that reach so many tokens/s"
+    sub.add_argument("--tokens-per-s", type=positive_number, metavar="N", help=enough)
+    sub.add_argument("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
+    context = "tokens of a decoder's text that devices have room for (default 4096)"
+    sub.add_argument("--context", type=positive_int, default=4096, metavar="N", help=context)
     sub.add_argument(
         "--sequences", type=positive_int, default=1, metavar="N", help="of the request, as many as fit into one run"
     )
@@ -206,15 +243,6 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
     )
-    sub.add_argument(
-        "--weather",
-        metavar="KIND|FILE",
-        help="play the site over time with a real planner: still, stalls, walk, changes, liar, restless, sprinter, "
-        "or a file of recorded heartbeats (JSON lines); prints what its changes of plan were worth, and --svg draws "
-        "them",
-    )
-    sub.add_argument("--minutes", type=positive_int, default=30, help="minutes of --weather (default 30)")
-    sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of --weather (default 0)")
     _drawing(sub)
     add_pin_arguments(sub, opens=True)
 
@@ -247,61 +275,110 @@ def _health(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--timeout", type=positive_seconds, default=5.0, help="seconds to wait for its status (default 5)")
 
 
-_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
-    ("demo", "start a broker, a planner and three agents here, and show what they do", _demo),
-    ("agent", "run this device's agent, or manage its service", _agent),
-    ("planner", "run a site's planner", PlannerOptions.add_arguments),
-    ("infer", "send a request and print the answer", _infer),
-    ("plan", "show how a model is split over the devices, and why", _plan),
-    ("devices", "list the site's devices", _devices),
-    ("top", "watch devices and plans in the terminal", _top),
-    ("model", "make, inspect or verify a model directory", _model),
-    ("simulate", "predict every method's time on devices described in a file", _simulate),
-    ("doctor", "check this machine, the broker and the site, and suggest fixes", _nothing_more),
-    ("health", "exit with 0 if the planner or a device is online", _health),
-    ("site", "make a closed site and add users: certificate, passwords and access list", site.arguments),
-    ("bench", "measure what each method takes on your devices", bench.arguments),
-    ("broker", "run a broker here until interrupted", _broker),
-    ("completion", 'print completions for bash and zsh: eval "$(hepti completion)"', _nothing_more),
-    ("gateway", "answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments),
-    ("dashboard", "show the site on a web page: the gateway, whose / it is", gateway.arguments),
-    ("wyoming", "be the speech-to-text service of Home Assistant", wyoming.arguments),
-)
-# Shown below the options of a command.
-_EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
-    "agent": (
-        ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
-        ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
-        ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
+# Modules are imported when their command runs: `hepti --help` must not wait for Numba.
+COMMANDS: Final[Mapping[str, Command]] = {
+    "demo": Command("start a broker, a planner and three agents here, and show what they do", _demo, "demo:demo"),
+    "agent": Command(
+        "run this device's agent, or manage its service",
+        _agent,
+        "processes:agent",
+        examples=(
+            ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
+            ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
+            ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
+        ),
     ),
-    "planner": (
-        ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
-        ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
+    "planner": Command(
+        "run a site's planner",
+        PlannerOptions.add_arguments,
+        "processes:planner",
+        examples=(
+            ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
+            ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
+        ),
     ),
-    "infer": (
-        ('hepti infer minilm --text "The laundry is done."', "one text"),
-        ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
-        ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
-        ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
-        ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
-        ("hepti infer whisper --audio command.wav --language en", "speech"),
-        ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
+    "infer": Command(
+        "send a request and print the answer",
+        _infer,
+        "infer:infer",
+        examples=(
+            ('hepti infer minilm --text "The laundry is done."', "one text"),
+            ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
+            ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
+            ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
+            ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
+            ("hepti infer whisper --audio command.wav --language en", "speech"),
+            ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
+        ),
     ),
-    "plan": (("hepti plan minilm --explain", "why it is divided so"), ("hepti plan --story", "what became of plans")),
-    "devices": (("hepti --broker mqtt://192.168.1.10 devices", "who is there, and why a device is not used"),),
-    "model": (
-        ("hepti model inspect /models/all-MiniLM-L6-v2", "what Hepti makes of a directory"),
-        ("hepti model verify /models/SmolLM2-135M --weights q4", "what quantising costs"),
-        ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
+    "plan": Command(
+        "show how a model is split over the devices, and why",
+        _plan,
+        "show:plan",
+        examples=(
+            ("hepti plan minilm --explain", "the reason for this division"),
+            ("hepti plan --story", "the plans before it"),
+        ),
     ),
-    "simulate": (
-        ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
+    "devices": Command(
+        "list the site's devices",
+        _devices,
+        "show:devices",
+        examples=(("hepti --broker mqtt://192.168.1.10 devices", "their status, and why a device is not used"),),
     ),
-    "site": (
-        ("hepti site init --host broker.home mysite", "a closed site"),
-        ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
+    "top": Command("watch devices and plans in the terminal", _top, "show:top"),
+    "model": Command(
+        "make, inspect or verify a model directory",
+        _model,
+        "model:model",
+        at_a_site=False,
+        examples=(
+            ("hepti model inspect /models/all-MiniLM-L6-v2", "the architecture of a directory"),
+            ("hepti model verify /models/SmolLM2-135M --weights q4", "the error of quantised weights"),
+            ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
+        ),
     ),
-    "bench": (("hepti bench minilm", "all methods on the site's devices"),),
+    "simulate": Command(
+        "predict every method's time on devices described in a file",
+        _simulate,
+        "simulate:simulate",
+        at_a_site=False,
+        examples=(
+            ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
+        ),
+    ),
+    "doctor": Command(
+        "check this machine, the broker and the site, and suggest fixes", doctor.arguments, "doctor:doctor"
+    ),
+    "health": Command("exit with 0 if the planner or a device is online", _health, "health:health"),
+    "site": Command(
+        "make a closed site and add users: certificate, passwords and access list",
+        site.arguments,
+        "site:site",
+        at_a_site=False,
+        examples=(
+            ("hepti site init --dir mysite --host broker.home", "a closed site"),
+            ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
+        ),
+    ),
+    "bench": Command(
+        "measure what each method takes on your devices",
+        bench.arguments,
+        "bench:bench",
+        examples=(("hepti bench minilm", "all methods on the site's devices"),),
+    ),
+    "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
+    "completion": Command(
+        'print completions for bash and zsh: eval "$(hepti completion)"',
+        _nothing_more,
+        "completion:completion",
+        at_a_site=False,
+    ),
+    "gateway": Command("answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments, "gateway:gateway"),
+    "dashboard": Command(
+        "show the site on a web page: the gateway serves it at /", gateway.arguments, "gateway:gateway"
+    ),
+    "wyoming": Command("be the speech-to-text service of Home Assistant", wyoming.arguments, "wyoming:wyoming"),
 }
 
 
@@ -309,41 +386,22 @@ _EXAMPLES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 # `hepti` and `hepti-agent`: parse, run one command, translate errors to exit codes.
 
 
-# Modules are imported when their command runs: `hepti --help` must not wait for Numba.
-_ENTRY_POINTS: Final[Mapping[str, tuple[str, str]]] = {
-    "agent": ("hepti_mqtt.cli.processes", "agent"),
-    "planner": ("hepti_mqtt.cli.processes", "planner"),
-    "broker": ("hepti_mqtt.cli.processes", "broker"),
-    "infer": ("hepti_mqtt.cli.infer", "infer"),
-    "plan": ("hepti_mqtt.cli.show", "plan"),
-    "devices": ("hepti_mqtt.cli.show", "devices"),
-    "top": ("hepti_mqtt.cli.show", "top"),
-    "simulate": ("hepti_mqtt.cli.simulate", "simulate"),
-    "model": ("hepti_mqtt.cli.model", "model"),
-    "demo": ("hepti_mqtt.cli.demo", "demo"),
-    "bench": ("hepti_mqtt.cli.bench", "bench"),
-    "gateway": ("hepti_mqtt.cli.gateway", "gateway"),
-    "dashboard": ("hepti_mqtt.cli.gateway", "gateway"),
-    "wyoming": ("hepti_mqtt.cli.wyoming", "wyoming"),
-    "site": ("hepti_mqtt.cli.site", "site"),
-    "health": ("hepti_mqtt.cli.health", "health"),
-    "doctor": ("hepti_mqtt.cli.doctor", "doctor"),
-    "completion": ("hepti_mqtt.cli.completion", "completion"),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hepti`; return its exit code (0 done, 1 failed, 2 usage, 3 broker, 4 no plan, 5 deadline, 6 refused)."""
     output.escape_unencodable()
-    args = build().parse_args(_command_first(sys.argv[1:] if argv is None else argv))
+    parser = build()
+    args = parser.parse_args(_command_first(sys.argv[1:] if argv is None else argv))
+    if args.command is None:
+        parser.print_help()
+        return 0
     output.setup_logging(args.verbose)
-    module, name = _ENTRY_POINTS[args.command]
+    module, _, name = COMMANDS[args.command].entry.partition(":")
     try:
         check_environment()
-        settings = settings_from_args(args)
-        args.named_site = args.site or os.environ.get("HEPTI_SITE") or None
-        args.broker, args.site = settings.broker, settings.site
-        command: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
+        given = Settings.from_environment(getattr(args, "broker", None), getattr(args, "site", None))
+        args.named_site = getattr(args, "site", None) or os.environ.get("HEPTI_SITE") or None
+        args.broker, args.site = given.broker, given.site
+        command: Callable[[argparse.Namespace], int] = getattr(import_module(f"hepti_mqtt.cli.{module}"), name)
         return command(args)
     except HeptiError as error:
         if args.json:
@@ -362,9 +420,8 @@ def _command_first(argv: Sequence[str]) -> list[str]:
     """Return the arguments with the command first, also where common options stand before it."""
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_common_arguments(common)
-    commands = {name for name, _, _ in _COMMANDS}
     for place, word in enumerate(argv):
-        if word not in commands:
+        if word not in COMMANDS:
             continue
         try:
             before = common.parse_known_args(argv[:place])[1]

@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 
 from hepti_mqtt import models
-from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, model_parts
 from hepti_mqtt.cli import output
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.config.settings import nearest
+from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
@@ -20,7 +21,15 @@ def model(args: argparse.Namespace) -> int:
     return {"make": _make, "inspect": _inspect, "verify": _verify}[args.action](args)
 
 
+def near_kinds(name: str) -> str:
+    """Return the end of an error about an unknown kind: the nearest one, or all of real size."""
+    kinds = [kind for kind in KINDS if not kind.startswith("tiny-")]
+    return nearest(name, kinds) or f"; kinds: {', '.join(kinds)}"
+
+
 def _make(args: argparse.Namespace) -> int:
+    if args.kind not in KINDS:
+        raise ConfigError(f"there is no kind {args.kind!r}{near_kinds(args.kind)}")
     path = make_model(args.kind, args.out, args.seed, args.layers)
     nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     result = {"directory": str(path), "kind": args.kind, "seed": args.seed, "bytes": nbytes}
@@ -49,6 +58,7 @@ def _inspect_one(args: argparse.Namespace, part: str) -> None:
             "parameters": parameters,
             "tensors": len(sources),
             "requests": [" and ".join(form) for form in forms(checkpoint)],
+            "widened": ", ".join(f"{name} to {wider}" for name, wider in sorted(checkpoint.widened.items())) or None,
             "quantised": None if checkpoint.quantisation is None else checkpoint.quantisation.text(),
         }
     if args.json:
@@ -88,7 +98,7 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
             cosine = float(np.sum(now * before) / np.linalg.norm(now) / np.linalg.norm(before))
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
     if not error < 2e-4:
-        raise ModelError(
+        raise HeptiError(
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
     if args.json:

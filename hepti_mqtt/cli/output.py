@@ -119,10 +119,26 @@ def watch(show: Callable[[], None], every_s: float) -> None:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)
 
 
+def size(nbytes: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes:.0f} bytes"
+
+
+def predicted(record: Mapping[str, Any], devices: Iterable[str], ms: float) -> str:
+    """Return a prediction in ms; of devices that share a machine it holds for idle cores. record: of the plans."""
+    machines: Mapping[str, str] = record.get("machines", {})  # a planner may be older
+    hosts = [machines[device] for device in devices if device in machines]
+    return f"{ms:.1f}" + (" on idle cores" if len(set(hosts)) < len(hosts) else "")
+
+
 def status_text(device: Mapping[str, Any]) -> str:
-    """Return a device's status; of one that is starting also what it does and how far it is."""
+    """Return a device's status with its activity and progress while it starts, or its reason for being offline."""
     if device["status"] != "starting":
-        return str(device["status"])
+        reason = str(device.get("reason", ""))[:MAX_ACTIVITY_CHARS]
+        return f"{device['status']}: {reason}" if reason else str(device["status"])
     steps = f" {device['done']} of {device['total']}" if device["total"] else ""
     return f"starting: {device['doing'][:MAX_ACTIVITY_CHARS]}{steps}" if device["doing"] else "starting"
 

@@ -8,19 +8,47 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
+from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import settings_from_args
 from hepti_mqtt.config.process import block_signals, exit_on_signals
 from hepti_mqtt.protocol.messages import version_mismatch
 
+if TYPE_CHECKING:
+    from hepti_mqtt.client import Hepti
+
+CONNECT_S: Final = 10.0  # for one attempt to reach the broker ...
+CONNECT_LEAST_S: Final = 1.0  # ... also if less time is left
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
 
 
 def require_broker(args: argparse.Namespace) -> str:
     """Return the broker's URL; raises ConfigError if none was given."""
     return settings_from_args(args).require_broker()
+
+
+def connect_to_site(args: argparse.Namespace, within_s: float | None = inf) -> Hepti:
+    """Return a connection to the site, once a broker answers.
+
+    within_s: seconds to wait for that; None for one attempt. Raises NetworkError if no broker answers.
+    """
+    from hepti_mqtt.client import Hepti  # here: other commands begin without them
+    from hepti_mqtt.transport import wait_for_broker
+
+    url = require_broker(args)
+
+    def connect(left_s: float) -> Hepti:
+        return Hepti.connect(url, args.site, args.client, min(CONNECT_S, max(left_s, CONNECT_LEAST_S)))
+
+    if within_s is None:
+        return connect(CONNECT_S)
+    hepti = wait_for_broker(connect, partial(output.err.print, markup=False), within_s=within_s)
+    assert hepti is not None  # nothing stops the wait
+    return hepti
 
 
 @contextlib.contextmanager

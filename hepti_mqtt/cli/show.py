@@ -183,7 +183,7 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
                 name,
                 "/".join([active["strategy"], *active["options"].values()]) if active else "-",
                 ", ".join(active["devices"]) if active else "-",
-                f"{best['predicted_ms']:.1f}" if active and best else "-",
+                output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
                 error or ("preparing another plan" if record["preparing"] else active["reason"] if active else "-"),
             )
         )
@@ -373,9 +373,8 @@ def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> N
             ", ".join(c["devices"]),
             c["route"],
             c["wire"],
-            f"{c['predicted_ms']:.1f}",
-            f"{c['expected_ms']:.1f}",
-            c["bytes"],
+            *(output.predicted(shown, c["devices"], c[key]) for key in ("predicted_ms", "expected_ms")),
+            output.size(c["bytes"]),
             _fits(c),
         )
         for place, c in enumerate(shown.get("candidates") or [])
@@ -383,7 +382,7 @@ def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> N
     if rows:
         output.print_table(
             f"plans for {model}",
-            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "bytes", "fits"),
+            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "sent", "fits"),
             rows,
         )
     active = shown.get("active")

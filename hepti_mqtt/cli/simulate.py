@@ -6,32 +6,46 @@ import argparse
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from hepti_mqtt.checkpoint import KINDS, Checkpoint, gguf_file, onnx_file, spec_of_kind
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
-from hepti_mqtt.cli.weather import simulate_weather
+from hepti_mqtt.cli.sizing import size
 from hepti_mqtt.client.simulated import simulate_plan
-from hepti_mqtt.config import settings
+from hepti_mqtt.config import load_yaml
 from hepti_mqtt.config.options import PinOptions
-from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.config.settings import CONFIG_DIR, nearest
+from hepti_mqtt.config.sites import find_site
 from hepti_mqtt.cost.explain import plan_work_factor
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
 from hepti_mqtt.errors import ConfigError, PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import largest_shape, quantised, representative_shape, with_cache
+from hepti_mqtt.models import (
+    ModelSpec,
+    largest_shape,
+    quantised,
+    representative_shape,
+    spec_from_config,
+    with_cache,
+)
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
 from hepti_mqtt.spec import Spec
+
+SITE: Final = "home"
+DEFAULT_TOKENS: Final = 128
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Price every strategy for the devices of a site file; print the ranking and, on request, the time line."""
-    cluster = load_site(settings.find_bundled_config("sites", args.devices_file))
-    spec = _spec(args.model, PinOptions.from_args(args))
-    if args.weather is not None:
-        return simulate_weather(args, cluster, spec)
+    if (args.board is None) == (args.devices_file is None):
+        raise ConfigError("give --devices-file for one site, or --board for a table of 1 to 8 boards")
+    spec = _spec(args)
+    _check_tokens(args, spec)
+    if args.board is not None:
+        return size(args, spec)
+    cluster = find_site(args.devices_file)
     question = _question(args, cluster, spec)
     try:
         decision = _decide(args, question)
@@ -39,7 +53,7 @@ def simulate(args: argparse.Namespace) -> int:
         output.print_lines(error.detail if args.explain and not args.json else ())
         raise
     chosen = decision.chosen.plan
-    played = simulate_plan(args.site, spec, chosen, question.shape, cluster) if needs_simulation(args) else None
+    played = simulate_plan(SITE, spec, chosen, question.shape, cluster) if needs_simulation(args) else None
     if played is not None:
         write_pictures(args, played)
     if args.json:
@@ -51,7 +65,7 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     _print_ranking(args.model, question, decision)
     if played is not None and args.explain:
-        output.print_lines(what_if(args.site, spec, chosen, question.shape, cluster))
+        output.print_lines(what_if(SITE, spec, chosen, question.shape, cluster))
         explain_plan(played, args.layer)
     return 0
 
@@ -60,7 +74,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
     pins = PinOptions.from_args(args).to_pins()
     shape = representative_shape(spec, args.tokens, args.sequences)
     requests = args.requests or (ROUNDS * args.in_flight if args.explain else 0)
-    naming, version = TopicNames(args.site, "model"), PlanVersion(1, 1)
+    naming, version = TopicNames(SITE, "model"), PlanVersion(1, 1)
     return pins.question(naming, spec, cluster, shape, version, in_flight=args.in_flight, requests=requests)
 
 
@@ -109,8 +123,8 @@ def _step_ms(question: Question, c: Candidate, rows: int = 1) -> float:
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     shape, load = question.shape, decision.chosen.price.load
     layouts = decision.chosen.plan.layouts
-    cached = f" with a cache of {shape.session_rows}" if shape.session_rows else ""
-    print_candidates(f"{model}, {shape.size} tokens{cached}, simulated", decision.ranking)
+    what = f"a token of a text of {shape.session_rows}" if shape.session_rows else f"{shape.size} tokens"
+    print_candidates(f"{model}, {what}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
     if shape.session_rows:
         plans = {c.name: c for c in (decision.chosen, decision.single) if c is not None}
@@ -139,18 +153,38 @@ def _energy(question: Question, decision: Decision) -> list[str]:
     return [f"energy: {chosen.name} draws {joules:.3g} J of a request in {chosen.price.seconds * 1e3:.1f} ms{until}"]
 
 
-def _spec(name: str, pins: PinOptions) -> Spec:
+def _spec(args: argparse.Namespace) -> Spec:
+    """Return the spec of a kind, a known model or files, with or without weights; a text as long as --context."""
+    name, pins = args.model, PinOptions.from_args(args)
     weights, cache = pins.quantised, pins.kv_cache
-    if name in KINDS:
-        spec = spec_of_kind(name)
-        return with_cache(spec if weights is None else quantised(spec, weights), cache)
-    if _is_stored(name):
+    if name in KINDS or name in (known := load_yaml(CONFIG_DIR / "models.yaml")):
+        spec = spec_of_kind(name) if name in KINDS else spec_from_config(known[name], {})
+        spec = with_cache(spec if weights is None else quantised(spec, weights), cache)
+    elif onnx_file.find_onnx(Path(name)):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
-            return checkpoint.spec
-    raise ConfigError(f"{name} is no model directory, ONNX or GGUF file, or kind; kinds: {', '.join(KINDS)}")
+            spec = checkpoint.spec
+    elif Path(name).exists():
+        spec = described_spec(name, weights, cache)
+    else:
+        words = [*(kind for kind in KINDS if not kind.startswith("tiny-")), *known]
+        near = nearest(name, words) or f"; there are {', '.join(words)}"
+        raise ConfigError(f"{name!r} is no model directory, ONNX or GGUF file, or known model{near}")
+    if isinstance(spec, ModelSpec) and largest_shape(spec).session_rows:
+        return replace(spec, max_tokens=min(spec.max_tokens, max(args.context, args.tokens or 0)))
+    return spec
+
+
+def _check_tokens(args: argparse.Namespace, spec: Spec) -> None:
+    """Give --tokens its default; raise ConfigError for more than the model reads, and for models without tokens."""
+    if args.tokens is None:
+        args.tokens = min(DEFAULT_TOKENS, max(largest_shape(spec).session_rows, largest_shape(spec).size))
+        return
+    shape = representative_shape(spec, args.tokens)
+    if max(shape.session_rows, shape.size) != args.tokens:
+        most = max(largest_shape(spec).session_rows, largest_shape(spec).size)
+        raise ConfigError(f"--tokens {args.tokens}: {args.model} reads {most} at most, or always as many")
 
 
 def _is_stored(name: str) -> bool:
     """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    path = Path(name)
-    return name not in KINDS and (path.is_dir() or bool(onnx_file.find_onnx(path) or gguf_file.find_gguf(path)))
+    return name not in KINDS and Path(name).exists()

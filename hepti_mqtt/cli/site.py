@@ -34,9 +34,6 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke|forget")
     init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
     init.add_argument(
-        "directory", type=Path, metavar="DIR", help="a new directory; anyone who can read it owns the site"
-    )
-    init.add_argument(
         "--host",
         action="append",
         metavar="NAME|ADDRESS",
@@ -54,10 +51,9 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
     revoke = actions.add_parser("revoke", help="revoke a user; `planner` gets a new login")
     revoke.add_argument("name", metavar="NAME", help="name of the user")
-    for action in (add, revoke):
-        action.add_argument(
-            "--dir", type=Path, default=Path(), metavar="DIR", dest="directory", help="the site's directory (default .)"
-        )
+    for action in (init, add, revoke):
+        help_text = "the site's directory (default .); anyone who can read it owns the site"
+        action.add_argument("--dir", type=Path, default=Path(), metavar="DIR", dest="directory", help=help_text)
     gone = actions.add_parser("forget", help="clear what the broker retains of a site, a device or a model")
     _forget(gone)
     for action in (init, add, revoke, gone):
@@ -88,7 +84,7 @@ def site(args: argparse.Namespace) -> int:
     if args.action == "init":
         hosts = tuple(dict.fromkeys([*(args.host or own_addresses()), *ALWAYS]))
         found = SiteFolder.create(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
-        _tell(args, found, f"site {found.site} is made; its broker is {found.hosts[0]}:{found.port}")
+        _tell(args, found, f"site {found.site} is in {found.path}; its broker is {found.hosts[0]}:{found.port}")
         return 0
     found = SiteFolder.open(args.directory)
     if args.action == "add":
@@ -111,7 +107,6 @@ def own_addresses() -> list[str]:
 
 
 def _tell(args: argparse.Namespace, found: SiteFolder, said: str, user: str | None = None) -> None:
-    copies = found.copies(user)
     if args.json:
         output.print_json(
             {
@@ -119,30 +114,30 @@ def _tell(args: argparse.Namespace, found: SiteFolder, said: str, user: str | No
                 "directory": str(found.path),
                 "broker": f"{found.hosts[0]}:{found.port}",
                 "users": dict(found.users),
-                "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in copies],
+                "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in found.copies(user)],
             }
         )
-        return
-    output.print_lines([said, ""])
-    output.print_table("copy", ("file", "to the machine of", "as"), [(c.file, c.machine, c.to) for c in copies])
-    output.print_lines(["", *_commands(found, user)])
+    else:
+        output.print_lines([said, *_commands(found, user)])
 
 
 def _commands(found: SiteFolder, user: str | None) -> list[str]:
-    """Return what to do with the copies."""
-    here = shlex.quote(str(found.path))
-    copies = found.copies(user)
-    files = " ".join(Path(c.to).name for c in copies if c.machine == "the broker")
-    owned = f"sudo chown mosquitto: {files} && sudo chmod 600 {files}"
+    """Return the next commands: for the broker, the user and others."""
+    here, copies = shlex.quote(str(found.path)), found.copies(user)
+    files = [c for c in copies if c.machine == "the broker"]
+    sources = " ".join(shlex.quote(str(c.file)) for c in files)
+    names = " ".join(Path(c.to).name for c in files)
     again = f"sudo systemctl {'reload' if user else 'restart'} mosquitto"
+    service = f"sudo cp {sources} /etc/mosquitto/ && cd /etc/mosquitto && sudo chown mosquitto: {names} && {again}"
     lines = [
-        f"on the broker's machine: cd /etc/mosquitto && {owned} && {again}",
-        f"or, to run the broker here: hepti broker --closed {here}{' (end the one that runs first)' if user else ''}",
+        f"broker here: hepti broker --closed {here}{' (end the one that runs first)' if user else ''}",
+        f"or as Mosquitto's service, which replaces its files: {service}",
     ]
     for copy in copies:
         if copy.file.suffix == ".login":
             name = copy.file.stem
-            lines.append(f"then, as {name}: {_START[found.users[name]].format(to=copy.to, user=name)}")
+            start = _START[found.users[name]].format(to=copy.to, user=name)
+            lines.append(f"{copy.machine}: copy {copy.file} there as {copy.to}; then {start}")
     if user is None:
         lines.append(f"let others in: hepti site add device|client|viewer|home NAME --dir {here}")
     return lines

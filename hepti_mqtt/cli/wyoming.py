@@ -7,7 +7,7 @@ import contextlib
 from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import require_broker
+from hepti_mqtt.cli.shared import connect_to_site
 from hepti_mqtt.config.options import positive_seconds, tcp_port
 
 PORT: Final = 10300
@@ -31,14 +31,13 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def wyoming(args: argparse.Namespace) -> int:
-    """Serve until interrupted; raises NetworkError if the port is taken or no broker answers."""
+    """Serve until interrupted; raises NetworkError if the port is taken. Waits for a broker."""
     import asyncio  # here: other commands begin without it
 
-    from hepti_mqtt.client import Hepti
     from hepti_mqtt.gateway.site import Site
     from hepti_mqtt.gateway.wyoming import Wyoming, serve, speech_models
 
-    with Hepti.connect(require_broker(args), args.site, args.client) as hepti, contextlib.suppress(KeyboardInterrupt):
+    with connect_to_site(args) as hepti, contextlib.suppress(KeyboardInterrupt):
         site = Site(hepti, args.timeout, args.model)
         service = Wyoming(site, speech_models(site, hepti), args.model, args.language)
 

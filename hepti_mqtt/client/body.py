@@ -129,6 +129,8 @@ class RequestKeys(TypedDict, total=False):
     multi_label: bool | None
     hypothesis_template: str | None
     max_new_tokens: int | None
+    fit: bool | None
+    thinking: bool | None
     deadline_ms: float | None
     strategy: str | None
     options: Mapping[str, str] | None

@@ -34,7 +34,7 @@ from hepti_mqtt.errors import (
     UnknownModelError,
 )
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.protocol.messages import LOGPROBS, TOKEN
+from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
 
@@ -90,7 +90,7 @@ class AnswerStream(Future[Answer]):
         if attempt != self._attempt or part.get("index") != len(self._shown):
             return []
         self._shown.append(part["token"])
-        return [{key: part[key] for key in (*TOKEN, LOGPROBS) if key in TOKEN or key in part}]
+        return [{key: part[key] for key in (*TOKEN, LOGPROBS, THINKING) if key in TOKEN or key in part}]
 
     def rest(self) -> list[dict[str, Any]]:
         """Return the tokens whose messages were lost, all of them if others were shown; raises the planner's error."""

@@ -142,7 +142,9 @@ def error_from(data: Mapping[str, Any]) -> HeptiError:
     error = data.get("error")
     if not isinstance(error, Mapping) or not isinstance(error.get("message"), str):
         raise WireError("an answer is neither a result nor an error; update client or planner")
-    return _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
+    found = _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
+    found.param = param if isinstance(param := error.get("param"), str) else None
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,8 +232,8 @@ class DeviceView:
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
 
-        For a starting device also `doing`, `done` and `total`. `caps_unread`: why its caps are invalid. `caps_boot`:
-        the boot of its caps.
+        Of a starting device also `doing`, `done` and `total`, of one that is offline `reason`. `caps_unread`: why its
+        caps are invalid. `caps_boot`: the boot of its caps.
         """
         out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
         out |= {"caps_unread": self.caps_error} if self.caps_error else {}
@@ -240,6 +242,8 @@ class DeviceView:
         out["boot"] = 0 if self.status is None else self.status.boot
         if self.status is not None and self.status.state == "starting":
             out |= {"doing": self.status.doing, "done": self.status.done, "total": self.status.total}
+        elif self.status is not None and self.status.reason:
+            out["reason"] = self.status.reason
         current = self.heartbeat is not None and self.heartbeat.boot == out["boot"]
         out["heartbeat"] = _heartbeat_dict(self.heartbeat) if current and self.heartbeat is not None else None
         return out

@@ -105,6 +105,7 @@ positive_int = _whole_in(1, math.inf, "a whole number above zero")
 non_negative_int = _whole_in(0, math.inf, "a whole number from zero")
 tcp_port = _whole_in(1, 65535, "a port from 1 to 65535")
 positive_seconds = _number_where(lambda value: 0 < value < math.inf, "a number of seconds above zero")
+positive_number = _number_where(lambda value: 0 < value < math.inf, "a number above zero")
 positive_mbit = _number_where(lambda value: 0 < value < math.inf, "a number of Mbit/s above zero")
 delay_ms = _number_where(lambda value: 0 <= value <= 60_000, "a number of milliseconds from 0 to 60000")
 error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answer, such as 1e-3")
@@ -145,7 +146,7 @@ def settings_from_args(args: argparse.Namespace) -> Settings:
 
 def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> None:
     """Add what a user can fix of a plan; opens: the command opens models, whose weights can be quantised then."""
-    add = parser.add_argument
+    add = parser.add_argument_group("parts of the plan to fix").add_argument
     variants = "kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ..."
     add("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
     add("--variant", metavar="NAME", help=f"pin the strategy's variant: {variants}")

@@ -1,10 +1,11 @@
-"""Sizes as people write them."""
+"""Settings: words and sizes that people write, YAML files, the files of the package, the environment."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,6 +14,17 @@ import yaml
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
+
+LISTED: Final = 12  # known words that an error names, if none is near
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return the end of an error's sentence about an unknown word: the nearest known one, or all if they are few."""
+    near = difflib.get_close_matches(word, known, 1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there are {', '.join(known)}" if len(known) <= LISTED else ""
+
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MOST: Final = 2**63  # more than anything has, and than fits on the wire
@@ -92,12 +104,20 @@ def bundled_configs(kind: Kind) -> dict[str, Path]:
     return {path.stem: path for path in sorted((CONFIG_DIR / kind).glob("*.yaml"))}
 
 
-def find_bundled_config(kind: Kind, given: Path) -> Path:
-    """Return the file that is meant: the given one if it exists, else one of ours by name or as `configs/KIND/NAME`."""
+def find_bundled_config(kind: Kind, given: Path, others: Collection[str] = ()) -> Path:
+    """Return the given file if it exists, else the bundled one by name or as `configs/KIND/NAME`.
+
+    others: names that may be meant too. Raises ConfigError for an unknown name.
+    """
     bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", kind) else None
     if given.exists() or bare is None:
         return given
-    return bundled_configs(kind).get(bare.name.removesuffix(".yaml"), given)
+    name, files = bare.name.removesuffix(".yaml"), bundled_configs(kind)
+    if name not in files:
+        raise ConfigError(
+            f"there is no file {given}, and no {kind[:-1]} {name!r} comes with Hepti{nearest(name, [*files, *others])}"
+        )
+    return files[name]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

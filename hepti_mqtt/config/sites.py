@@ -1,26 +1,44 @@
-"""Site files: devices and links described by hand, for `hepti simulate`."""
+"""Site files: devices and links described by hand, for `hepti simulate` (docs/guide/site-files.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config import load_yaml, mapping
+from hepti_mqtt.config.settings import CONFIG_DIR, bundled_configs, find_bundled_config, nearest
 from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, make_cluster
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.plan import DevicePair
+from hepti_mqtt.storage import BLOCK_STORAGES, PRODUCTS, STORAGES
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 _WATTS: Final = ("compute_watts", "link_watts")
 _FRAMES: Final = ("frame_ms", "frame_ms_per_mb")
 _DEVICE: Final = {
-    *("gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"),
-    *(*_FRAMES, *_WATTS),
+    *("gflops", "int8_gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"),
+    *(*_FRAMES, *_WATTS, "storages", "board"),
 }
+#: Links of boards in a site that is named by board and count.
+NETWORKS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gigabit": {"mbit": 940.0, "round_trip_ms": 0.5},
+    "100mbit": {"mbit": 94.0, "round_trip_ms": 0.6},
+    "wifi": {"mbit": 200.0, "round_trip_ms": 4.0, "shared": True},
+}
+_COUNTS: Final = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+_NAMED: Final = re.compile(rf"({'|'.join(_COUNTS)}|[1-9][0-9]?)-(.+?)(?:-({'|'.join(NETWORKS)}))?")
+_RATES: Final = {"gflops", "int8_gflops", "memory_gb_per_s"}
+#: Bytes of a stored value.
+_VALUE_BYTES: Final = {"w8a8": 1.0, "w8a32": 1.0} | {
+    name: STORAGES[name].block_bytes / STORAGES[name].block for name in ("f32", "f16", *BLOCK_STORAGES)
+}
+#: FLOPs of unpacking one value, once for all rows: assumed, fitted to an agent that measured itself with AVX-512.
+_UNPACK_FLOPS: Final = {"q4_0": 1.0, "q4_1": 1.0, "q4_k": 1.0, "q5_k": 2.0, "q6_k": 8.0}
 # What frames cost a device of so many GFLOP/s: fitted by agents of the lab, off loopback, on 0.31 of a core. Other
 # devices are taken to be as much slower at it as they are at matmuls, as hosts with another share of a core are.
 _FITTED_GFLOPS: Final = 24.6
@@ -32,16 +50,46 @@ _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
+def boards() -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of the boards that come with Hepti, by name."""
+    found: Mapping[str, Mapping[str, Any]] = load_yaml(CONFIG_DIR / "boards.yaml")
+    return found
+
+
+def find_site(given: Path) -> Cluster:
+    """Return the cluster of a site file, of one that comes with Hepti, or of a name such as four-pi5-8gb-wifi.
+
+    Raises ConfigError for a file that is wrong, and for an unknown name.
+    """
+    named = _NAMED.fullmatch(given.name)
+    if given.exists() or named is None or given.name in bundled_configs("sites") or named[2] not in boards():
+        return load_site(find_bundled_config("sites", given, boards() if named else ()))
+    count = _COUNTS.index(named[1]) + 1 if named[1] in _COUNTS else int(named[1])
+    return board_site(named[2], count, named[3] or "gigabit")
+
+
+def board_site(board: str, count: int, network: str = "gigabit") -> Cluster:
+    """Return the cluster of so many equal boards; raises ConfigError for an unknown board."""
+    devices = {f"{board}-{number + 1}": {"board": board} for number in range(count)}
+    return _cluster(Path(f"{count}-{board}"), {"defaults": NETWORKS[network], "devices": devices})
+
+
 def load_site(path: Path) -> Cluster:
     """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
 
-    `broker_mbit` is the rate of the broker's own link; without it, that of the fastest device's. Devices connect to
-    each other unless they say `mesh: false`; those that say `shared: true` have one medium, such as Wi-Fi. `frame_ms`
-    and `frame_ms_per_mb` are what a frame to or from a peer costs a device's processor. `peers` are pairs whose links
-    differ from what follows from their devices' links. `compute_watts` and `link_watts` are what a device draws beyond
-    idling, `deadline_ms` is by when an answer is wanted: `coedge/energy` needs them.
+    board: one of `boards()`, which gives the fields that the device does not state.
+    broker_mbit: the rate of the broker's own link; by default that of the fastest device's.
+    mesh: false for a device without direct connections. shared: true for devices on one medium, such as Wi-Fi.
+    int8_gflops: products whose activations are rounded to int8; by default as `gflops`. storages: rates per storage.
+    frame_ms, frame_ms_per_mb: processor time of a frame to or from a peer.
+    peers: pairs whose links differ from those that follow from their devices' links.
+    compute_watts, link_watts: above idle; deadline_ms: of an answer. `coedge/energy` needs them.
     """
-    data = load_yaml(path)
+    return _cluster(path, load_yaml(path))
+
+
+def _cluster(path: Path, data: Any) -> Cluster:
+    """Return the cluster that the content of a site file describes."""
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
     _reject_unknown_keys(path, "the file", data, _TOP)
@@ -50,7 +98,8 @@ def load_site(path: Path) -> Cluster:
     said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
-        merged = {**defaults, **mapping(f"{path}: device {name}", fields or {})}
+        own = mapping(f"{path}: device {name}", fields or {})
+        merged = {**defaults, **_board(path, name, own.get("board", defaults.get("board"))), **own}
         _reject_unknown_keys(path, name, merged, _DEVICE)
         devices[name] = _profile(path, name, merged)
         rate = _number(path, name, merged, "mbit", 940.0) * 1e6 / 8
@@ -86,18 +135,26 @@ def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[DevicePai
     return found
 
 
+def _board(path: Path, device: str, name: Any) -> Mapping[str, Any]:
+    """Return the fields of a device's board, if it names one."""
+    if name is None:
+        return {}
+    known = boards()
+    if name not in known:
+        raise ConfigError(f"{path}: {device} has an unknown board {name!r}{nearest(str(name), known)}")
+    return known[name]
+
+
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
-    """Return a profile whose matmul takes its FLOPs, but never less than streaming the weights once."""
+    """Return the profile of one device."""
     flops = _number(path, name, fields, "gflops", None) * 1e9
     stream = _number(path, name, fields, "memory_gb_per_s", 4.0) * 1e9
-    k = n = 1024
     slower = _FITTED_GFLOPS * 1e9 / flops
     frame_s = _number(path, name, fields, "frame_ms", slower * _FITTED_FRAME_MS) / 1e3
     copied = 1e9 / _number(path, name, fields, "frame_ms_per_mb", slower * _FITTED_FRAME_MS_PER_MB)
-    points = tuple((rows, max(2.0 * rows * k * n / flops, 4.0 * k * n / stream)) for rows in _ROWS)
     return DeviceProfile(
         name,
-        (Curve(k, n, points),),
+        tuple(_curves(path, name, fields)),
         attention_flops_per_s=flops / 3,
         rowwise_bytes_per_s=stream / 2,
         memory_bytes=_number(path, name, fields, "memory_mib", 4096.0) * 2**20,
@@ -107,6 +164,30 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
         mesh_copy_bytes_per_s=min(copied, stream),
         power=Power(*(_number(path, name, fields, key, None) for key in _WATTS)) if {*_WATTS} & {*fields} else None,
     )
+
+
+def _curves(path: Path, name: str, fields: Mapping[str, Any]) -> Iterator[Curve]:
+    """Yield the curve of each storage, with activations in f32 and in int8.
+
+    A matmul takes the time of its FLOPs, but never less than reading its weights once. A storage without rates of its
+    own takes those of the device.
+    """
+    storages = mapping(f"{path}: {name}: `storages`", fields.get("storages") or {})
+    _reject_unknown_keys(path, f"{name}: `storages`", storages, {*_VALUE_BYTES})
+    k = n = 1024
+    for product in PRODUCTS:
+        storage = product.weights
+        where = f"{name}: {storage}"
+        own = mapping(f"{path}: {where}", storages.get(storage) or {})
+        _reject_unknown_keys(path, where, own, _RATES)
+        rates: dict[str, Any] = {**{key: fields[key] for key in _RATES if key in fields}, **own}
+        gflops = _number(path, where, rates, "gflops", None)
+        if product.rounded or storage == "w8a8":
+            gflops = _number(path, where, rates, "int8_gflops", gflops)
+        unpack = _UNPACK_FLOPS.get(storage, 0.0)
+        read_s = _VALUE_BYTES[storage] * k * n / (_number(path, where, rates, "memory_gb_per_s", 4.0) * 1e9)
+        points = ((rows, max((2.0 * rows + unpack) * k * n / (gflops * 1e9), read_s)) for rows in _ROWS)
+        yield Curve(k, n, tuple(points), product)
 
 
 def _reject_unknown_keys(path: Path, where: str, fields: Mapping[str, Any], known: set[str]) -> None:

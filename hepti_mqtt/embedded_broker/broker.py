@@ -346,8 +346,17 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_packet_size", "33554432", "2.1 refuses more than 2,000,000 bytes by default; this is 4096 rows of f32"
     ),
-    Setting("max_queued_messages", "256", "the only bound of what waits at QoS 0 for a device that does not read"),
-    Setting("max_queued_bytes", "134217728", "bounds what waits at QoS 1 (tiles of weights) for one device"),
+    Setting(
+        "max_queued_messages",
+        "1000000",
+        "messages beyond are dropped silently, also after they were acknowledged; with 0 some releases drop everything",
+    ),
+    Setting("max_queued_bytes", "134217728", "bounds what waits at QoS 1 for one client; what is beyond is dropped"),
+    Setting(
+        "memory_limit",
+        "536870912",
+        "the bound of everything: beyond it a publisher is disconnected before its message is acknowledged",
+    ),
     Setting(
         "max_inflight_messages",
         "512",

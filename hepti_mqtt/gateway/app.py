@@ -8,7 +8,7 @@ import functools
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
@@ -27,9 +28,9 @@ from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
 from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
 from hepti_mqtt.gateway.schemas import ANY, OBJECT, TEXT, checked
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.streams import HUNG_UP, Stream
 
 _log = logging.getLogger(__name__)
-_HUNG_UP: Final = 499  # nobody reads it; it stands in the metrics
 _READ: Final = {JSON: read_json, FORM: read_form}
 
 
@@ -64,28 +65,39 @@ class Metrics:
         self.running = Gauge("hepti_gateway_requests_running", "HTTP requests being answered", registry=self.registry)
 
 
+class _Endpoint:
+    """A path: of several operations the one that reads the body's type answers, else the first."""
+
+    def __init__(
+        self, site: Site, operations: Sequence[Operation], keys: Sequence[bytes], room: Room, metrics: Metrics
+    ) -> None:
+        self._site, self._operations, self._keys = site, operations, keys
+        self._room, self._metrics = room, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; of a stream, the metrics count the end."""
+        request, several = Request(scope, receive), self._operations
+        kind = media_type(request) if len(several) > 1 else ""
+        one = next((one for one in several if one.reads == kind), several[0])
+        begun, metrics = time.perf_counter(), self._metrics
+        with metrics.running.track_inprogress():
+            response = await _answer(self._site, one, request, () if one.is_open else self._keys, self._room)
+            if isinstance(response, Stream):
+                with contextlib.suppress(ClientDisconnect):  # its outcome says so
+                    await response(scope, receive, send)
+        status = response.outcome if isinstance(response, Stream) else response.status_code
+        metrics.requests.labels(one.path, status).inc()
+        metrics.seconds.labels(one.path).observe(time.perf_counter() - begun)
+        if not isinstance(response, Stream):
+            await response(scope, receive, send)
+
+
 def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool] = lambda: False) -> Starlette:
     """Return the gateway to a site.
 
     keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends.
     """
     metrics, known, room = Metrics(), [key.encode() for key in keys], Room()
-
-    def guarded(several: Sequence[Operation]) -> Callable[[Request], Awaitable[Response]]:
-        """Return what answers a path; of several operations the one that reads the body's type, else the first."""
-
-        async def guard(request: Request) -> Response:
-            kind = media_type(request) if len(several) > 1 else ""
-            one = next((one for one in several if one.reads == kind), several[0])
-            wanted = () if one.is_open else known
-            begun = time.perf_counter()
-            with metrics.running.track_inprogress():
-                response = await _answer(site, one, request, wanted, room)
-            metrics.requests.labels(one.path, response.status_code).inc()
-            metrics.seconds.labels(one.path).observe(time.perf_counter() - begun)
-            return response
-
-        return guard
 
     async def show_metrics(_site: Site, _asked: dict[str, Any]) -> Response:
         """The gateway's own figures, for Prometheus."""
@@ -106,7 +118,10 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
     by_route: dict[tuple[str, str], list[Operation]] = {}
     for one in operations:
         by_route.setdefault((one.method, one.path), []).append(one)
-    found = [Route(path, guarded(several), methods=[method]) for (method, path), several in by_route.items()]
+    found = [
+        Route(path, _Endpoint(site, several, known, room, metrics), methods=[method])
+        for (method, path), several in by_route.items()
+    ]
     refuse = functools.partial(_nothing_here, [f"{one.method} {one.path}" for one in operations])
     return Starlette(routes=[*found, *page_routes()], exception_handlers={404: refuse, 405: refuse})
 
@@ -157,12 +172,14 @@ async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[b
             return found
         return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
     except HeptiError as error:
-        return error_response(error)
+        return error_response(error, None, one.as_error)
     except ClientDisconnect:
-        return Response(status_code=_HUNG_UP)
+        return Response(status_code=HUNG_UP)
     except Exception as error:  # a mistake here must not end the process, nor show its insides
         _log.exception("%s %s failed", request.method, request.url.path)
-        return error_response(RemoteError(f"the gateway failed ({type(error).__name__}); see its log"))
+        return error_response(
+            RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), None, one.as_error
+        )
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:

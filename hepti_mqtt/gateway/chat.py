@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from starlette.responses import StreamingResponse
-
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway import schemas as s
 from hepti_mqtt.gateway.operations import JSON, MODEL, TOOL, Operation
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
 from hepti_mqtt.gateway.tool_calls import Call, ToolText
 from hepti_mqtt.protocol.messages import LOGPROBS
 
-EVENTS: Final = "text/event-stream"
 DONE: Final = "data: [DONE]\n\n"
 Asked = dict[str, Any]
 
@@ -98,8 +95,8 @@ async def chat(site: Site, asked: Asked) -> Any:
     writing, about = Writing(tools), _about("chat.completion", "chatcmpl", model)
     if asked["stream"]:
         parts = await site.stream(model, request)
-        return StreamingResponse(_chat_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
-    end = writing.end(await site.infer(model, request))
+        return Stream(_chat_events(parts, writing, about, asked["stream_options"]), EVENTS)
+    end = writing.end((await site.write(model, [request]))[0])
     message: Asked = {"role": "assistant", "content": end.rest or (None if end.calls else "")}
     if end.calls:
         message["tool_calls"] = [call.to_dict() for call in end.calls]
@@ -114,8 +111,8 @@ async def complete(site: Site, asked: Asked) -> Any:
     request = {"text": asked["prompt"], "logprobs": asked["logprobs"], **_options(asked)}
     if asked["stream"]:
         parts = await site.stream(model, request)
-        return StreamingResponse(_text_events(parts, writing, about, asked["stream_options"]), media_type=EVENTS)
-    end = writing.end(await site.infer(model, request))
+        return Stream(_text_events(parts, writing, about, asked["stream_options"]), EVENTS)
+    end = writing.end((await site.write(model, [request]))[0])
     choice = {"index": 0, "text": end.rest, "logprobs": TextOffsets().take(end.logprobs), "finish_reason": end.reason}
     return {**about, "choices": [choice], "usage": end.usage}
 
@@ -159,7 +156,7 @@ def _about(kind: str, prefix: str, model: str) -> Asked:
 
 
 async def _chat_events(
-    parts: AsyncIterator[Mapping[str, Any] | Answer], writing: Writing, about: Asked, options: Asked | None
+    parts: AsyncIterator[Mapping[str, Any] | Answer | None], writing: Writing, about: Asked, options: Asked | None
 ) -> AsyncIterator[str]:
     about = {**about, "object": "chat.completion.chunk"}
 
@@ -169,6 +166,9 @@ async def _chat_events(
 
     yield chunk({"role": "assistant", "content": ""})
     async for part in parts:
+        if part is None:
+            yield PING
+            continue
         if not isinstance(part, Answer):
             if text := writing.add(part):
                 yield chunk({"content": text}, tokens=writing.take_logprobs())
@@ -185,7 +185,7 @@ async def _chat_events(
 
 
 async def _text_events(
-    parts: AsyncIterator[Mapping[str, Any] | Answer], writing: Writing, about: Asked, options: Asked | None
+    parts: AsyncIterator[Mapping[str, Any] | Answer | None], writing: Writing, about: Asked, options: Asked | None
 ) -> AsyncIterator[str]:
     offsets = TextOffsets()
 
@@ -193,6 +193,9 @@ async def _text_events(
         return _event(about, {"index": 0, "text": text, "logprobs": offsets.take(tokens), "finish_reason": reason})
 
     async for part in parts:
+        if part is None:
+            yield PING
+            continue
         if not isinstance(part, Answer):
             if text := writing.add(part):
                 yield chunk(text, writing.take_logprobs())
@@ -205,7 +208,7 @@ async def _text_events(
 
 
 def _event(about: Asked, *choices: Asked) -> str:
-    return f"data: {json.dumps({**about, 'choices': list(choices)})}\n\n"
+    return event({**about, "choices": list(choices)})
 
 
 def _only(value: Any, why: str) -> s.Schema:

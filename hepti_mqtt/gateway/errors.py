@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
@@ -82,14 +82,30 @@ def status_of(error: HeptiError) -> int:
     return _STATUS.get(error.code, 502)
 
 
-def error_response(error: HeptiError, param: str | None = None) -> JSONResponse:
+def openai_error(error: HeptiError, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape; param: the key of the body at fault, if it is one."""
     status = status_of(error)
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.code == "unknown_model" else error.code
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def ollama_error(error: HeptiError, _param: str | None = None) -> dict[str, Any]:
+    """Return an error in Ollama's shape."""
+    return {"error": str(error)}
+
+
+def error_response(
+    error: HeptiError,
+    param: str | None = None,
+    as_body: Callable[[HeptiError, str | None], dict[str, Any]] = openai_error,
+) -> JSONResponse:
+    """Return the response to an error; as_body: its shape."""
+    status = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in LATER else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status, headers)
+    if status == 504:  # a client that asks again would begin the same work again
+        headers["x-should-retry"] = "false"
+    return JSONResponse(as_body(error, param), status, headers)

@@ -8,17 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from starlette.responses import StreamingResponse
-
 from hepti_mqtt import __version__
 from hepti_mqtt.client import Answer
 from hepti_mqtt.gateway.chat import Writing
+from hepti_mqtt.gateway.errors import ollama_error
 from hepti_mqtt.gateway.operations import INPUT, JSON, MODEL, TOOL, VECTOR, Operation, texts_of
 from hepti_mqtt.gateway.schemas import COUNT, FLAG, IGNORED, INTEGER, NUMBER, OBJECT, TEXT, Schema, answer, array, body
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.streams import LINES, Stream, line
 from hepti_mqtt.gateway.tool_calls import Call
-
-LINES: Final = "application/x-ndjson"
 
 
 async def embed(site: Site, asked: dict[str, Any]) -> Any:
@@ -85,7 +83,7 @@ async def _write(
     begun = time.perf_counter()
     model = await site.model_named(asked["model"])
 
-    def line(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def part_of(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         return {"model": asked["model"] or model, "created_at": now, **fields, "done": False, **more}
 
@@ -94,20 +92,22 @@ async def _write(
         spent_ns = int((time.perf_counter() - begun) * 1e9)
         reason = "length" if end.reason == "length" else "stop"
         counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": end.tokens}
-        return line(as_fields(end.rest, end.calls), done=True, done_reason=reason, total_duration=spent_ns, **counts)
+        return part_of(as_fields(end.rest, end.calls), done=True, done_reason=reason, total_duration=spent_ns, **counts)
 
     if not asked["stream"]:
-        return last(await site.infer(model, request))
+        return last((await site.write(model, [request]))[0])
     parts = await site.stream(model, request)
 
     async def lines() -> AsyncIterator[str]:
         async for part in parts:
             if isinstance(part, Answer):
-                yield f"{json.dumps(last(part))}\n"
+                yield line(last(part))
+            elif part is None:
+                yield line(part_of(as_fields("")))  # lines have no comments
             elif text := writing.add(part):
-                yield f"{json.dumps(line(as_fields(text)))}\n"
+                yield line(part_of(as_fields(text)))
 
-    return StreamingResponse(lines(), media_type=LINES)
+    return Stream(lines(), LINES)
 
 
 def _format(asked: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -148,7 +148,7 @@ _WRITTEN: Final[dict[str, Schema]] = {
     "think": {"type": "boolean", "enum": [False], "description": "false: the model's text is not divided"},
 }
 _WHOLE: Final = {"model": TEXT, "created_at": TEXT, "done": FLAG, "total_duration": INTEGER, "eval_count": INTEGER}
-OPERATIONS: Final = (
+_OPERATIONS: Final = (
     Operation(
         "POST",
         "/api/chat",
@@ -200,3 +200,4 @@ OPERATIONS: Final = (
     ),
     Operation("GET", "/api/version", version, {JSON: answer("OllamaVersion", version=TEXT)}),
 )
+OPERATIONS: Final = tuple(one._replace(as_error=ollama_error) for one in _OPERATIONS)

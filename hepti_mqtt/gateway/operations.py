@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
-from hepti_mqtt.gateway.errors import LATER, MEANINGS
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.gateway.errors import LATER, MEANINGS, openai_error
 from hepti_mqtt.gateway.schemas import INTEGER, NUMBER, TEXT, Schema, answer, array
 from hepti_mqtt.gateway.site import Site
 
@@ -21,7 +22,7 @@ class Operation(NamedTuple):
     """One route. Its summary is the first line of the handler's docstring.
 
     answers: schemas by media type. body: of a request that has one. reads: the body's media type. is_open: it asks for
-    no key.
+    no key. as_error: the shape of its errors.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Operation(NamedTuple):
     body: Schema | None = None
     reads: str = JSON
     is_open: bool = False
+    as_error: Callable[[HeptiError, str | None], dict[str, Any]] = openai_error
 
 
 MODEL: Final[Schema] = {"type": "string", "description": "the name of a served model"}

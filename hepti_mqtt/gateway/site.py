@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
@@ -28,6 +28,7 @@ PIECE_S: Final = 30.0  # of a recording in one request
 LONGEST_S: Final = 3600.0  # of a recording in all
 LEAST_S: Final = 0.02  # of the rest of a recording that is read
 KEPT_TEMPERATURE: Final = 0.5  # of a text that the next window is given, as in the reference
+PING_S: Final = 10.0  # without a part of a stream, after which proxies and clients hear that it goes on
 AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
 
 
@@ -109,10 +110,22 @@ def samples_of(recording: bytes) -> Floats | None:
 
 
 class Site:
-    """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none."""
+    """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none.
 
-    def __init__(self, client: Client, timeout_s: float, model: str | None = None, *, truncate: bool = False) -> None:
+    text_timeout_s: of a request that generates text, and between two parts of a stream; by default timeout_s.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        timeout_s: float,
+        model: str | None = None,
+        *,
+        truncate: bool = False,
+        text_timeout_s: float | None = None,
+    ) -> None:
         self._timeout_s, self._model, self.truncate = timeout_s, model, truncate
+        self._text_timeout_s = text_timeout_s or timeout_s
         self._served: list[str] = []
         self._asked_s = -inf
         self._asking = asyncio.Lock()
@@ -224,10 +237,14 @@ class Site:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""
         return (await self._ask_all(model, [body]))[0]
 
-    async def stream(self, model: str, body: dict[str, Any]) -> AsyncGenerator[Mapping[str, Any] | Answer, None]:
-        """Return a decoder's tokens as they come, and behind them the whole answer.
+    async def write(self, model: str, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+        """Return a decoder's answers; raises as `embed` does."""
+        return await self._ask_all(model, bodies, self._text_timeout_s)
 
-        Raises what the planner says before the first token, here, and the rest from the generator.
+    async def stream(self, model: str, body: dict[str, Any]) -> AsyncIterator[Mapping[str, Any] | Answer | None]:
+        """Return a decoder's tokens as they come, then the whole answer, and None after each `PING_S` without either.
+
+        Raises the planner's error here if it comes first and within `PING_S`, else from the iterator.
         """
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
 
@@ -235,49 +252,47 @@ class Site:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        stream = self.client.stream(model, body, put)
+        request = {**body, "deadline_ms": self._text_timeout_s * 1e3}
+        read = self._read(model, self.client.stream(model, request, put), parts)
+        return _joined(await anext(read), read)
 
-        async def read() -> AsyncGenerator[Mapping[str, Any] | Answer, None]:
-            self.journal.waiting += 1
-            part = first
-            try:
-                while part is not None:
-                    for token in stream.take(part):
-                        yield token
-                    part = await asyncio.wait_for(parts.get(), self._timeout_s)
-                yield stream.result()
-            except HeptiError as error:
-                self.journal.add_error(model, error, time.time())
-                raise
-            except TimeoutError:
-                raise self._late(model) from None
-            finally:
-                self.journal.waiting -= 1
-                stream.cancel()
-
+    async def _read(
+        self, model: str, stream: AnswerStream, parts: asyncio.Queue[Mapping[str, Any] | None]
+    ) -> AsyncGenerator[Mapping[str, Any] | Answer | None, None]:
+        self.journal.waiting += 1
+        waited_s = 0.0
         try:
-            first = await asyncio.wait_for(parts.get(), self._timeout_s)
-            if first is None:
-                stream.result()
+            while True:
+                ping_s = min(PING_S, self._text_timeout_s - waited_s)
+                try:
+                    part = await asyncio.wait_for(parts.get(), ping_s)
+                except TimeoutError:
+                    waited_s += ping_s
+                    if waited_s >= self._text_timeout_s:
+                        raise self._late(model, self._text_timeout_s) from None
+                    yield None
+                    continue
+                waited_s = 0.0
+                if part is None:
+                    break
+                for token in stream.take(part):
+                    yield token
+            yield stream.result()
         except HeptiError as error:
             self.journal.add_error(model, error, time.time())
             raise
-        except TimeoutError:
+        finally:
+            self.journal.waiting -= 1
             stream.cancel()
-            raise self._late(model) from None
-        except BaseException:
-            stream.cancel()
-            raise
-        return read()
 
-    def _late(self, model: str) -> DeadlineError:
-        late = DeadlineError(f"no answer within {self._timeout_s:g} s; see `hepti plan {model}`")
-        self.journal.add_error(model, late, time.time())
-        return late
+    def _late(self, model: str, limit_s: float) -> DeadlineError:
+        return DeadlineError(f"no answer within {limit_s:g} s; see `hepti plan {model}`")
 
-    async def _ask_all(self, model: str, bodies: Sequence[dict[str, Any]], **options: Any) -> list[Answer]:
-        slots = asyncio.Semaphore(AT_ONCE)
-        deadline_ms = self._timeout_s * 1e3
+    async def _ask_all(
+        self, model: str, bodies: Sequence[dict[str, Any]], timeout_s: float | None = None, **options: Any
+    ) -> list[Answer]:
+        slots, limit_s = asyncio.Semaphore(AT_ONCE), timeout_s or self._timeout_s
+        deadline_ms = limit_s * 1e3
 
         async def ask(body: dict[str, Any]) -> Answer:
             async with slots:
@@ -285,10 +300,12 @@ class Site:
 
         self.journal.waiting += len(bodies)
         try:
-            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
         except TimeoutError:
-            raise self._late(model) from None
+            late = self._late(model, limit_s)
+            self.journal.add_error(model, late, time.time())
+            raise late from None
         except BaseExceptionGroup as several:
             if isinstance(first := several.exceptions[0], HeptiError):
                 self.journal.add_error(model, first, time.time())
@@ -296,6 +313,15 @@ class Site:
         finally:
             self.journal.waiting -= len(bodies)
         return [task.result() for task in tasks]
+
+
+async def _joined(
+    first: Mapping[str, Any] | Answer | None, rest: AsyncGenerator[Mapping[str, Any] | Answer | None, None]
+) -> AsyncIterator[Mapping[str, Any] | Answer | None]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for part in rest:
+            yield part
 
 
 def _told(found: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:

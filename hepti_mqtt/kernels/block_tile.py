@@ -175,7 +175,7 @@ class BlockTileWriter(VectorWriter):
         half: which one, of a block of 256.
         """
         name, first = self.storage.name, self._int(0)
-        if name == "q4_k":
+        if name in ("q4_k", "q5_k"):
             yield from self._runs_q4_k(block, half, vectors)
         elif name == "q6_k":
             yield from self._runs_q6_k(block, half, vectors)
@@ -197,14 +197,24 @@ class BlockTileWriter(VectorWriter):
         """Two runs, of the low and of the high halves of 32 bytes, twice; scales and minima have 6 bits.
 
         Those of the first four parts are the low six bits of bytes 0..7; of the others four bits are in bytes 8..11,
-        and the upper two those that bytes 0..7 have left.
+        and the upper two those that bytes 0..7 have left. Of q5_k each part has fifth bits too.
         """
-        b, every = self.builder, partial(self._all, self.whole)
+        b, every, is_five = self.builder, partial(self._all, self.whole), self.storage.name == "q5_k"
         behind = b.icmp_signed("==", half, self._int(1))
 
         def sixes(six: Any, four: Any) -> Any:
             later = b.or_(b.and_(four, every(0x0F0F0F0F)), b.and_(b.lshr(six, every(2)), every(0x30303030)))
             return b.select(behind, later, b.and_(six, every(0x3F3F3F3F)))
+
+        # Fifth bits of the parts of this half of the block come down to bits 0..3.
+        lowered = self._splat(b.trunc(b.mul(half, self._int(4)), _I32), self.whole)
+
+        def fives(nibbles: Callable[[], list[Any]], fifths: Callable[[], list[Any]], place: int) -> list[Any]:
+            found = []
+            for nibble, bits in zip(nibbles(), fifths(), strict=True):
+                bit = b.shl(b.lshr(bits, lowered), every(4 - place))
+                found.append(b.or_(nibble, b.and_(bit, every(0x10101010))))
+            return found
 
         low, high, both = (self._codes(block, "parts", self._int(g), vectors)() for g in range(3))
         scales = [sixes(*pair) for pair in zip(low, both, strict=True)]
@@ -219,9 +229,15 @@ class BlockTileWriter(VectorWriter):
                 by = [self._byte(of, place, False) for of in scales]
                 own = [b.sitofp(self._byte(of, place, False), self.floats) for of in minima]
                 below = [b.fmul(of, value, flags=_EXACT) for of, value in zip(least, own, strict=True)]
-                groups = [(g, self._nibbles(block, b.add(first, self._int(g)), upper, vectors)) for g in range(8)]
+                nibbles = [self._nibbles(block, b.add(first, self._int(g)), upper, vectors) for g in range(8)]
+                groups = list(enumerate(nibbles))
+                if is_five:
+                    fifths = [self._codes(block, "fifths", self._int(g), vectors) for g in range(8)]
+                    groups = [
+                        (g, partial(fives, *both, place)) for g, both in enumerate(zip(nibbles, fifths, strict=True))
+                    ]
                 part = b.add(b.mul(half, self._int(4)), self._int(place))
-                runs.append(Run(part, [Piece(groups, by, 0)], scale, below, 15, 8))
+                runs.append(Run(part, [Piece(groups, by, 0)], scale, below, *((31, 4) if is_five else (15, 8))))
             yield runs
 
     def _runs_q6_k(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:

@@ -3,8 +3,9 @@
 A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 or 256 k:
 
     scales     f16 [WIDTH]
-    minima     f16 [WIDTH] (q4_1, q4_k)
-    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k: scales and minima of 6 bits, q6_k: scales)
+    minima     f16 [WIDTH] (q4_1, q4_k, q5_k)
+    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k, q5_k: scales and minima of 6 bits, q6_k: scales)
+    fifths     groups of 4 k: [WIDTH][4 bytes] of the fifth bits of parts (q5_k)
     codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves; of
                q6_k three groups together: upper pairs of bits for four, then the nibbles of two each
 
@@ -68,6 +69,13 @@ FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
         "least": Field(2, [2]),
         "parts": Field(4, range(4, 16, 4)),
         "codes": Field(4, range(16, 144, 4)),
+    },
+    "q5_k": {
+        "scale": Field(2, [0]),
+        "least": Field(2, [2]),
+        "parts": Field(4, range(4, 16, 4)),
+        "fifths": Field(4, range(16, 48, 4)),
+        "codes": Field(4, range(48, 176, 4)),
     },
     "q6_k": {"scale": Field(2, [208]), "parts": Field(4, range(192, 208, 4)), "codes": Field(4, _six_bits())},
 }

@@ -8,12 +8,15 @@ releases a lock when its process ends.
 from __future__ import annotations
 
 import fcntl
+import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, Final
+
+_log: Final = logging.getLogger("hepti.kernels")
 
 
 def make_robust(cache: Any, stamp: str) -> None:
@@ -24,15 +27,19 @@ def make_robust(cache: Any, stamp: str) -> None:
     load, save = cache.load_overload, cache.save_overload
 
     def load_what_is_whole(signature: Any, context: Any) -> Any:
-        with suppress(Exception):  # a damaged file, as a power cut leaves it: what is compiled now takes its place
-            made = load(signature, context)
-            if made is not None and tuple(made.signature.args) == tuple(signature):
-                return made
-        return None
+        try:
+            code = load(signature, context)
+        except Exception as error:  # a damaged file, as a power cut leaves it
+            _log.debug("%s is damaged and compiled again: %r", cache.cache_path, error)
+            return None
+        return code if code is not None and tuple(code.signature.args) == tuple(signature) else None
 
     def save_where_there_is_room(*compiled: Any) -> None:
-        with suppress(OSError), saving(Path(cache.cache_path)):  # a full disk: the next process compiles again
-            save(*compiled)
+        try:
+            with saving(Path(cache.cache_path)):
+                save(*compiled)
+        except OSError as error:  # a full disk
+            _log.debug("%s cannot be written, so the next process compiles again: %s", cache.cache_path, error)
 
     cache.load_overload, cache.save_overload = load_what_is_whole, save_where_there_is_room
 
@@ -41,7 +48,8 @@ def is_cached(cache: Any, arguments: tuple[Any, ...], codegen: Any) -> bool:
     """Return whether a kernel's cache has its code, whole; also False where this version of Numba cannot tell."""
     try:
         return cache._cache_file.load(cache._index_key(arguments, codegen)) is not None
-    except Exception:  # pickle raises nearly anything for a damaged file
+    except Exception as error:  # pickle raises nearly anything for a damaged file
+        _log.debug("the compile cache cannot say whether it has a kernel: %r", error)
         return False
 
 
@@ -49,9 +57,11 @@ def _make_files_robust(file: Any, stamp: str) -> None:
     load_index = file._load_index
 
     def load_what_is_whole() -> Any:
-        with suppress(Exception):
+        try:
             return load_index()
-        return {}
+        except Exception as error:
+            _log.debug("a damaged index of the compile cache is written again: %r", error)
+            return {}
 
     def save_code_first(key: Any, code: Any) -> None:
         """Save as Numba does, but name code in the index when it is there: what ends between the two does no harm.
@@ -108,9 +118,11 @@ def _acquired(file: IO[bytes]) -> bool:
 def _opened(directory: Path | None, name: str) -> Iterator[IO[bytes] | None]:
     file = None
     if directory is not None:
-        with suppress(OSError):
+        try:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / name).open("ab")
+        except OSError as error:
+            _log.debug("%s cannot be locked: %s", directory, error)
     try:
         yield file
     finally:

@@ -37,7 +37,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     )  # fmt: skip
     config.check_keys(_CAPPED)
     layers, both = config.positive("num_hidden_layers"), config.flag("use_bidirectional_attention", False)
-    pattern = config.positive("sliding_window_pattern", config.positive("_sliding_window_pattern", 6))
+    pattern = config.positive("sliding_window_pattern", 6)  # transformers ignores the key with an underscore
     full = config.layer_kinds(layers, lambda i: (i + 1) % pattern == 0)
     window = config.positive("sliding_window", 4096)
     d = config.positive("head_dim", 256)

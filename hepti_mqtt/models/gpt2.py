@@ -28,9 +28,11 @@ _NAMES: Final = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
-# The reference's cache forgets by these, though the model has no windows.
+# The reference's cache forgets by these, though the model has no windows; its mask is made by `is_causal`.
 _WINDOWS: Final = KeyTable(
-    frozenset(), only=dict.fromkeys(("attention_chunk_size", "layer_types", "sliding_window"), ()), closed=False
+    frozenset(),
+    only=dict.fromkeys(("attention_chunk_size", "layer_types", "sliding_window"), ()) | {"is_causal": (True,)},
+    closed=False,
 )
 LAYER: Final = {
     "attention_norm": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",

@@ -97,8 +97,10 @@ def decoder_spec(
 def windows(config: JsonConfig, causal: bool = True) -> tuple[int, ...]:
     """Return how many rows before its own each layer sees, -1 for all; raises ModelError, UnsupportedModelError."""
     layers = config.positive("num_hidden_layers")
-    slides, near = config.flag("use_sliding_window", False), config.positive("sliding_window", 4096)
-    later = config.positive("max_window_layers", 28) if slides else layers
+    # A window of null is none, but one that is missing is 4096.
+    slides = config.flag("use_sliding_window", False) and config.data.get("sliding_window", 0) is not None
+    near = config.positive("sliding_window", 4096)
+    later = int(config.at_least_zero("max_window_layers", 28)) if slides else layers
     full = config.layer_kinds(layers, lambda i: i < later)
     if not all(full) and not (slides and causal):
         raise UnsupportedModelError(

@@ -13,12 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.errors import ModelError
-from hepti_mqtt.models.config import SLIDING, JsonConfig, KeyTable
+from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig, KeyTable
 
 Kept = Callable[[JsonConfig, int, float], npt.NDArray[np.float64]]  # of each frequency [d / 2], between 0 and 1
 _COMMON: Final = frozenset({"factor", "rope_theta", "rope_type", "type"})
 _BEFORE: Final = "original_max_position_embeddings"
+_PLACES: Final = ("rope_parameters", "rope_scaling")  # of newer files, and of older ones
 
 
 class Rope(NamedTuple):
@@ -34,7 +35,7 @@ def _linear(_: JsonConfig, d: int, __: float) -> npt.NDArray[np.float64]:
 
 
 def _llama3(part: JsonConfig, d: int, theta: float) -> npt.NDArray[np.float64]:
-    for key in ("low_freq_factor", "high_freq_factor", _BEFORE):
+    for key in ("low_freq_factor", "high_freq_factor"):
         part.require(key)
     low, high, before = (part.number(key, 1.0) for key in ("low_freq_factor", "high_freq_factor", _BEFORE))
     if high <= low:
@@ -44,7 +45,6 @@ def _llama3(part: JsonConfig, d: int, theta: float) -> npt.NDArray[np.float64]:
 
 
 def _yarn(part: JsonConfig, d: int, theta: float) -> npt.NDArray[np.float64]:
-    part.require(_BEFORE)
     before, truncate = part.number(_BEFORE, 1.0), part.flag("truncate", True)
     fast, slow = part.number("beta_fast", 32), part.number("beta_slow", 1)
     first, last = (d * math.log(before / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow))
@@ -65,20 +65,29 @@ _KEPT: Final[Mapping[str, tuple[Kept, frozenset[str]]]] = {
 }
 
 
+_LENGTHENED: Final = [how for how, (_, keys) in _KEPT.items() if _BEFORE in keys]
+
+
 def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta", kind: str = "") -> Rope:
     """Return the rotary positions of heads of d columns; raises ModelError, UnsupportedModelError for other scalings.
 
     default, key: of the base in older files. kind: of the layers, where several kinds have positions of their own.
     """
-    if kind == SLIDING:  # which older files never scale
+    _check_places(config, kind)
+    if kind == SLIDING or config.get(_PLACES[0], {}):  # older files never scale these; the newer key is enough
         config = JsonConfig(config.file, {**config.data, "rope_scaling": None})
-    for place in ("rope_parameters", "rope_scaling"):
+    for place in _PLACES:
         whole = config.get(place, {})
         nested = isinstance(whole, Mapping) and isinstance(whole.get(kind), Mapping)
         part: Any = whole[kind] if nested else whole
         how: Any = (part.get("rope_type") or part.get("type")) if isinstance(part, Mapping) else None
         # One factor of scores counts for all layers.
-        if how not in _KEPT or (kind and how == "yarn"):
+        kinds = ["default", *(name for name in _KEPT if not (kind and name == "yarn"))]
+        if how is not None and how not in kinds:
+            raise UnsupportedModelError(
+                f"{config.file}: {place} of type {str(how)[:40]!r} is not supported; supported: {', '.join(kinds)}"
+            )
+        if how not in _KEPT:
             continue
         if kind and not nested and "rope_type" not in part:
             raise ModelError(
@@ -88,8 +97,32 @@ def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta
         rest = {name: value for name, value in part.items() if name == "rope_theta"}
         data = {**config.data, place: {**whole, kind: rest} if nested else rest}
         theta = JsonConfig(config.file, data).rope_theta(default, key, kind)
+        if how in _LENGTHENED:  # the length in training, if nothing says it
+            part = {_BEFORE: config.get(_BEFORE, config.positive("max_position_embeddings"))} | part
         return _scaled(JsonConfig(f"{config.file}: {place}", part), how, d, theta)
     return Rope(config.rope_theta(default, key, kind))
+
+
+def _check_places(config: JsonConfig, kind: str) -> None:
+    """Raise UnsupportedModelError if versions of transformers differ in which of two statements counts."""
+    new, old = (config.get(place, {}) for place in _PLACES)
+    if new and old and new != old:
+        raise UnsupportedModelError(
+            f"{config.file}: rope_parameters and rope_scaling differ, and versions of transformers differ in which of "
+            "them counts; remove the wrong one"
+        )
+    if kind and new and isinstance(new, Mapping) and not {FULL, SLIDING} & new.keys():
+        raise UnsupportedModelError(
+            f"{config.file}: rope_parameters are the same for all layers, which transformers ignores in this model; "
+            f"give {FULL} and {SLIDING} parameters of their own"
+        )
+    for part in (new, old):
+        inner = part.get(_BEFORE) if isinstance(part, Mapping) else None
+        if inner is not None and config.get(_BEFORE, inner) != inner:
+            raise UnsupportedModelError(
+                f"{config.file}: {_BEFORE} is {config.data[_BEFORE]!r} in one place and {inner!r} in another; remove "
+                "the wrong one"
+            )
 
 
 def _scaled(part: JsonConfig, how: str, d: int, theta: float) -> Rope:

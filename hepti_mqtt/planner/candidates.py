@@ -210,7 +210,7 @@ def _time(c: Candidate) -> str:
 def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
     """Return in one sentence why a plan was chosen; behind: what was found too slow before it was worked out."""
     tokens = chosen.plan.predicted_tokens
-    parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} tokens"]
+    parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} token{'s' * (tokens > 1)}"]
     others = [c for c in ranking if c is not chosen]
     fitting = [c for c in others if c.price.feasible]
     if fitting:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, sqrt
 from typing import Any, Final, Literal
 from zlib import crc32
 
@@ -31,6 +31,7 @@ LEAST_GAIN: Final = 0.05  # of the active plan's cost: prices are off by as much
 TWICE: Final = 2.0  # costs count so often, because what is not done now can be done later
 MOST_S: Final = 600.0  # as far as anything is foreseen
 SAME_METHOD_SD: Final = 0.015  # of what two plans of one method differ by beyond their prices
+MOST_SHARE: Final = 0.5  # of devices and links that a load takes from runs at most: they take twice as long
 MOVE_S: Final = 1.0  # of waiting that an activation costs requests that run: Programs, frames of two versions
 ACTIVATE_S: Final = 0.6  # from the last byte to the first request: Programs, subscriptions, activation
 NOTICED: Final = 3  # requests until it is noticed that a change has ended
@@ -47,9 +48,9 @@ class Option:
     """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
 
     before: its cost before the changes of now, nan without any; remaining: of the youngest of those that its devices or
-    the active plan's have. method_sd: how little is known of its method. load_bytes, load_s:
-    of what its devices lack. unheard_s: for how long nothing was heard of a device that had become slower or faster.
-    beside: whether it fits beside the active plan; else requests wait while it loads.
+    the active plan's have. method_sd: how little is known of its method. unheard_s: for how long nothing was heard of a
+    device that had become slower or faster. beside: whether it fits beside the active plan; else requests wait while it
+    loads.
     """
 
     candidate: Candidate
@@ -58,8 +59,9 @@ class Option:
     method_sd: float = 0.0
     before: float = float("nan")
     remaining: Remaining | None = None
-    load_bytes: int = 0
-    load_s: float = 0.0
+    load_bytes: int = 0  #: weights that its devices lack
+    load_s: float = 0.0  #: until they have them, if nothing else uses devices and links
+    own_s: float = 0.0  #: the same of devices of the active plan alone: their load slows down runs
     beside: bool = True
     unheard_s: float = 0.0
 
@@ -73,17 +75,15 @@ class Option:
 class Situation:
     """The active plan, others that may serve instead, and what requests there are.
 
-    period_s: from one request to the next. busy: part of the time in which requests run, of all models. load_factor:
-    how many times as long a request takes beside a load. search_s: until a move begins. may_try: whether nothing is
-    tried already, nor forbidden. tried: methods that were tried within the hour. is_unclear: devices may be changing,
-    and the next run tells: what slows all of them down is seen of one first.
+    period_s: from one request to the next. busy: part of the time in which requests run, of all models. search_s: until
+    a move begins. may_try: whether nothing is tried already, nor forbidden. tried: methods that were tried within the
+    hour. is_unclear: devices may be changing, and the next run tells: what slows all of them down is seen of one first.
     """
 
     active: Option | None
     options: Sequence[Option]
     period_s: float
     busy: float = 1.0
-    load_factor: float = 1.1
     search_s: float = 0.5
     may_try: bool = True
     tried: AbstractSet[StrategyKey] = frozenset()
@@ -107,6 +107,7 @@ class Assessment:
     value_s: float
     kind: Kind | None
     why: str
+    share: float = 1.0  #: of devices and links that its load takes from runs
 
     def __str__(self) -> str:
         plan, loads = self.option.plan, self.option.load_bytes / 2**20
@@ -172,9 +173,12 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     typical = float(active.cost.mean())
     unit_s = float(active.seconds.mean()) / max(typical, 1e-12)  # of a request, for a gain in the objective's unit
     gains = active.cost * (1 + _doubt(active.plan, option.plan, len(active.cost))) - option.cost
-    requests, later = _requests(situation, option)
-    cost_s = _cost_s(situation, active, option, unit_s)
     gain, better = float(gains.mean()) / max(typical, 1e-12), float((gains > 0).mean())
+    share = load_share(gain)
+    if option.own_s > option.load_s * share:
+        option = replace(option, load_s=option.own_s / share)
+    requests, later = _requests(situation, option)
+    cost_s = _cost_s(situation, active, option, unit_s, share)
     # When the youngest change ends the better one stays: of this plan and those that need no load then.
     free = [active.before, *(o.before for o in situation.options if not o.load_bytes)]
     later_s = later * max((1 - LEAST_GAIN) * min(free) - option.before, 0.0) * unit_s if later else 0.0
@@ -193,7 +197,16 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
             requests = min(requests, option.unheard_s / situation.period_s)
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
-    return Assessment(option, gain, better, requests, cost_s, value_s, kind, why)
+    return Assessment(option, gain, better, requests, cost_s, value_s, kind, why, share)
+
+
+def load_share(gain: float) -> float:
+    """Return the share of devices and links that a load takes from runs, for a plan with this relative gain.
+
+    w seconds of work done at a share p cost w / (1 - p) of slower runs and w * gain / p of a later gain: least here.
+    """
+    root = sqrt(max(gain, LEAST_GAIN))
+    return min(root / (1 + root), MOST_SHARE)
 
 
 def _requests(situation: Situation, option: Option) -> tuple[float, float]:
@@ -219,9 +232,9 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
     return SAME_METHOD_SD * rng.standard_normal(count)
 
 
-def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float) -> float:
+def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float, share: float) -> float:
     """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
-    cost_s = situation.busy * (MOVE_S + option.load_s * max(situation.load_factor - 1, 0.0))
+    cost_s = situation.busy * (MOVE_S + option.own_s / (1 - share))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
     if option.remaining is not None:
@@ -323,13 +336,12 @@ def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
     return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
 
 
-def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float, load_factor: float) -> bool:
+def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float) -> bool:
     """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
 
-    loss_probability: of that one, as long as the weights are held. load_s: of the second one.
+    loss_probability: of that one, as long as the weights are held. load_s: of the second one, which runs do not use.
     """
-    waiting_s = _waiting_s(load_s, period_s)
-    return loss_probability * waiting_s > TWICE * busy * load_s * max(load_factor - 1, 0.0)
+    return loss_probability * _waiting_s(load_s, period_s) > TWICE * busy * MOVE_S
 
 
 def pays_to_search(

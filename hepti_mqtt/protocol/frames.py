@@ -309,22 +309,20 @@ def _body_view(frame: Frame) -> memoryview:
 # -- requests --------------------------------------------------------------------------------------------------------
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
-# final, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the inputs are:
-# index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block from which on,
-# node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from another one's
-# answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind the sessions. Of
-# all others the three are 0.
+# final, source, takes over] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the
+# inputs are: index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block
+# from which on, node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from
+# another one's answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind
+# the sessions. Of all others the three are 0.
 
 
 class DecoderSession(NamedTuple):
-    """The session of an item of a run: its number, 0 for none, and whether this is its last run.
+    """The KV cache of an item of a run; each request has a number of its own, also for a cache that it takes over."""
 
-    source: the session whose rows before the item's own this one begins with, 0 for none.
-    """
-
-    number: int = 0
-    final: bool = False
-    source: int = 0
+    number: int = 0  #: 0 for an item without a session
+    final: bool = False  #: devices drop the session after this run
+    source: int = 0  #: the session that has the rows before the run's own, 0 for none
+    takes_over: bool = False  #: the source ends, so devices need not copy its rows
 
 
 class Continued(NamedTuple):
@@ -437,10 +435,10 @@ def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
     body = _body_view(frame)
     _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
     first, count = 4 * (_COUNTS + sequences + masks), _session_numbers(sequences, cache)
-    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, 3).tolist()
-    if any(final not in (0, 1) for _, final, _ in numbers):
-        raise WireError("a run can be the last one of a session, 1, or not, 0")
-    return tuple(DecoderSession(number, bool(final), source) for number, final, source in numbers)
+    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, 4).tolist()
+    if any(flag not in (0, 1) for _, final, _, takes_over in numbers for flag in (final, takes_over)):
+        raise WireError("a run can be the last one of a session, or take its source over, 1, or not, 0")
+    return tuple(DecoderSession(n, bool(final), source, bool(takes_over)) for n, final, source, takes_over in numbers)
 
 
 def decode_continued(frame: Frame) -> Continued | None:
@@ -468,10 +466,11 @@ def _draw_numbers(frame: Frame, sequences: int) -> int:
 
 
 def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> None:
-    known = all(0 <= n <= MAX_SESSION and 0 <= source <= MAX_SESSION for n, _, source in sessions)
+    valid = all(0 <= s.number <= MAX_SESSION and 0 <= s.source <= MAX_SESSION for s in sessions)
+    other = all(s.source != s.number and s.takes_over <= (s.source > 0) for s in sessions if s.number)
     named = [session.number for session in sessions if session.number]
     none = all(session == DecoderSession() for session in sessions if not session.number)
-    if not (known and none) or len(sessions) != (len(shape.sizes) if shape.session_rows else 0):
+    if not (valid and other and none) or len(sessions) != (len(shape.sizes) if shape.session_rows else 0):
         raise WireError(f"a run of {len(shape.sizes)} items with caches of {shape.session_rows} rows has {sessions}")
     if len(set(named)) < len(named):
         raise WireError(f"items of one run share a session: {sessions}")

@@ -127,8 +127,11 @@ class Manifest:
             raise _wrong("a tensor stands in it twice")
         return cls(model, entries)
 
-    def tiles(self, ref: WeightRef) -> list[TileLocation]:
-        """Return the tiles that hold elements of `ref`; raises WireError where the model has no such range."""
+    def tile_ranges(self, ref: WeightRef) -> tuple[range, range]:
+        """Return the rows and columns, in the grid of its tensor, of the tiles that hold elements of `ref`.
+
+        Raises WireError if the model has no such range.
+        """
         entry = self.by_name.get(ref.tensor)
         if entry is None:
             raise _wrong(f"it has no tensor {ref.tensor!r}")
@@ -138,13 +141,14 @@ class Manifest:
                 raise _wrong(f"{start}..{stop} lies outside {ref.tensor} of shape {entry.shape}")
         rows, columns = (ref.columns, ref.rows) if entry.transposed else (ref.rows, ref.columns)
         if rows[0] == rows[1] or columns[0] == columns[1]:
-            return []
+            return range(0), range(0)
         width = _stored(entry.shape, entry.transposed)[2]
-        return [
-            entry.tile_at(row, column)
-            for row in range(rows[0] // TILE, -(-rows[1] // TILE))
-            for column in range(columns[0] // width, -(-columns[1] // width))
-        ]
+        return range(rows[0] // TILE, -(-rows[1] // TILE)), range(columns[0] // width, -(-columns[1] // width))
+
+    def tiles(self, ref: WeightRef) -> list[TileLocation]:
+        """Return the tiles that hold elements of `ref`; raises WireError if the model has no such range."""
+        rows, columns = self.tile_ranges(ref)
+        return [self.by_name[ref.tensor].tile_at(row, column) for row in rows for column in columns]
 
 
 def grid(shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:

@@ -111,6 +111,8 @@ class Status:
     version: str = ""
     public_key: str = ""
     term: int = 0
+    #: Why the device is offline, in its own words. Empty in a will: a process that was killed says nothing.
+    reason: str = ""
 
     @property
     def start(self) -> Start:
@@ -195,6 +197,7 @@ class Prepare:
     peers: tuple[Peer, ...] = ()
     key: bytes = b""
     checked: keys.Checked = "header"
+    share: float = 0.0  #: of the device and its link that the load may take from runs; 0: the share of background work
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,7 @@ class RequestTiles:
 
     model: str
     hashes: tuple[bytes, ...]
+    share: float = 0.0  #: of the device's link that they may take from runs; 0: the share of background work
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,6 +689,7 @@ ANSWER: Final = (
 )  # fmt: skip
 TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
 LOGPROBS: Final = "logprobs"  # beside them, where they are wanted
+THINKING: Final = "thinking"  # beside them, of a model that thinks: what is no part of the answer
 TAKEN_BY: Final = "taken_by"  # before the answer, if requests are shared: the group that has the request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 

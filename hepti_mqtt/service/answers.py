@@ -13,12 +13,13 @@ import numpy.typing as npt
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.messages import LOGPROBS
+from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
 from hepti_mqtt.service.speech import transcript
+from hepti_mqtt.service.thinking import divide
 from hepti_mqtt.service.written import WrittenText
 
 
@@ -35,11 +36,11 @@ def decode_output(
     {"embedding": [h numbers, or the request's dimensions]}; {"labels": [{"label", "score"}]} best first; {"masks":
     [{"position", "tokens": [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape",
     "base64"} for hidden states. {"ids", "text", "finish"} of the tokens that a decoder has generated, with "logprobs"
-    where they are wanted; {"map": {"dtype", "shape", "base64"}} for a feature map whose pixels are rows; for a
-    question, what that has. A request with a list (texts, pairs, images, ids of ids) gets {"results": [one of these
-    for each]}, except hidden states, which are packed [m, h]. Raises WireError for an output of another shape,
-    ModelError for one that is not finite. plan: by which it was computed. generation: of its tokens. before: outputs
-    of other models, of which the question is asked too.
+    where they are wanted, and "thinking" of a model that thinks; {"map": {"dtype", "shape", "base64"}} for a feature
+    map whose pixels are rows; for a question, what that has. A request with a list (texts, pairs, images, ids of ids)
+    gets {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an
+    output of another shape, ModelError for one that is not finite. plan: by which it was computed. generation: of its
+    tokens. before: outputs of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if generation is not None and not generation.wants_states and prepared.rules.scored:
@@ -50,6 +51,8 @@ def decode_output(
         rest, stopped = written.end()
         has_ended = stopped or len(ids) < prepared.new_tokens or prepared.rules.ends(ids)
         result = {"ids": ids, "text": text + rest, "finish": "stop" if has_ended else "length"}
+        if prepared.thoughts is not None:
+            result[THINKING], result["text"] = divide(text + rest, prepared.thoughts)
         if prepared.rules.likely >= 0 and generation is not None:
             result[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
         return result

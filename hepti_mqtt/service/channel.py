@@ -142,6 +142,7 @@ class Journal:
         self._path, self._acknowledge = path, acknowledge
         self._lock = threading.Lock()  # guards all that follows
         self._waiting: dict[tuple[RequestKey, bytes], list[RawRequest]] = {}  # by key and digest
+        self._answering: set[Receipt] = set()  # of requests whose answer the broker does not have yet
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         self._met: Counter[bytes] = Counter()
         self._met_now: set[bytes] = set()
@@ -193,14 +194,20 @@ class Journal:
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])
 
-    def waiting_receipts(self) -> set[Receipt]:
-        """Return the deliveries whose requests wait for their answers."""
+    def record_answering(self, requests: Sequence[RawRequest]) -> None:
+        """Note requests whose answer goes out; it may be resent for a while until they are settled."""
         with self._lock:
-            found = [raw.delivery for several in self._waiting.values() for raw in several]
-        return {delivery.receipt for delivery in found if delivery is not None and delivery.receipt is not None}
+            self._answering |= _receipts(requests)
+
+    def open_receipts(self) -> set[Receipt]:
+        """Return the deliveries whose requests wait for their answers, or whose answers are on their way."""
+        with self._lock:
+            return self._answering.union(*map(_receipts, self._waiting.values()))
 
     def settle(self, requests: Sequence[RawRequest]) -> None:
         """Acknowledge requests whose answer the broker has."""
+        with self._lock:
+            self._answering -= _receipts(requests)
         for raw in requests:
             if raw.delivery is None or raw.delivery.receipt is None:
                 continue
@@ -285,6 +292,11 @@ class Journal:
         _log.warning("Cannot write the request journal %s: %s. Free disk space there.", self._path, error)
 
 
+def _receipts(requests: Sequence[RawRequest]) -> set[Receipt]:
+    found = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
+    return {receipt for receipt in found if receipt is not None}
+
+
 def _mark(*parts: bytes) -> bytes:
     found = blake2b(digest_size=_MARK_BYTES)
     for part in parts:
@@ -317,7 +329,7 @@ class RequestChannel:
 
     name: of the planner among MQTT clients. place: of the journal's file. answers: the connection for answers.
     on_request: takes a request, on the network thread. on_state: state of the connection that brings requests. will: of
-    that connection.
+    that connection. most: unacknowledged requests that the broker may deliver.
 
     Where requests are shared, the session ends with the connection: a broker goes on giving a planner that is away its
     share for as long as it has a session, and no other planner gets that.
@@ -333,11 +345,12 @@ class RequestChannel:
         on_request: Callable[[RawRequest], None],
         on_state: OnState,
         will: Will | None = None,
+        most: int = 1024,
     ) -> None:
         self._answers, self._decoder, self._on_request, self._log = answers, decoder, on_request, decoder.log
         self._on_state, self._was_connected = on_state, False
         self._connected: Connected | None = None  # the current connection that brings requests
-        self._window = DeliveryWindow(self._handle_overflow)
+        self._window, self._most = DeliveryWindow(self._handle_overflow), most
         self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
         self._requests = PahoTransport(
             url,
@@ -348,15 +361,16 @@ class RequestChannel:
             will=will,
             clean=decoder.shared is not None,
             name="planner-requests",
+            receive_maximum=most,
         )
         self.journal = Journal(place, self._acknowledge)
         self._unheard = UnacknowledgedAnswers()
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
+        self._requests.subscribe(self._decoder.requests())
 
     def connect(self) -> None:
         """Connect; raises as `PahoTransport.connect` does."""
-        self._requests.subscribe(self._decoder.requests())
         self._requests.connect()
 
     def close(self) -> None:
@@ -391,7 +405,7 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.opened(delivery.receipt, time.monotonic())
+            self._window.opened(delivery.receipt, inf)  # until it is read
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
@@ -444,13 +458,26 @@ class RequestChannel:
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
+    def begin(self, raw: RawRequest) -> None:
+        """Note that a request is read now; it waited for that until now."""
+        if raw.delivery is not None and raw.delivery.receipt is not None:
+            self._window.begun(raw.delivery.receipt, time.monotonic())
+
+    def comes_again(self, raw: RawRequest) -> bool:
+        """Return whether the broker delivers a request again, because it came on an earlier connection."""
+        receipt, connected = None if raw.delivery is None else raw.delivery.receipt, self._connected
+        return (
+            receipt is not None and connected is not None and connected.resumed and self._window.is_of_earlier(receipt)
+        )
+
     def _announce(self) -> None:
         """Announce the planner again, so that waiting clients resend what the broker may have dropped."""
         if (connected := self._connected) is not None:  # otherwise the next connection announces it
             self._on_state(connected)
 
     def _probe_broker(self) -> None:
-        room = warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log.log)
+        topic = self._decoder.topics.probe("doctor")
+        room = warn_of_limits(self._url, self._name, topic, self._log.log, self._most)
         if room is not None:
             self._window.limit = room.in_flight
             self._announce()
@@ -458,6 +485,7 @@ class RequestChannel:
     def send(self, reply: Reply, requests: Sequence[RawRequest] | None = None) -> None:
         """Send an answer, and settle `requests` when the broker has it; None: the reply is a part of an answer."""
         journal = self.journal
+        journal.record_answering(requests or ())
         before = journal.was_answered(reply.key) if requests is None else journal.record_answer(reply.key)
         self._publish(OutgoingAnswer(reply.as_repeated() if before else reply, requests))
 
@@ -477,7 +505,7 @@ class RequestChannel:
 
     def _look_for_lost(self, now: float) -> None:
         """Warn of requests that are neither answered nor waiting: where they fill the broker's window none comes."""
-        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.waiting_receipts()):
+        if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.open_receipts()):
             for _ in lost - self._lost:
                 self._log.record(
                     "unacknowledged",

@@ -27,6 +27,7 @@ FORMATS: Final = ("text", "json_object", "json_schema")
 # Small models would write spaces for ever.
 _OPTIONS: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ \n]{0,16}"}
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": False}
 _making = threading.Lock()
 
 
@@ -112,7 +113,7 @@ def call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> Mappi
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": one["name"]}, arguments: one.get("parameters") or _ANY_OBJECT},
+            "properties": {"name": {"const": one["name"]}, arguments: one.get("parameters") or _NO_ARGUMENTS},
             "required": ["name", arguments],
             "additionalProperties": False,
         }

@@ -22,7 +22,7 @@ from hepti_mqtt.ids import asked_name, check_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY
+from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY, THINKING
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
@@ -42,6 +42,7 @@ from hepti_mqtt.service.requests import (
     split_envelope,
     split_into_batches,
 )
+from hepti_mqtt.service.thinking import Thoughts
 from hepti_mqtt.service.written import WrittenText
 
 DEADLINE_S: Final = 600.0  # of requests without one: every request ends
@@ -138,6 +139,8 @@ class _ReplyContext:
     written: WrittenText | None
     asked: Asked
     joint: Joint | None = None
+    #: divides the tokens' text; None for a model that does not think
+    thoughts: Thoughts | None = None
 
 
 MakeId = Callable[[RawRequest], str]
@@ -216,7 +219,8 @@ class RequestHandler:
         made = []
         for one, prepared in found:
             written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
-            context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint)
+            thoughts = None if prepared.thoughts is None else Thoughts(prepared.thoughts)
+            context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint, thoughts)
             self._quota.take(prepared.inputs.nbytes, context)
             made.append(_request(replace(key, model=one.name), one, prepared, context, parts))
         if joint is not None:
@@ -273,13 +277,15 @@ class RequestHandler:
         request, written = command.request, _context(command.request).written
         if written is None:
             return None
-        fields = {
+        fields: dict[str, Any] = {
             "request": request.key.id,
             "index": command.index,
             "token": command.tokens[-1],
             "text": written.extend_to(command.tokens),
             "final": False,
         }
+        if (thoughts := _context(request).thoughts) is not None:
+            fields[THINKING], fields["text"] = thoughts.feed(fields["text"])
         if command.likely:
             fields[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
         if command.attempt:  # the text begins again
@@ -346,6 +352,7 @@ class RequestHandler:
         }
         if context.model_input.new_tokens:
             fields["final"] = True
+            fields["cached_tokens"] = 0 if request.generation is None else request.generation.reused_rows
         head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(fields, allow_nan=False)[1:]}'.encode()
@@ -456,7 +463,8 @@ def _context(request: Request) -> _ReplyContext:
 
 def encode_failure(name: str | None, error: HeptiError) -> bytes:
     """Return the JSON of an answer that is an error."""
-    return json.dumps({"id": name, "ok": False, "error": {"code": error.code, "message": str(error)}}).encode()
+    about = {"code": error.code, "message": str(error)} | ({"param": error.param} if error.param else {})
+    return json.dumps({"id": name, "ok": False, "error": about}).encode()
 
 
 def _reported_costs(runs: Sequence[RunStats]) -> dict[str, Any]:

@@ -425,10 +425,10 @@ class HomeAssistant:
             on_state=self._state,
             name="planner-home",
         )
+        self._transport.subscribe(self._session.filters())
 
     def connect(self) -> None:
         """Begin to connect."""
-        self._transport.subscribe(self._session.filters())
         self._transport.connect()
 
     def close(self) -> None:

@@ -10,6 +10,12 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.service.texts import CharacterBudget, describe, quoted
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# Keys of a message that templates read, and those of earlier answers that clients send back.
+KEYS: Final = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "reasoning_content",
+     "reasoning", "audio", "function_call"}
+)  # fmt: skip
+_NULL: Final = ("audio", "function_call")  # alone
 MAX_MESSAGES: Final = 1000
 MAX_TOOLS: Final = 128
 
@@ -27,13 +33,19 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 def _message(name: str, value: Any, characters: CharacterBudget) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(f'{name} must be an object such as {{"role": "user", "content": "..."}}')
+    unknown = [key for key in value if key not in KEYS or (key in _NULL and value[key] is not None)]
+    if unknown:
+        raise RequestError(f"{name} has {', '.join(map(quoted, unknown[:8]))}, which no model reads; leave it out")
     role = value.get("role")
     if role not in ROLES:
         raise RequestError(f"{name}.role must be one of {', '.join(ROLES)}, not {quoted(role)}")
     calls = value.get("tool_calls")
-    message = {key: one for key, one in value.items() if key not in ("content", "tool_calls") and one is not None}
+    unread = ("content", "tool_calls", "refusal", "annotations", "reasoning")
+    message = {key: one for key, one in value.items() if key not in unread and one is not None}
+    if value.get("reasoning") and "reasoning_content" not in message:
+        message["reasoning_content"] = value["reasoning"]
     message["role"] = "system" if role == "developer" else role
-    message["content"] = _text(f"{name}.content", value.get("content"), missing_ok=bool(calls))
+    message["content"] = _text(f"{name}.content", value.get("content"), missing_ok=role == "assistant")
     characters.take(len(message["content"]))
     if calls:
         message["tool_calls"] = _calls(f"{name}.tool_calls", calls)
@@ -64,9 +76,9 @@ def _calls(name: str, value: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{name}[{place}] must have a function with a name")
-        given = function.get("arguments", {})
+        given = function.get("arguments")
         try:
-            arguments = json.loads(given) if isinstance(given, str) else given
+            arguments = (json.loads(given) if isinstance(given, str) and given.strip() else given) or {}
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, Mapping):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, Literal
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
 from hepti_mqtt.errors import (
-    CertificateDateError,
     ConfigError,
     HeptiError,
     NetworkError,
@@ -51,7 +50,7 @@ from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
-from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, run_into
+from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, Window, run_into
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
     BrokerUrl,
@@ -65,6 +64,7 @@ from hepti_mqtt.transport import (
     claim,
     new_boot,
     open_broker_warning,
+    wait_for_broker,
 )
 
 if TYPE_CHECKING:
@@ -82,15 +82,17 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.1
 MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
-CERTIFICATE_S: Final = 2.0  # between two looks whether a certificate has become valid
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-MAX_UNREAD: Final = 512  # requests that wait to be parsed
-MAX_UNREAD_BYTES: Final = 64 << 20
+UNREAD_BYTES: Final = 64 << 20  # of requests that wait to be parsed ...
+REQUEST_BYTES: Final = 2048  # ... each with as much for its objects in Python
+MOST_REQUESTS: Final = UNREAD_BYTES // REQUEST_BYTES  # that the broker may deliver before any is acknowledged
+OPEN_REQUESTS: Final = 192  # of a model, that are parsed and unanswered; fewer than the coordinator refuses
 MAX_UNREFUSED: Final = 4096  # further requests, which wait to be refused
 MAX_UNREFUSED_BYTES: Final = 32 << 20
 READER_THREADS: Final = 2  # requests of one client are read by one thread at a time
 ANSWER_THREADS: Final = 2
+CANCEL: Final = b'{"cancel"'
 TILES_QUEUED_BYTES: Final = 2 << 20
 
 SHARING_PROTOCOL: Final = 5
@@ -107,8 +109,8 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     """Plan and coordinate for one site until `stop` is set.
 
     Raises ModelError before anything is started if no model can be used (of several, the good ones are served);
-    ConfigError if a name or a pin is wrong or the site has a planner already; NetworkError and RefusedError of the
-    first connection.
+    ConfigError if a name or a pin is wrong or the site has a planner already; RefusedError of the first connection.
+    Waits for a broker that does not answer.
     """
     check_name("site", config.site)
     if config.shared == config.site:
@@ -119,8 +121,10 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     return_large_blocks()
     with contextlib.ExitStack() as stack:
         claiming: Future[Start | None] = Future()
+        ended = threading.Event()
+        stack.callback(ended.set)
         threading.Thread(
-            target=run_into, args=(claiming, partial(_claim_in_time, config, stop)), name="claim", daemon=True
+            target=run_into, args=(claiming, partial(_claim_when_up, config, stop, ended)), name="claim", daemon=True
         ).start()
         models = open_models(config, stack)
         if (start := claiming.result()) is None:
@@ -130,18 +134,13 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
         _Planner(config, start, models).run(stop)
 
 
-def _claim_in_time(config: PlannerConfig, stop: threading.Event) -> Start | None:
-    """Return the start of a new planner, when the certificate is valid by this machine's clock; None for a stop."""
-    told = False
-    while not stop.is_set():
-        try:
-            return claim_site(config.url, config.site)
-        except CertificateDateError as error:
-            if not told:
-                config.log.warning("%s", error)
-            told = True
-            stop.wait(CERTIFICATE_S)
-    return None
+def _claim_when_up(config: PlannerConfig, stop: threading.Event, ended: threading.Event) -> Start | None:
+    """Return the start of a new planner once the broker answers; None after `stop`, or if the planner has ended."""
+
+    def connect(_left_s: float) -> Start | None:
+        return None if ended.is_set() else claim_site(config.url, config.site)
+
+    return wait_for_broker(connect, config.log.warning, stop=stop)
 
 
 def claim_site(url: BrokerUrl, site: str) -> Start:
@@ -193,7 +192,11 @@ class _Planner:
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        self.reading = FairExecutor("planner-reader", READER_THREADS, self._run_guarded, MAX_UNREAD, MAX_UNREAD_BYTES)
+        # Of one client as many requests as keep the devices busy: others wait for no more than these.
+        window = Window(min((config.in_flight + 1) * config.batching.max_requests, OPEN_REQUESTS), OPEN_REQUESTS)
+        self.reading = FairExecutor(
+            "planner-reader", READER_THREADS, self._run_guarded, limit_bytes=UNREAD_BYTES, window=window
+        )
         self.telling = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
         self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
         self.searching = FairExecutor("planner-search", 1, self._run_guarded)
@@ -212,7 +215,15 @@ class _Planner:
         )
         place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
         self.channel = RequestChannel(
-            config.url, name, place, self.control, self.decoder, self._enqueue_request, changed, self._shared("offline")
+            config.url,
+            name,
+            place,
+            self.control,
+            self.decoder,
+            self._enqueue_request,
+            changed,
+            self._shared("offline"),
+            MOST_REQUESTS,
         )
         self.said: Will | None = None  # the status that is retained
         self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
@@ -293,11 +304,21 @@ class _Planner:
 
     def _enqueue_request(self, raw: RawRequest) -> None:
         read, refuse = partial(self._read, raw, time.monotonic()), partial(self._refuse_overload, raw)
-        self.reading.submit(raw.client, read, len(raw.payload), refuse)
+        line, model = self._line(raw)
+        self.reading.submit(line, read, len(raw.payload) + REQUEST_BYTES, refuse, model)
+
+    def _line(self, raw: RawRequest) -> tuple[str, str]:
+        """Return the line in which a request waits to be read, and the model of its window.
+
+        What takes a request back does not wait for requests.
+        """
+        model = raw.model if raw.model in self.models else ""
+        is_cancel = raw.payload.startswith(CANCEL)
+        return f"{raw.client}/{'cancel' if is_cancel else model}", "" if is_cancel else model
 
     def _refuse_overload(self, raw: RawRequest) -> None:
         error = OverloadedError(
-            f"Too many unread requests ({MAX_UNREAD} or {MAX_UNREAD_BYTES >> 20} MB), most from client {raw.client}. "
+            f"More than {UNREAD_BYTES >> 20} MB of requests wait to be read, most from client {raw.client}. "
             "Try again later."
         )
         # Hashing and searching the payload for an id is no work for this thread.
@@ -312,23 +333,36 @@ class _Planner:
     # -- reader, refuser and answer threads -------------------------------------------------------------------------
 
     def _read(self, raw: RawRequest, now: float) -> None:
+        """Take in a request, and make room for the client's next one unless this one waits for its answer."""
+        waits = False
+        try:
+            waits = self._take_in(raw, now)
+        finally:
+            if not waits:
+                self.reading.close_task(self._line(raw)[0])
+
+    def _take_in(self, raw: RawRequest, now: float) -> bool:
+        """Read a request; return whether it waits for its answer."""
+        self.channel.begin(raw)
+        if self.channel.comes_again(raw):
+            return False
         journal = self.channel.journal
         try:
             journal.check_attempts(raw)
             first = self.handler.read_request(raw, now, journal.id_for)
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
-            return
+            return False
         if isinstance(first, RequestKey):
             for key in self.handler.keys_of(first):
                 self.inbox.post(interface.RequestCancelled(key))
             journal.settle([raw])  # else it takes one of the few places of the broker's deliveries for ever
-            return
+            return False
         if isinstance(first, Reply):
             self.channel.send(first, [raw])
             if first.outcome != "ok":  # else it is an answer that was given before
                 self.served.record(first, 0.0, time.time())
-            return
+            return False
         journal.record_waiting(raw, self.handler.asked(first))
         if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
             self.channel.send(taken)
@@ -337,6 +371,7 @@ class _Planner:
                 full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
                 self._answer(interface.RefuseRequest(request, full))
             self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
+        return True
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
@@ -360,7 +395,10 @@ class _Planner:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
-        self.channel.send(reply, self.channel.journal.take_waiting(self.handler.asked(command.request)))
+        answered = self.channel.journal.take_waiting(self.handler.asked(command.request))
+        self.channel.send(reply, answered)
+        for raw in answered:
+            self.reading.close_task(self._line(raw)[0])
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
         self.served.record(reply, 1e3 * age_s, time.time())
         if self.home is not None:
@@ -393,11 +431,9 @@ class _Planner:
         try:
             if self.metrics is not None and self.config.metrics is not None:
                 served = self.metrics.serve(self.config.metrics)
-            self.bulk.connect()
-            self.channel.connect()
-            self.control.connect()
-            if self.home is not None:
-                self.home.connect()
+            for link in (self.bulk, self.channel, self.control, self.home):
+                if link is not None:
+                    self._connect(link, stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
@@ -413,6 +449,9 @@ class _Planner:
                 served.close()
         if self.failure is not None:
             raise self.failure
+
+    def _connect(self, link: PahoTransport | RequestChannel | HomeAssistant, stop: threading.Event) -> None:
+        wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
     def _serve(self, stop: threading.Event) -> None:
         tick_at = time.monotonic() + TICK_S
@@ -512,7 +551,7 @@ class _Planner:
             (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
-            self.tiles.ask(command.model, command.device, command.hashes, rate)
+            self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)
         elif isinstance(command, interface.PublishPlan):
             self._publish_plan(command)
         else:
@@ -538,8 +577,9 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        known = checkpoint.languages
-        record = encode_record(served, self.start.boot, shown, time.time() - now, unused, self.clocks, evidence, known)
+        machines = self.session.fleet.machines()
+        known, zero_s = checkpoint.languages, time.time() - now
+        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines)
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
@@ -590,8 +630,8 @@ class _Planner:
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
-            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; see the "
-            "access list in broker/acl.example"
+            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; "
+            "`hepti site` writes an access list that does"
         )
 
     def _shut_down(self) -> None:

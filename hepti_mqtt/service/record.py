@@ -27,6 +27,7 @@ def encode_record(
     clocks: Mapping[str, float] = MappingProxyType({}),
     evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
     languages: Sequence[str] = (),
+    machines: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
@@ -40,7 +41,8 @@ def encode_record(
     why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
     the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
     first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. needs: bytes that the
-    active plan needs, by device. languages: that a model of speech knows; others have no such key.
+    active plan needs, by device. languages: that a model of speech knows; others have no such key. machines: addresses
+    of devices that share a machine, by device: predictions for several of them hold for idle cores.
     `protocol/messages.py` names all keys that users read.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
@@ -58,6 +60,7 @@ def encode_record(
         **({"languages": list(languages)} if languages else {}),
         "unused": dict(unused),
         "clocks": dict(clocks),
+        "machines": dict(machines),
         "candidates": [
             {
                 "name": c.name,

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import BadNameError, ModelError, OverloadedError, RequestError
+from hepti_mqtt.errors import BadNameError, ContextLengthError, ModelError, OverloadedError, RequestError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import preprocessor, single_sequence
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
@@ -30,6 +30,7 @@ from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
 from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
+from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS, checked
 from hepti_mqtt.service.questions import (
     Entities,
     Extraction,
@@ -41,7 +42,8 @@ from hepti_mqtt.service.questions import (
     entailment,
     scoring,
 )
-from hepti_mqtt.service.texts import TextReader, Tokens, describe, is_int, quoted
+from hepti_mqtt.service.texts import TextReader, Tokens, describe, quoted
+from hepti_mqtt.service.thinking import OPEN
 from hepti_mqtt.spec import RequestShape, Want
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -85,10 +87,9 @@ class MemoryQuota:
 # JSON requests to token ids or pixels, without I/O.
 
 
-MAX_TOP_K: Final = 1000
 DEFAULT_TOP_K: Final = 5
-MAX_NEW_TOKENS: Final = 4096
 DEFAULT_NEW_TOKENS: Final = 16
+LAST_TOKENS: Final = 8  # of a prompt, in which an opened thought is looked for
 TEMPLATE: Final = "This example is {}."
 PICTURE_TEMPLATE: Final = "This is a photo of {}."
 # Of a question and a part of its context, as extractive question answering of transformers has them.
@@ -109,30 +110,12 @@ _FORMS: Final = (
     *AUDIO_FORMS, MESSAGES_FORM,
 )  # fmt: skip
 _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
-# Options that only some inputs have, and tasks.
-_INPUTS_OF: Final = {
-    "token_types": ("ids",), "return_documents": ("documents",), "multi_label": ("candidate_labels",),
-    "hypothesis_template": ("candidate_labels",), "no_answer": ("context",), "max_answer_tokens": ("context", "ids"),
-    "prompt": ("text", "texts", "audio"), "aggregation": ("text", "texts", "ids"),
-    **dict.fromkeys(("language", "task", "window", "timestamps"), ("audio",)),
-    **dict.fromkeys(("tools", "tool_choice"), ("messages",)),
-    **dict.fromkeys((*sampling.OPTIONS, "response_format"), ("text", "ids", "messages")),
-    "temperature": ("audio", "text", "ids", "messages"), "seed": ("audio", "text", "ids", "messages"),
-}  # fmt: skip
-_TASKS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "aggregation": ("token_classification",), "dimensions": ("embedding",),
-    "prompt": ("embedding", "transcription"),
-    "max_answer_tokens": ("question_answering",), "max_new_tokens": ("generation", "transcription"),
-    "raw_scores": ("classification",), **dict.fromkeys((*sampling.OPTIONS, "response_format"), ("generation",)),
-    **dict.fromkeys(("temperature", "seed"), ("generation", "transcription")),
-}  # fmt: skip
-_OPTIONS: Final = frozenset({"truncate", "empty", "want", "top_k", *_INPUTS_OF, *_TASKS_OF})
 _MATCHED_KEYS: Final = ("image", "images", "candidate_labels", "hypothesis_template", "top_k", "truncate")
 # Read by the envelope below.
 PINS: Final = ("strategy", "options", "devices", "wire", "accuracy", "weights", "route", "objective")
 _ENVELOPE: Final = frozenset({"id", "deadline_ms", "reply_to", "report", *PINS})
 UNKNOWN_SHOWN: Final = 8
-REQUEST_KEYS: Final = frozenset({*_INPUTS, *_OPTIONS, *_ENVELOPE})
+REQUEST_KEYS: Final = frozenset({*_INPUTS, *OPTIONS, *_ENVELOPE})
 
 
 @dataclass(frozen=True)
@@ -162,6 +145,8 @@ class ModelInput:
     stop: tuple[str, ...] = ()
     guesses: bool = False
     seconds: float = 0.0
+    #: whether the text begins inside a thought; None: no thoughts are divided from it
+    thoughts: bool | None = None
 
 
 def read_input(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
@@ -197,10 +182,10 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
             f"unknown key{'s' if len(unknown) > 1 else ''} {some}{more}; a request may have "
             f"{', '.join(sorted(REQUEST_KEYS))}"
         )
-    reads = checkpoint.spec.input_spec
+    reads, request = checkpoint.spec.input_spec, checked(request)
     form = _form(checkpoint, request, beside)
     want, computes = _want(request)
-    top_k = _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
+    top_k = request.get("top_k", DEFAULT_TOP_K)
     several = _is_several(form, request)
     if isinstance(reads, SpeechInput):
         return _speech(checkpoint, reads, request, want, computes)
@@ -208,7 +193,7 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
         pixels = _pictures(checkpoint, reads, request, several)
         return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
     assert isinstance(reads, TextInput)
-    truncate = _flag(request, "truncate")
+    truncate = "truncate" in request
     if isinstance(reads, DecoderInput):
         return _decoded(checkpoint, reads, request, form[0], want, top_k, computes)
     request, empty = _without_empty(checkpoint, request, want)
@@ -225,10 +210,17 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
         top_k,
         computes,
         empty=empty,
-        dimensions=_integer(request, "dimensions", 0, checkpoint.spec.output_shape(reads.shape(1))[1]),
-        raw_scores=_flag(request, "raw_scores"),
+        dimensions=_dimensions(request, checkpoint.spec.output_shape(reads.shape(1))[1]),
+        raw_scores="raw_scores" in request,
         question=question,
     )
+
+
+def _dimensions(request: Mapping[str, Any], most: int) -> int:
+    dimensions: int = request.get("dimensions", 0)
+    if dimensions > most:
+        raise RequestError(f"dimensions must be an integer from 1 to {most}, not {dimensions}", "dimensions")
+    return dimensions
 
 
 Form = tuple[str, ...]
@@ -272,13 +264,14 @@ def _form(checkpoint: Checkpoint, request: Mapping[str, Any], beside: Sequence[C
             f"a request to model {checkpoint.model} brings one of: {reads}. This one brings "
             f"{' and '.join(given) or 'none'}{_why_not(checkpoint, given)}; send one of those, or ask another model"
         )
-    for option, inputs in _INPUTS_OF.items():
-        if option in request and not {*inputs} & {*given}:
-            raise RequestError(f"{option} goes with {' or '.join(inputs)}; leave it out")
-    for option, tasks in _TASKS_OF.items():
-        if option in request and checkpoint.spec.head.task not in tasks:
-            words = " and ".join(tasks).replace("_", " ")
-            raise RequestError(f"{option} is for {words}, which model {checkpoint.model} does not do; leave it out")
+    for name, option in OPTIONS.items():
+        if name not in request:
+            continue
+        if option.inputs and not {*option.inputs} & {*given}:
+            raise RequestError(f"{name} goes with {' or '.join(option.inputs)}; leave it out", name)
+        if option.tasks and checkpoint.spec.head.task not in option.tasks:
+            words = " and ".join(option.tasks).replace("_", " ")
+            raise RequestError(f"{name} is for {words}, which model {checkpoint.model} does not do; leave it out", name)
     return found
 
 
@@ -294,29 +287,11 @@ def _why_not(checkpoint: Checkpoint, given: Sequence[str]) -> str:
     return ", and its files say that it scores pairs of texts" if scoring(checkpoint).declared else ""
 
 
-def _integer(request: Mapping[str, Any], key: str, default: int, most: int) -> int:
-    """Return an option that is an integer from 1 on."""
-    value = request.get(key, default)
-    if key in request and (not is_int(value) or not 1 <= value <= most):
-        raise RequestError(f"{key} must be an integer from 1 to {most}, not {describe(value)}")
-    return int(value)
-
-
-def _flag(request: Mapping[str, Any], key: str) -> bool:
-    value = request.get(key, False)
-    if not isinstance(value, bool):
-        raise RequestError(f"{key} must be true or false, not {describe(value)}")
-    return value
-
-
 def _without_empty(
     checkpoint: Checkpoint, request: Mapping[str, Any], want: Want
 ) -> tuple[Mapping[str, Any], tuple[int, ...]]:
     """Return a request without its empty texts, and their indices, if the user wants zeros for them."""
-    choice = request.get("empty", "error")
-    if choice not in ("error", "zero"):
-        raise RequestError(f'empty must be "error" or "zero", not {quoted(choice)}')
-    texts = request.get("texts")
+    choice, texts = request.get("empty", "error"), request.get("texts")
     if choice == "error" or not isinstance(texts, list):
         return request, ()
     if want != "task" or checkpoint.spec.head.task != "embedding":
@@ -342,23 +317,29 @@ def _decoded(
     if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
     usual = MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS  # an answer ends by itself
-    most = _integer(request, "max_new_tokens", usual, MAX_NEW_TOKENS)
-    limit, new = reads.longest, most if want == "task" else 0
-    truncate = request.get("truncate") is True
+    most, is_bound = request.get("max_new_tokens", usual), "fit" in request or "max_new_tokens" not in request
+    if most > MAX_NEW_TOKENS and not is_bound:
+        raise RequestError(
+            f"max_new_tokens must be an integer from 1 to {MAX_NEW_TOKENS}, not {most}", "max_new_tokens"
+        )
+    limit, new = reads.longest, min(most, MAX_NEW_TOKENS) if want == "task" else 0
+    truncate = "truncate" in request
     if truncate and new < limit:
         reads = replace(reads, longest=limit - new)  # leave room for the new tokens
     reader, schema = TextReader(checkpoint, reads, truncate), read_format(request.get("response_format"))
+    thoughts: bool | None = None
     if key == "messages":
-        tokens, schema = _conversation(checkpoint, request, schema)
+        tokens, schema, thoughts = _conversation(checkpoint, request, schema)
     else:
         tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
-        if "max_new_tokens" in request or len(ids) >= limit:
+        if not is_bound or len(ids) >= limit:
             ask = f"ask for max_new_tokens {limit - len(ids)} at most, or " if new and len(ids) < limit else ""
-            raise RequestError(
+            raise ContextLengthError(
                 f"{key} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit} with those that it "
-                f"generates: {ask}shorten it"
+                f"generates: {ask}shorten it",
+                key,
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
@@ -368,17 +349,27 @@ def _decoded(
     if schema is not None:
         rules = with_schema(checkpoint, rules, schema, reads.vocab)
     if (most := sampling.MAX_LIKELY_IN_ALL // (rules.likely + 1 or 1)) < new and rules.likely >= 0:
-        if "max_new_tokens" in request:
+        if not is_bound:
             raise RequestError(f"logprobs {rules.likely} is possible for {most} tokens: lower it or max_new_tokens")
         new = most
-    guesses = request.get("speculate") is None or _flag(request, "speculate")
-    return ModelInput(shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses)
+    guesses = "speculate" not in request
+    return ModelInput(
+        shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses, thoughts=thoughts
+    )
+
+
+class _Conversation(NamedTuple):
+    """Messages as tokens, the schema of the answer, and whether it begins inside a thought, None without thoughts."""
+
+    tokens: Tokens
+    schema: Mapping[str, Any] | None
+    thoughts: bool | None
 
 
 def _conversation(
     checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None
-) -> tuple[Tokens, Mapping[str, Any] | None]:
-    """Return the tokens of messages, and the schema that the answer follows: that of a call, where one is demanded."""
+) -> _Conversation:
+    """Read messages; where a call is demanded, the answer follows the call's schema."""
     messages, tools = read_messages(request["messages"]), read_tools(request.get("tools"))
     demanded = read_choice(request.get("tool_choice"), tools)
     if demanded and schema is not None:
@@ -388,7 +379,21 @@ def _conversation(
             f"model {checkpoint.model} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json), so it reads no messages; send text"
         )
-    ids = chat.ids(messages, tools)
+    follows_schema = bool(demanded) or schema is not None
+    thinking = request.get("thinking", False if follows_schema else None)
+    if thinking and not chat.thinks:
+        raise RequestError(f"model {checkpoint.model} has no thoughts: leave thinking out", "thinking")
+    if thinking and follows_schema:
+        raise RequestError("a text by a schema has no thoughts: leave thinking out", "thinking")
+    ids = chat.ids(messages, tools, thinking)
+    if tools and ids == chat.ids(messages, None, thinking):
+        raise RequestError(
+            f"model {checkpoint.model} has no tools: its chat template writes none; leave them out", "tools"
+        )
+    thoughts = None
+    if chat.thinks and not follows_schema:
+        end = checkpoint.tokenizer.decode(ids[-LAST_TOKENS:], skip_special_tokens=False)
+        thoughts = end.rstrip().endswith(OPEN)
     if demanded:
         ids, schema = [*ids, *chat.call_start], call_schema(demanded, chat.call_arguments)
     if not ids:
@@ -400,7 +405,7 @@ def _conversation(
             f"{checkpoint.path}: its tokenizer gives id {max(ids)}, and config.json's vocab_size is {reads.vocab}; "
             "both must be of the same model"
         )
-    return Tokens(ids), schema
+    return _Conversation(Tokens(ids), schema, thoughts)
 
 
 def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
@@ -414,11 +419,7 @@ def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
 def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
     """Return the wanted output, and whether devices compute it."""
     want = request.get("want", "task")
-    if want in ("task", "plan"):
-        return "task", want == "task"
-    if want == "hidden":
-        return "hidden", True
-    raise RequestError(f'want must be "task", "hidden" or "plan", not {quoted(want)}')
+    return ("hidden", True) if want == "hidden" else ("task", want == "task")
 
 
 def _packed(sequences: Sequence[Tokens]) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
@@ -474,7 +475,7 @@ def _read_inputs(
     if task == "token_classification" and request.get("want") != "hidden":
         return read, _entities(checkpoint, request, read, [text for _, text in _items(key, request[key], several)])
     if task == "question_answering":
-        return read, Extraction(_integer(request, "max_answer_tokens", MAX_ANSWER_TOKENS, WINDOW))
+        return read, Extraction(request.get("max_answer_tokens", MAX_ANSWER_TOKENS))
     return read, None
 
 
@@ -503,8 +504,6 @@ def _entities(
     checkpoint: Checkpoint, request: Mapping[str, Any], read: Sequence[Tokens], items: Sequence[Any]
 ) -> Entities:
     aggregation = request.get("aggregation", "simple")
-    if aggregation not in ("simple", "none"):
-        raise RequestError(f'aggregation must be "simple" or "none", not {quoted(aggregation)}')
     encodings = [tokens.encoding for tokens in read if tokens.encoding is not None]
     if encodings:
         return Entities(aggregation == "simple", tuple(items), tuple(map(Source.of, encodings)))
@@ -533,8 +532,8 @@ def _read_ranking(
     """Read a query and documents: pairs for a model that scores those, else texts to compare."""
     query, documents = request["query"], _items("documents", request["documents"])
     top_k = request.get("top_k")
-    returned = tuple(text for _, text in documents) if _flag(request, "return_documents") else None
-    ranking = Ranking(top_k, _flag(request, "raw_scores"), returned)
+    returned = tuple(text for _, text in documents) if "return_documents" in request else None
+    ranking = Ranking(top_k, "raw_scores" in request, returned)
     if checkpoint.spec.head.task != "embedding":
         return [reader.pair(("query", name), (query, text)) for name, text in documents], ranking
     rules = checkpoint.text_rules
@@ -558,7 +557,7 @@ def _read_labels(
         for name, text in items
         for sentence in labels.values()
     ]
-    return read, OwnLabels(tuple(labels), _flag(request, "multi_label"), request.get("top_k"))
+    return read, OwnLabels(tuple(labels), "multi_label" in request, request.get("top_k"))
 
 
 def _own_labels(request: Mapping[str, Any], usual: str) -> dict[str, str]:
@@ -582,9 +581,9 @@ def read_matched(words: Checkpoint, pictures: Checkpoint, request: Mapping[str, 
             f"labels of pictures go with {', '.join(_MATCHED_KEYS)}, and this request has {', '.join(wrong)}: leave it "
             "out"
         )
+    request = checked(request)
     labels, top_k = _own_labels(request, PICTURE_TEMPLATE), request.get("top_k")
-    _integer(request, "top_k", DEFAULT_TOP_K, MAX_TOP_K)
-    sentences = read_input(words, {"texts": [*labels.values()], "truncate": _flag(request, "truncate")})
+    sentences = read_input(words, {"texts": [*labels.values()], "truncate": "truncate" in request})
     seen = read_input(pictures, {key: request[key] for key in ("image", "images") if key in request})
     assert words.similarity is not None
     return sentences, replace(seen, question=Matched(tuple(labels), words.similarity, top_k))
@@ -596,9 +595,9 @@ def _read_question(
     """Read a question and a context: as many windows as a long context takes."""
     values = (request["question"], request["context"])
     read = reader.windows(("question", "context"), values, WINDOW, OVERLAP, MAX_SEQUENCES)
-    most = _integer(request, "max_answer_tokens", MAX_ANSWER_TOKENS, WINDOW)
+    most = request.get("max_answer_tokens", MAX_ANSWER_TOKENS)
     sources = tuple(Source.of(tokens.encoding) for tokens in read if tokens.encoding is not None)
-    return read, Extraction(most, _flag(request, "no_answer"), request["context"], sources)
+    return read, Extraction(most, "no_answer" in request, request["context"], sources)
 
 
 _READ: Final[Mapping[Form, Callable[[Checkpoint, TextReader, Mapping[str, Any], Form, bool], Read]]] = {
@@ -632,7 +631,9 @@ def _speech(
         raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
     heard = read_speech(checkpoint, reads, request)
     room = reads.positions - len(heard.prompt) - heard.rules.before_text
-    most = _integer(request, "max_new_tokens", min(reads.positions // 2, room), room)
+    most = request.get("max_new_tokens", min(reads.positions // 2, room))
+    if most > room:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {most}", "max_new_tokens")
     shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
     new = most if want == "task" else 0

@@ -10,25 +10,13 @@ from typing import Any, Final
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
-from hepti_mqtt.service.texts import describe, is_int, quoted
+from hepti_mqtt.service.options import MAX_STOPS
+from hepti_mqtt.service.texts import describe, quoted
 from hepti_mqtt.service.written import WrittenText
 
-MAX_SEED: Final = 2**32 - 1
-MAX_STOPS: Final = 16
 LONGEST_STOP: Final = 200  # characters
-MAX_LIKELY: Final = 20
 MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer: more do not fit into the packets that brokers take
 MAX_BIASED: Final = 1024
-# What a number may be, from and to; a value that is not sent changes nothing.
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.1, 10.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-OPTIONS: Final = (*RANGES, "seed", "logit_bias", "stop", "logprobs", "speculate")
 
 
 def read_sampling(
@@ -36,60 +24,33 @@ def read_sampling(
 ) -> tuple[TokenRules, tuple[str, ...]]:
     """Return the rules of a text and the texts at which it stops; raises RequestError naming what is wrong.
 
-    prompt: its tokens. top_k: 0 for all. Without a temperature the likeliest token follows.
+    request: with options that were checked. prompt: its tokens. top_k: 0 for all. Without a temperature the likeliest
+    token follows.
     """
-    number = {key: _number(request, key) for key in RANGES}
-    if number["top_p"] == 0:
-        raise RequestError("top_p must be above 0")
+    if request.get("top_p") == 0:
+        raise RequestError("top_p must be above 0", "top_p")
+    if isinstance(request.get("temperature"), list):
+        raise RequestError("temperature must be one number: lists are for speech", "temperature")
+    repetition = float(request.get("repetition_penalty", 1.0))
     changed = Sampling(
-        repetition=_or(number["repetition_penalty"], 1.0),
-        presence=_or(number["presence_penalty"], 0.0),
-        frequency=_or(number["frequency_penalty"], 0.0),
+        repetition=repetition,
+        presence=float(request.get("presence_penalty", 0.0)),
+        frequency=float(request.get("frequency_penalty", 0.0)),
         bias=_bias(request.get("logit_bias"), vocab),
         top_k=top_k,
-        top_p=_or(number["top_p"], 1.0),
-        min_p=_or(number["min_p"], 0.0),
-        prompt=tuple(prompt) if number["repetition_penalty"] not in (None, 1.0) else (),
+        top_p=float(request.get("top_p", 1.0)),
+        min_p=float(request.get("min_p", 0.0)),
+        prompt=tuple(prompt) if repetition != 1.0 else (),
     )
     stop = _stop(checkpoint, request.get("stop"))
     return replace(
         rules,
-        temperatures=(_or(number["temperature"], 0.0),),
-        seed=read_seed(request.get("seed")),
+        temperatures=(float(request.get("temperature", 0.0)),),
+        seed=request["seed"] if "seed" in request else random.getrandbits(32),
         sampling=rules.sampling if changed == Sampling() else changed,
         stops=WrittenText(checkpoint, stop).stops if stop else None,
-        likely=_likely(request.get("logprobs")),
+        likely=request.get("logprobs", -1),
     ), stop
-
-
-def read_seed(value: Any) -> int:
-    """Return a request's seed, another one each time where it names none; raises RequestError."""
-    if value is None:
-        return random.getrandbits(32)
-    if not is_int(value) or not 0 <= value <= MAX_SEED:
-        raise RequestError(f"seed must be an integer from 0 to {MAX_SEED}, not {describe(value)}")
-    return int(value)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _number(request: Mapping[str, Any], key: str) -> float | None:
-    value, (low, high) = request.get(key), RANGES[key]
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise RequestError(f"{key} must be a number from {low:g} to {high:g}, not {describe(value)}")
-    return float(value)
-
-
-def _likely(value: Any) -> int:
-    if value is None:
-        return -1
-    if not is_int(value) or not 0 <= value <= MAX_LIKELY:
-        raise RequestError(f"logprobs must be an integer from 0 to {MAX_LIKELY}, not {describe(value)}")
-    return int(value)
 
 
 def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:

@@ -19,7 +19,6 @@ from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
 from hepti_mqtt.runtime.coordinator.requests import Generation
 from hepti_mqtt.service import sound
-from hepti_mqtt.service.sampling import read_seed
 from hepti_mqtt.service.texts import is_int
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     rules = replace(
         rules,
         temperatures=_temperatures(request.get("temperature", TEMPERATURES)),
-        seed=read_seed(request.get("seed", 0)),
+        seed=request.get("seed", 0),
         judge=partial(judge, checkpoint),
     )
     frames = fixed_point(log_mel(whole, reads.bands))

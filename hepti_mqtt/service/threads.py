@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,40 +18,56 @@ Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 
+class Window(NamedTuple):
+    """How many items may be open, i.e. taken and not closed."""
+
+    #: Of one client.
+    client: int
+    #: Of all clients of a group.
+    group: int
+
+
 @dataclass(slots=True)
 class _Line(Generic[Item]):
-    """The waiting items of one client, oldest first, with the bytes of each."""
+    """The items of one client."""
 
+    group: str
+    #: Waiting items with their bytes, oldest first.
     items: deque[tuple[Item, int]] = field(default_factory=deque)
     nbytes: int = 0
+    #: Whether an item is being worked on.
     busy: bool = False
+    #: Items that are taken and not closed.
+    open: int = 0
 
 
 class RoundRobin(Generic[Item]):
     """Bounded queues of clients, served in turn; a client's items are taken in order, one at a time.
 
     A client with an empty queue waits for at most one item of each other client. Over the limits, the newest item of
-    the client with the largest share is dropped. limit, limit_bytes: of all waiting items.
+    the client with the largest share is dropped. limit, limit_bytes: of all waiting items. window: of open items; None
+    closes each item when it is done.
     """
 
-    def __init__(self, limit: float, limit_bytes: float) -> None:
-        self._limit, self._limit_bytes = limit, limit_bytes
+    def __init__(self, limit: float, limit_bytes: float, window: Window | None = None) -> None:
+        self._limit, self._limit_bytes, self._window = limit, limit_bytes, window
         self._lines: dict[str, _Line[Item]] = {}
-        self._next: OrderedDict[str, None] = OrderedDict()  # clients that wait and are not being served
-        self._count = self._nbytes = 0
+        self._next: OrderedDict[str, None] = OrderedDict()  # clients whose next item may be taken
+        self._full: dict[str, OrderedDict[str, None]] = {}  # clients that wait for their group's window
+        self._open: Counter[str] = Counter()  # by group
+        self._count = self._nbytes = self._busy = 0
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing waits or is being done."""
-        return not self._lines
+        """Return whether nothing is being done and nothing may be taken."""
+        return not (self._busy or self._next)
 
-    def put(self, client: str, item: Item, nbytes: int) -> list[Item]:
+    def put(self, client: str, item: Item, nbytes: int, group: str = "") -> list[Item]:
         """Add an item of a client; return the items, of any client, dropped for it."""
-        line = self._lines.setdefault(client, _Line())
+        line = self._lines.setdefault(client, _Line(group))
         line.items.append((item, nbytes))
         self._account(line, 1, nbytes)
-        if not line.busy:
-            self._next.setdefault(client)
+        self._admit(client, line)
         refused = []
         while self._count > self._limit or self._nbytes > self._limit_bytes:
             refused.append(self._drop(client))
@@ -59,23 +75,51 @@ class RoundRobin(Generic[Item]):
 
     def take(self) -> tuple[str, Item] | None:
         """Return a client and its next item, None if there is none; its other items wait until `done`."""
-        if not self._next:
-            return None
-        client, _ = self._next.popitem(last=False)
-        line = self._lines[client]
-        item, nbytes = line.items.popleft()
-        self._account(line, -1, -nbytes)
-        line.busy = True
-        return client, item
+        while self._next:
+            client, _ = self._next.popitem(last=False)
+            line = self._lines[client]
+            if self._window is not None and self._open[line.group] >= self._window.group:
+                self._full.setdefault(line.group, OrderedDict())[client] = None
+                continue
+            item, nbytes = line.items.popleft()
+            self._account(line, -1, -nbytes)
+            line.busy = True
+            line.open += 1
+            self._open[line.group] += 1
+            self._busy += 1
+            return client, item
+        return None
 
     def done(self, client: str) -> None:
         """Note that a client's item is done: the client is last in turn now."""
         line = self._lines[client]
         line.busy = False
-        if line.items:
-            self._next[client] = None
+        self._busy -= 1
+        if self._window is None:
+            self.close(client)
         else:
+            self._admit(client, line)
+
+    def close(self, client: str) -> None:
+        """Close an item of a client, which makes room in the windows."""
+        line = self._lines[client]
+        line.open -= 1
+        self._open[line.group] -= 1
+        if line.group in self._full:
+            self._next[self._full[line.group].popitem(last=False)[0]] = None
+            if not self._full[line.group]:
+                del self._full[line.group]
+        self._admit(client, line)
+
+    def _admit(self, client: str, line: _Line[Item]) -> None:
+        """Give a client its turn if it waits and its window allows; forget a client without items."""
+        if not (line.items or line.busy or line.open):
             del self._lines[client]
+            return
+        waits = client in self._full.get(line.group, ())
+        has_room = self._window is None or line.open < self._window.client
+        if line.items and not line.busy and has_room and not waits:
+            self._next.setdefault(client)
 
     def _account(self, line: _Line[Item], count: int, nbytes: int) -> None:
         line.nbytes += nbytes
@@ -95,8 +139,11 @@ class RoundRobin(Generic[Item]):
         self._account(line, -1, -nbytes)
         if not line.items:
             self._next.pop(client, None)
-            if not line.busy:
-                del self._lines[client]
+            waiting = self._full.get(line.group, OrderedDict())
+            waiting.pop(client, None)
+            if not waiting:
+                self._full.pop(line.group, None)
+            self._admit(client, line)
         return item
 
 
@@ -111,7 +158,8 @@ class _Task(NamedTuple):
 class FairExecutor:
     """Threads that run tasks, one of each client in turn and at a time.
 
-    limit, limit_bytes: of all waiting tasks. guarded: runs a task and catches every exception.
+    limit, limit_bytes: of all waiting tasks. guarded: runs a task and catches every exception. window: of open tasks,
+    which `close_task` ends; None ends each with its `act`.
     """
 
     def __init__(
@@ -121,9 +169,10 @@ class FairExecutor:
         guarded: Callable[[Act], None],
         limit: float = inf,
         limit_bytes: float = inf,
+        window: Window | None = None,
     ) -> None:
         self._guarded = guarded
-        self._turns: RoundRobin[_Task] = RoundRobin(limit, limit_bytes)
+        self._turns: RoundRobin[_Task] = RoundRobin(limit, limit_bytes, window)
         self._changed = threading.Condition()  # guards the turns
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
@@ -139,13 +188,13 @@ class FairExecutor:
             self._closed = True
             self._changed.notify_all()
 
-    def submit(self, client: str, act: Act, nbytes: int, refuse: Act) -> None:
+    def submit(self, client: str, act: Act, nbytes: int, refuse: Act, group: str = "") -> None:
         """Run `act` in the client's turn, or call `refuse`, now or later, if the queue is full.
 
-        `refuse` may be called from another client's `submit`, so it must not block.
+        `refuse` may be called from another client's `submit`, so it must not block. group: of the client's window.
         """
         with self._changed:
-            refused = self._turns.put(client, _Task(act, refuse), nbytes)
+            refused = self._turns.put(client, _Task(act, refuse), nbytes, group)
             self._changed.notify()
         for task in refused:
             task.refuse()
@@ -160,9 +209,15 @@ class FairExecutor:
         else:
             self.submit(client, act, 0, lambda: None)
 
+    def close_task(self, client: str) -> None:
+        """End an open task of a client; the windows have room for another one."""
+        with self._changed:
+            self._turns.close(client)
+            self._changed.notify()
+
     @property
     def idle(self) -> bool:
-        """Return whether nothing waits and nothing is being done."""
+        """Return whether nothing is being done and nothing may begin."""
         with self._changed:
             return self._turns.idle
 

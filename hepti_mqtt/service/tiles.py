@@ -18,7 +18,7 @@ from hepti_mqtt.protocol.topics import Topics
 
 PAUSE_S: Final = 0.01  # between attempts while the send queue is full
 
-PART: Final = 0.1  # of a device's rate, while runs are under way: exchanges go first
+BACKGROUND_SHARE: Final = 0.1  # of a device's link during runs, unless a request of tiles has a larger share
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class TilePace:
         self._free_s: dict[str, float] = {}
 
     def set_rate(self, device: str, bytes_per_s: float) -> None:
-        """Set what a device's link is believed to carry."""
+        """Set the rate of tiles to a device during runs."""
         self._rates[device] = bytes_per_s
 
     def due_s(self, devices: Iterable[str]) -> float:
@@ -43,7 +43,7 @@ class TilePace:
         """Record a tile to some devices."""
         for device in devices:
             if (rate := self._rates.get(device)) is not None:
-                self._free_s[device] = now + nbytes / (PART * rate)
+                self._free_s[device] = now + nbytes / rate
 
 
 class TileServer:
@@ -77,10 +77,15 @@ class TileServer:
         self._closed = threading.Event()
         self.counters: Counter[str] = Counter()
 
-    def ask(self, model: str, device: str, hashes: Iterable[bytes], bytes_per_s: float = inf) -> None:
-        """Queue tiles for a device, whose link is believed to carry `bytes_per_s`; callable on any thread."""
+    def ask(
+        self, model: str, device: str, hashes: Iterable[bytes], bytes_per_s: float = inf, share: float = 0.0
+    ) -> None:
+        """Queue tiles for a device; callable on any thread.
+
+        bytes_per_s: of its link. share: of the link that the tiles may take from runs.
+        """
         with self._changed:
-            self._pace.set_rate(device, bytes_per_s)
+            self._pace.set_rate(device, max(share, BACKGROUND_SHARE) * bytes_per_s)
             for digest in hashes:
                 self._wanted.setdefault((model, digest), set()).add(device)
             self._changed.notify()

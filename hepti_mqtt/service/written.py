@@ -16,9 +16,10 @@ _OPEN: Final = "\ufffd"  # what an incomplete character is read as
 class WrittenText:
     """A text that grows, up to the first of some texts in it; its pieces and its end, joined, are what all tokens give.
 
-    A piece lacks what later tokens may change: an incomplete character, a run of tokens that stand for bytes, which the
-    tokenizer reads as a whole, and what a text to stop at may begin with. The library's own `DecodeStream` fails where
-    such a run is no text. Without a tokenizer the text is empty.
+    A character that the last token cuts is in none of them. A piece lacks what later tokens may change: an incomplete
+    character, a run of tokens that stand for bytes, which the tokenizer reads as a whole, and the beginning of a text
+    to stop at. The library's own `DecodeStream` fails where such a run is no text. Without a tokenizer the text is
+    empty.
     """
 
     def __init__(self, checkpoint: Checkpoint, stop: Sequence[str] = ()) -> None:
@@ -53,7 +54,23 @@ class WrittenText:
 
     def end(self) -> tuple[str, bool]:
         """Return what was held back, and whether one of the texts to stop at is in the whole text."""
-        return self._show(self._text()[self._settled :], most=0), self._stopped
+        return self._show(self._complete_text()[self._settled :], most=0), self._stopped
+
+    def _complete_text(self) -> str:
+        """Return the text of the window without a character that its last tokens have only the first bytes of.
+
+        A decoder reads all bytes of such a run of byte tokens as unknown, so the last ones are left out before.
+        """
+        whole, kept = self._text(self._window), list(self._window)
+        while kept and len(self._window) - len(kept) < _BEHIND and self._text(kept).endswith(_OPEN):
+            if not self._is_byte(kept.pop()):
+                return whole.removesuffix(_OPEN)
+        text = self._text(kept)
+        return whole.removesuffix(_OPEN) if text.endswith(_OPEN) else text
+
+    def _is_byte(self, token: int) -> bool:
+        named = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
+        return named is not None and _BYTE.fullmatch(named) is not None
 
     def _show(self, new: str, most: int) -> str:
         """Return what may be shown; most: characters that may be the beginning of a text to stop at."""
@@ -78,10 +95,10 @@ class WrittenText:
         self._window.append(token)
         if _BYTE.fullmatch(named):
             return ""
-        new = self._text().removesuffix(_OPEN)[self._settled :]
+        new = self._text(self._window).removesuffix(_OPEN)[self._settled :]
         del self._window[:-_BEHIND]
-        self._settled = len(self._text().removesuffix(_OPEN))
+        self._settled = len(self._text(self._window).removesuffix(_OPEN))
         return new
 
-    def _text(self) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(self._window, skip_special_tokens=True))
+    def _text(self, tokens: Sequence[int]) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))

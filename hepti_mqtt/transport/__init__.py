@@ -31,6 +31,7 @@ from hepti_mqtt.transport.control import PahoTransport
 from hepti_mqtt.transport.data_connection import DataConnection, data_connection_possible
 from hepti_mqtt.transport.name_claim import Claim, claim, new_boot
 from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.transport.waiting import wait_for_broker
 
 __all__ = [
     "BrokerUrl",
@@ -62,5 +63,6 @@ __all__ = [
     "open_broker_warning",
     "open_line",
     "queue_capacity",
+    "wait_for_broker",
     "warn_of_limits",
 ]

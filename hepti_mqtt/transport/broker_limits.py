@@ -35,7 +35,7 @@ OPEN_ANSWER_S: Final = 3.0
 _PRECISION: Final = 16  # the answer may be a sixteenth below the true limit
 _MARK: Final = b"hepti-mark"
 _SMALL: Final = b"\0"
-LOW_QUEUE: Final = 100  # messages beyond those in flight; broker/mosquitto.conf has 256
+LOW_QUEUE: Final = 100  # messages beyond those in flight
 
 
 def low_packet_limit_warning(largest_bytes: int, place: str) -> str:
@@ -50,7 +50,7 @@ def low_queue_warning(in_flight: int, queued: int, place: str) -> str:
     """Return the warning for a broker that queues few messages for one client."""
     return (
         f"The broker at {place} queues only {queued} messages per client beyond {in_flight} in flight and silently "
-        "drops the rest. Raise max_queued_messages in mosquitto.conf to 256 (see broker/mosquitto.conf)."
+        "drops the rest. Raise max_queued_messages in mosquitto.conf to 1000000."
     )
 
 
@@ -78,7 +78,7 @@ def largest_packet(
         if not probe.passes(SMALLEST):
             raise RefusedError(
                 f"the broker at {url.place} does not give back what is published to {topic}; let user {url.user!r} "
-                "write and read it (see broker/acl.example)"
+                "write and read it; `hepti site` writes such an access list"
             )
         low, high = SMALLEST, wanted
         while high - low > max(low // _PRECISION, 1):
@@ -209,7 +209,13 @@ class QueueCapacity(NamedTuple):
 
 
 def queue_capacity(
-    url: BrokerUrl, *, client_id: str, topic: str, wanted: int, timeout_s: float = ANSWER_S
+    url: BrokerUrl,
+    *,
+    client_id: str,
+    topic: str,
+    wanted: int,
+    receive_maximum: int | None = None,
+    timeout_s: float = ANSWER_S,
 ) -> QueueCapacity | None:
     """Return how many messages the broker keeps for one client, None if those are `wanted` beyond the ones in flight.
 
@@ -218,7 +224,7 @@ def queue_capacity(
     acknowledgement. Raises NetworkError if that takes longer than timeout_s in all, or RefusedError if the broker does
     not let it read the topic.
     """
-    probe = _QueueProbe(url, client_id, topic, timeout_s)
+    probe = _QueueProbe(url, client_id, topic, receive_maximum, timeout_s)
     try:
         probe.open()
         if probe.protocol < 5:
@@ -238,7 +244,9 @@ def queue_capacity(
 class _QueueProbe:
     """A connection to send to oneself with; arrived: messages of QoS 1 that have come."""
 
-    def __init__(self, url: BrokerUrl, client_id: str, topic: str, timeout_s: float) -> None:
+    def __init__(
+        self, url: BrokerUrl, client_id: str, topic: str, receive_maximum: int | None, timeout_s: float
+    ) -> None:
         self._place, self._topic, self._timeout_s = url.place, topic, timeout_s
         self._until_s = time.monotonic() + timeout_s
         self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
@@ -251,6 +259,7 @@ class _QueueProbe:
             on_delivery=self._events.put,
             on_state=self._events.put,
             name="hepti-queue",
+            receive_maximum=receive_maximum,
         )
 
     def open(self) -> None:
@@ -306,17 +315,21 @@ class _QueueProbe:
         return event
 
 
-def warn_of_limits(url: BrokerUrl, name: str, topic: str, log: logging.Logger) -> QueueCapacity | None:
+def warn_of_limits(
+    url: BrokerUrl, name: str, topic: str, log: logging.Logger, receive_maximum: int
+) -> QueueCapacity | None:
     """Log where the broker's limits are lower than models need; return its queue's capacity if that is small.
 
-    name: for connections of its own. topic: one on which the planner may write and read. It takes some round trips and
-    a message of 1 MiB, so do not wait for it at start-up.
+    name: for connections of its own. topic: one on which the planner may write and read. receive_maximum: of the
+    connection that brings requests. It takes some round trips and a message of 1 MiB: do not wait for it at start-up.
     """
     try:
         largest = largest_packet(url, client_id=f"{name}-size", topic=topic, wanted_bytes=LOW_BYTES)
         if largest < LOW_BYTES:
             log.warning("%s", low_packet_limit_warning(largest, url.place))
-        capacity = queue_capacity(url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE)
+        capacity = queue_capacity(
+            url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE, receive_maximum=receive_maximum
+        )
     except HeptiError as error:
         log.warning("cannot find the limits of the broker: %s", error)
         return None
@@ -352,6 +365,16 @@ class DeliveryWindow:
             self._waiting[receipt.packet] = now
             self._full |= self.limit is not None and len(self._waiting) >= self.limit
 
+    def begun(self, receipt: Receipt, now: float) -> None:
+        """Note that a request is read."""
+        with self._lock:
+            if receipt.connection == self._connection and receipt.packet in self._waiting:
+                self._waiting[receipt.packet] = now
+
+    def is_of_earlier(self, receipt: Receipt) -> bool:
+        """Return whether requests of a later connection have come."""
+        return receipt.connection < self._connection
+
     def closed(self, receipt: Receipt) -> None:
         """Note an acknowledgement."""
         with self._lock:
@@ -381,7 +404,7 @@ def open_line(place: str) -> str:
     """Return the line about an open broker at host:port."""
     return (
         f"OPEN BROKER: {place} lets everyone in without a password: whoever reaches it can read requests, answer them "
-        "and command devices; close it with `hepti site init` (broker/README.md)"
+        "and command devices; close it with `hepti site init`"
     )
 
 

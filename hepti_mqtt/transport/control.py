@@ -139,7 +139,8 @@ class PahoTransport:
     on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
     many may wait for that is the broker's limit (`max_inflight_messages` of Mosquitto).
     max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
-    that is taken when nothing else waits.
+    that is taken when nothing else waits. receive_maximum: messages of QoS 1 that the broker may send before any is
+    acknowledged (MQTT 5; Mosquitto takes it in place of its own limit); None for the broker's limit.
 
     A publish at QoS 0 without a connection or with a full queue is counted as lost. At QoS 1 it waits for the
     connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once, unless
@@ -159,7 +160,9 @@ class PahoTransport:
         name: str = "mqtt",
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         on_delivery: OnDelivery | None = None,
+        receive_maximum: int | None = None,
     ) -> None:
+        self.receive_maximum = receive_maximum
         self.url, self.client_id, self.name = url, url.client_id(client_id), name
         self.on_message, self._on_state, self.on_delivery = on_message, on_state, on_delivery
         self.clean, self.will, self._max_queued_bytes = clean, will, max_queued_bytes
@@ -624,6 +627,8 @@ class _Client(Client):
         properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
         if self._expiry:
             properties.SessionExpiryInterval = self._expiry
+        if self._owner.receive_maximum is not None:
+            properties.ReceiveMaximum = self._owner.receive_maximum
         self.connect_async(url.host, url.port, KEEPALIVE_S, clean_start=self._owner.clean, properties=properties)
         self.loop_start()
         self.thread = self._thread

@@ -72,7 +72,7 @@ def _retained(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport
         elif isinstance(got, Refused):
             raise RefusedError(
                 f"the broker does not let {transport.url.user or 'an anonymous user'} use {topic}: {got.reason}; the "
-                "user must be named as the access list wants it, see broker/acl.example"
+                "user must be named as the access list wants it"
             )
         elif got == QUESTION:
             return known

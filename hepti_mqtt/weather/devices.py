@@ -24,17 +24,18 @@ PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weig
 
 
 class LoadCost(NamedTuple):
-    """What loading costs a device within its budget of background work.
+    """How loads and runs share processors, links and the hub, as measured on emulated hosts."""
 
-    idle_bytes_per_s, bytes_per_s: of a processor as measured, without runs and beside them. slower: ops beside it.
-    """
+    bytes_per_s: float = 35e6  #: that an idle processor loads
+    cpu_share: float = 0.05  #: of the processor for a load without a share of its own (`device_agent.budget`)
+    link_share: float = 0.1  #: of the link for such a load (`service.tiles`)
+    in_use_s: float = 5.0  #: after a run: the processor is still shared
+    burst_s: float = 2.0  #: after a Prepare: Programs are built
+    burst: float = 1.8  #: slowdown of runs meanwhile
+    hub_s: float = 0.4  #: mean delay of a request while the hub sends tiles
 
-    idle_bytes_per_s: float = 35e6
-    bytes_per_s: float = 12e6
-    slower: float = 1.1
 
-
-MEASURED_LOAD: Final = LoadCost()
+LOAD: Final = LoadCost()
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class _Load:
     missing_bytes: float = -1.0
     total_bytes: int = 0
     ready_s: float = 0.0
+    begun_s: float = 0.0
+    net_bytes: float = 0.0  #: missing bytes that are not in the cache
 
 
 @dataclass(slots=True)
@@ -69,6 +72,10 @@ class SimulatedDevice:
     loads: deque[_Load] = field(default_factory=deque)
     loaded_bytes: float = 0.0
     resident: bool = False
+    disk: dict[WeightRef, int] | None = None  #: cached weights with their bytes; None: the cache has all
+    cpu_taken: float = 0.0  #: share of the processor that the load takes
+    net_taken: float = 0.0  #: bytes of the last step that came over the link
+    link_taken: float = 0.0  #: share of the link that the load takes
     timed: dict[str, tuple[int, int]] = field(default_factory=dict)
     ran_s: float = -inf
     metered: float = 1.0
@@ -133,10 +140,13 @@ class SimulatedDevice:
         """Take a planner's message; return the answers that need no time."""
         if isinstance(message, messages.Release):
             self.plans.pop(message.plan_version, None)
-            kept = [load for load in self.loads if load.plan.version != message.plan_version]
-            self.loads = deque(kept)
+            for load in [load for load in self.loads if load.plan.version == message.plan_version]:
+                self.loads.remove(load)
+                self._cache(load)
         elif isinstance(message, messages.ReleaseAll):
             self.plans.clear()
+            for load in self.loads:
+                self._cache(load)
             self.loads.clear()
         elif isinstance(message, messages.Prepare):
             plan = Plan.from_dict(message.plan)
@@ -149,19 +159,32 @@ class SimulatedDevice:
                 known.prepare = message
         return []
 
+    def slower(self, now: float, compute: float) -> float:
+        """Return the slowdown of a run by the device's load; compute: the run's part that does not wait for links."""
+        if not self.loads:
+            return 1.0
+        burst = LOAD.burst if now - self.loads[0].begun_s < LOAD.burst_s else 1.0
+        return compute * max(1 / (1 - self.cpu_taken), burst) + (1 - compute) / (1 - self.link_taken)
+
     def advance(
         self, now: float, seconds: float, slowdown: float, link: float, bytes_per_s: float
     ) -> list[messages.Message]:
         """Go on loading for some seconds, at a link's rate and a processor's; return what there is to say."""
+        self.cpu_taken = self.net_taken = self.link_taken = 0.0
         if not self.loads:
             return []
         load = self.loads[0]
         if load.missing_bytes < 0:
             load.missing_bytes = load.total_bytes = 0 if self.resident else weights_bytes(load.refs, self.held)
             self.loaded_bytes += load.total_bytes
-            load.ready_s = now + PREPARE_S * slowdown
-        was, step = load.missing_bytes, seconds * min(link, bytes_per_s / max(slowdown, 0.3))
-        load.missing_bytes = max(was - step, 0.0)
+            if self.disk is not None and load.missing_bytes:
+                load.net_bytes = min(weights_bytes(load.refs, [*self.disk, *self.held]), load.missing_bytes)
+            load.ready_s, load.begun_s = now + PREPARE_S * slowdown, now
+        was, whole = load.missing_bytes, seconds * LOAD.bytes_per_s / max(slowdown, 0.3)
+        net = min(load.net_bytes, seconds * link)
+        step = min(seconds * bytes_per_s / max(slowdown, 0.3), was - load.net_bytes + net)
+        load.missing_bytes, load.net_bytes = max(was - step, 0.0), max(load.net_bytes - min(net, step), 0.0)
+        self.cpu_taken, self.net_taken = min(step / whole, 0.9), min(net, step)
         if was > 0:
             load.ready_s = now + PREPARE_S * slowdown
             return [self._progress(load)]
@@ -172,10 +195,24 @@ class SimulatedDevice:
         self._hold(load.refs)
         return [self._ready(load.prepare.transaction_id, load.plan, load.spec)]
 
+    def _cache(self, load: _Load) -> None:
+        """Keep the weights of an abandoned load that have arrived."""
+        if self.disk is None or load.missing_bytes < 0:
+            return
+        left = load.total_bytes - load.missing_bytes
+        for matrix in dict.fromkeys(matrices(load.refs, self.held).values()):
+            nbytes = 0 if matrix in self.held else weights_bytes([matrix])
+            if nbytes > left:
+                return
+            left -= nbytes
+            self.disk[matrix] = nbytes
+
     def _hold(self, refs: tuple[WeightRef, ...]) -> None:
         needed = dict.fromkeys(matrices(refs, self.held).values())
         for matrix in needed:
             self.held[matrix] = self.held.get(matrix) or weights_bytes([matrix])
+            if self.disk is not None:
+                self.disk[matrix] = self.held[matrix]
             self.held.move_to_end(matrix)
         total = sum(self.held.values())
         while total > max(self.profile.memory_bytes, sum(self.held[matrix] for matrix in needed)):

@@ -35,7 +35,7 @@ from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, Reques
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.weather.devices import MEASURED_LOAD, LoadCost, SimulatedDevice
+from hepti_mqtt.weather.devices import LOAD, SimulatedDevice
 from hepti_mqtt.weather.truth import STEP_S, Truth
 
 TICK_S: Final = 0.25
@@ -47,7 +47,8 @@ PROGRESS_S: Final = 0.25  # between two words of how far a long run is, as `runt
 BESIDE_SEARCH: Final = 1.3  # how many times as long a request takes beside a search
 WAITED: Final = 0.5  # of the bytes of exchanges a device waits for and has nothing else to do
 LOADED_BYTES: Final = 1e6
-LONG_S: Final = 2.0  # a run that takes longer is played block by block: devices may change in the middle of it
+MOST_SIMULATIONS: Final = 64
+LONG_S: Final = 0.8  # a run that takes longer is played block by block: devices may change in the middle of it
 SECRET: Final = bytes(32)
 
 
@@ -99,11 +100,13 @@ class History:
     story: tuple[Transition, ...] = ()
     refused: Counter[str] = field(default_factory=Counter)
     _programs: dict[int, tuple[Plan, tuple[int, int] | None, dict[str, Program]]] = field(default_factory=dict)
-    _last: tuple[Plan, int, Simulation] | None = None
+    _simulations: dict[tuple[int, int], Simulation] = field(default_factory=dict)  #: by id of the plan and step
 
     def simulated(self, plan: Plan, step: int) -> Simulation:
         """Return what the simulator says of a request under a plan and the truth of a step."""
-        if self._last is None or self._last[0] is not plan or self._last[1] != step:
+        step -= step % 2  # once a second
+        key = id(plan), step
+        if key not in self._simulations:
             asked = self.question
             if id(plan) not in self._programs:  # equal layers once, as the search does it
                 repeated = lower_plan(asked.spec, plan, asked.shape).repeated_layer
@@ -111,9 +114,11 @@ class History:
                 self._programs[id(plan)] = plan, repeated, make(asked.spec, plan, asked.shape)
             _, repeated, programs = self._programs[id(plan)]
             cluster = self.truth.cluster(self.file, step)
-            found = simulate(asked.naming, asked.spec, asked.shape, programs, cluster, repeated=repeated)
-            self._last = plan, step, found
-        return self._last[2]
+            if len(self._simulations) == MOST_SIMULATIONS:
+                self._simulations.pop(next(iter(self._simulations)))
+            simulation = simulate(asked.naming, asked.spec, asked.shape, programs, cluster, repeated=repeated)
+            self._simulations[key] = simulation
+        return self._simulations[key]
 
     def run_s(self, plan: Plan, step: int) -> float:
         """Return how long a run really takes that begins in a step, where nobody loads or searches."""
@@ -150,7 +155,6 @@ def play(
     tokens: int = 128,
     pins: Pins | None = None,
     in_flight: int = 1,
-    load_cost: LoadCost = MEASURED_LOAD,
     resident: bool = False,
 ) -> History:
     """Return what a planner makes of a site in the whole time of its truth.
@@ -165,9 +169,10 @@ def play(
     naming, served = TopicNames("home", "model"), ServedModel("model", spec, bytes(32), tokens, pins or Pins())
     version = PlanVersion(1, 1)
     question = served.pins.question(naming, spec, file, shape, version, in_flight=in_flight, is_exhaustive=False)
-    site = _Site(History(file, question, truth), served, solve, load_cost)
+    site = _Site(History(file, question, truth), served, solve)
     for device in site.devices.values():
         device.resident = resident
+        device.disk = {} if truth.kind == "cold" else None
     return site.play()
 
 
@@ -177,9 +182,8 @@ class _Site:
         history: History,
         served: ServedModel,
         solve: Callable[[interface.Solve], interface.Solved],
-        load_cost: LoadCost,
     ) -> None:
-        self.history, self.solver, self.load_cost = history, solve, load_cost
+        self.history, self.solver = history, solve
         self.file, self.truth, question = history.file, history.truth, history.question
         self.spec, shape = question.spec, question.shape
         broker = self.file.broker_bytes_per_s if self.file.broker_bytes_per_s < inf else None
@@ -193,7 +197,8 @@ class _Site:
         self.last_run: tuple[float, int, Plan] | None = None
         self.long: dict[int, _LongRun] = {}
         self.blocks = served.block_count(shape)
-        self.loaded_before = 0.0
+        self.loaded_before = self.tiles = 0.0
+        self.chance = np.random.default_rng(7)
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
 
@@ -228,7 +233,7 @@ class _Site:
     def execute(self, command: interface.CoordinatorCommand) -> None:
         """Do what the coordinator commands."""
         if isinstance(command, Publish) and "/work/" in command.topic:
-            self.begin_run(decode(command.payload))
+            self.at(self.now + self.hub_s(), self.begin_run, decode(command.payload))
         elif isinstance(command, Publish):
             device, message = self.devices[command.topic.split("/")[-2]], messages.decode(command.payload)
             if isinstance(message, messages.Cancel):
@@ -260,7 +265,7 @@ class _Site:
         device = self.devices[name]
         if device.up:
             device.seq += 1
-            load, busy = self.load_cost.slower if device.is_loading else 1.0, name in self.busy
+            load, busy = device.slower(self.now, 1.0), name in self.busy
             heartbeat = self.truth.heartbeat(self.file, name, self.now, (device.boot, device.seq), load, busy)
             heartbeat = replace(heartbeat, slowdown=device.meter(heartbeat.slowdown, self.now))
             self.tell(interface.DeviceHeartbeat(name, replace(heartbeat, edges=device.edges)))
@@ -275,7 +280,11 @@ class _Site:
     def step(self) -> None:
         """Let devices come, go and load for a step."""
         self.at(self.now + STEP_S, self.step)
-        k = self.truth.step(self.now)
+        k, serving = self.truth.step(self.now), bool(self.runs)
+        links = self.file.links
+        loading = sum(d.is_loading and d.loads[0].net_bytes > 0 for d in self.devices.values())
+        hub = min(self.file.broker_bytes_per_s, max(link.down_bytes_per_s for link in links.values()))
+        self.tiles = 0.0
         for i, device in enumerate(self.devices.values()):
             if device.up and not self.truth.up[k, i]:
                 device.up = False
@@ -285,10 +294,15 @@ class _Site:
                 device.up = True
                 self.join(device)
             rate = self.file.links[device.name].down_bytes_per_s * self.truth.real.rate[k, i]
-            cost = self.load_cost
-            most = cost.bytes_per_s if device.name in self.busy else cost.idle_bytes_per_s
-            for said in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], rate, most):
-                self.tell(interface.DeviceMessage(device.name, said))
+            is_shared = self.now - device.ran_s < LOAD.in_use_s
+            share = device.loads[0].prepare.share if device.loads else 0.0
+            most = LOAD.bytes_per_s * (max(LOAD.cpu_share, share) if is_shared else 1.0)
+            allowed = rate * max(LOAD.link_share, share) if serving else rate
+            coming_rate = min(allowed, rate, hub / max(loading, 1))
+            for message in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], coming_rate, most):
+                self.tell(interface.DeviceMessage(device.name, message))
+            self.tiles += device.net_taken
+            device.link_taken = min(device.net_taken / (STEP_S * rate), 0.9)
 
     # -- requests and their runs ----------------------------------------------------------------------------------
 
@@ -331,7 +345,13 @@ class _Site:
 
     def beside(self, plan: Plan) -> float:
         """Return how many times as long runs take for what devices load."""
-        return self.load_cost.slower if any(self.devices[d].is_loading for d in plan.devices) else 1.0
+        real = self.history.simulated(plan, self.truth.step(self.now))
+        compute = min(max(real.devices[d].compute_s for d in plan.devices) / real.seconds, 1.0)
+        return max(self.devices[d].slower(self.now, compute) for d in plan.devices)
+
+    def hub_s(self) -> float:
+        """Return by how much a request is late because the hub sends tiles."""
+        return float(self.chance.exponential(LOAD.hub_s)) if self.tiles > 0 else 0.0
 
     def continue_run(self, run: _LongRun, run_id: int, block: int) -> None:
         """Let a run go on with another one from a block on, if that is not past it."""

@@ -25,7 +25,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
 Array = NDArray[Any]
-KINDS: Final = ("still", "stalls", "walk", "changes", "liar", "restless", "sprinter")
+KINDS: Final = ("still", "stalls", "walk", "changes", "liar", "restless", "sprinter", "cold", "filled")
 STALLED: Final = ("stalls", "walk", "changes")
 STEP_S: Final = 0.5  # truth is constant for so long
 WARM_S: Final = 120.0  # the first minutes are no part of a verdict: nobody knows the site yet
@@ -162,6 +162,8 @@ def make_truth(kind: str, file: Cluster, minutes: float, seed: int) -> Truth:
     slow, rate = np.tile(g.normal(0, 0.02, n), (steps, 1)), np.tile(g.normal(0, 0.03, n), (steps, 1))
     frame, up = np.full(shape, g.normal(0, 0.4)), np.ones(shape, bool)
     phases: list[tuple[float, str]] = [(0.0, "warm"), (WARM_S, kind)]
+    if kind in ("cold", "filled"):  # nothing is loaded yet, and requests come from the first second
+        phases = [(0.0, "nothing"), (0.0, kind)]
     if kind == "changes":
         phases = _script(g, [file.links[d].up_bytes_per_s for d in names], slow, rate, up)
     if kind == "walk":

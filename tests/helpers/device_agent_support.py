@@ -95,7 +95,7 @@ class Device:
         self.asks = deque()
         self.now = 100.0
         self.loader = WeightLoader(
-            self.cache, self.events.append, lambda _, hashes: self.asks.extend(hashes), self.counters
+            self.cache, self.events.append, lambda _, hashes, share: self.asks.extend(hashes), self.counters
         )
 
     def settle(self):

@@ -13,7 +13,19 @@ from tokenizers import pre_tokenizers
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.storage import STORAGES
 
-KIND = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q6_k": 14, "bf16": 30}
+KIND = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q4_k": 12,
+    "q5_k": 13,
+    "q6_k": 14,
+    "bf16": 30,
+}
 LAYER = {
     "attention_norm": "attn_norm",
     "mlp_norm": "ffn_norm",
@@ -80,17 +92,29 @@ def _q5_1(x: np.ndarray) -> np.ndarray:
     return np.concatenate([_half(step), _half(x.min()), np.packbits(q >> 4, bitorder="little"), low])
 
 
-def _q4_k(x: np.ndarray) -> np.ndarray:
+def _eight_parts(x: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return scales and minima as stored, and codes [8, 32] from 0 to `most`."""
     parts = x.reshape(8, 32)
     least = np.maximum(-parts.min(axis=1), 0)
-    steps = (parts.max(axis=1) + least) / 15
+    steps = (parts.max(axis=1) + least) / most
     scale, minimum = (max(float(np.float16(v.max() / 63)), 1e-7) for v in (steps, least))
     scales, minima = (np.rint(v / of).clip(0, 63).astype(np.uint8) for v, of in ((steps, scale), (least, minimum)))
     own = np.maximum(scale * scales, 1e-9)[:, None]
-    q = np.rint((parts + (minimum * minima)[:, None]) / own).clip(0, 15).astype(np.uint8)
+    q = np.rint((parts + (minimum * minima)[:, None]) / own).clip(0, most).astype(np.uint8)
     both = [v[:4] | v[4:] >> 4 << 6 for v in (scales, minima)]
     packed = [*both, scales[4:] & 15 | (minima[4:] & 15) << 4]
-    return np.concatenate([_half(scale), _half(minimum), *packed, *(q[::2] | q[1::2] << 4)])
+    return [_half(scale), _half(minimum), *packed], q
+
+
+def _q4_k(x: np.ndarray) -> np.ndarray:
+    scales, q = _eight_parts(x, 15)
+    return np.concatenate([*scales, *(q[::2] | q[1::2] << 4)])
+
+
+def _q5_k(x: np.ndarray) -> np.ndarray:
+    scales, q = _eight_parts(x, 31)
+    fifths = np.packbits(q >> 4, axis=0, bitorder="little")
+    return np.concatenate([*scales, *fifths, *(q[::2] & 15 | (q[1::2] & 15) << 4)])
 
 
 def _q6_k(x: np.ndarray) -> np.ndarray:
@@ -105,7 +129,10 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([lower.reshape(-1), upper.reshape(-1), scales.view(np.uint8), _half(scale)])
 
 
-_BLOCK = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
+_BLOCK = {
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}  # fmt: skip
 
 
 def _text(value: str) -> bytes:
@@ -146,9 +173,21 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def converted(
-    original: Path, path: Path, storage: str, table: str = "", architecture: str = "llama", **more: Any
+    original: Path,
+    path: Path,
+    storage: str,
+    table: str = "",
+    architecture: str = "llama",
+    added: Mapping[str, tuple[np.ndarray, str]] | None = None,
+    files: int = 1,
+    control: tuple[str, ...] = (),
+    **more: Any,
 ) -> Path:
-    """Write a decoder as GGUF; storage: of the matrices, table: of the embeddings."""
+    """Write a decoder as GGUF; storage: of the matrices, table: of the embeddings.
+
+    added: more tensors. files: how many the model is split into, of which `path` has no number.
+    control: names of the first control tokens.
+    """
     with Checkpoint.open(original) as whole:
         spec, tensors = whole.spec, dict(whole.tensors())
         config = whole.config
@@ -176,8 +215,10 @@ def converted(
             for whole, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
                 rows = [stored.pop(f"blk.{layer}.{part}.weight") for part in parts]
                 stored[f"blk.{layer}.{whole}.weight"] = np.concatenate([values for values, _ in rows]), rows[0][1]
+    stored |= added or {}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c not in "ĠÃ©", c))
-    tokens = ["<s>", "<unk>", "<|user|>", "</s>", "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
+    first = [*control, *["<s>", "<unk>", "<|user|>", "</s>"][len(control) :]]
+    tokens = [*first, "ab", *letters, *map(str, range(10, 1000))][: spec.head.outputs]
     metadata = {
         "general.architecture": architecture,
         f"{architecture}.block_count": spec.layers,
@@ -198,4 +239,12 @@ def converted(
         "tokenizer.chat_template": "{{ messages[0].content }}",
         **more,
     }
-    return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, stored)
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    if files == 1:
+        return write_gguf(path, metadata, stored)
+    paths, names = [path.with_name(f"{path.stem}-{i + 1:05}-of-{files:05}.gguf") for i in range(files)], [*stored]
+    for i, part in enumerate(paths):
+        split = {"split.no": i, "split.count": files, "split.tensors.count": len(names)}
+        own = {name: stored[name] for name in names[i::files]}
+        write_gguf(part, split | (metadata if i == 0 else {"general.alignment": 32}), own)
+    return paths[0]

@@ -182,9 +182,10 @@ class Site:
             self.event(interface.DeviceCaps(device, caps(device, boot, memory)))
             self.event(interface.DeviceStatus(device, Status("online", boot)))
 
-    def leave(self, device: str) -> None:
+    def leave(self, device: str, reason: str = "") -> None:
+        """Let a device go offline: by its will, or with its own reason."""
         boot = self.boots.pop(device)
-        self.event(interface.DeviceStatus(device, Status("offline", boot)))
+        self.event(interface.DeviceStatus(device, Status("offline", boot, reason=reason)))
 
     def tick(self, seconds: float, alive: bool = True) -> None:
         self.now += seconds

@@ -15,7 +15,7 @@ from site_processes import PATIENCE_S, SITE, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli import demo
-from hepti_mqtt.cli.main import _ENTRY_POINTS, main
+from hepti_mqtt.cli.main import COMMANDS, main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import RefusedError
 from hepti_mqtt.transport import BrokerUrl
@@ -81,7 +81,7 @@ RUNS = [
 
 def test_no_command_is_left_out() -> None:
     ran = {command.split()[0] for _, command, _ in RUNS} | {"demo", "gateway", "dashboard", "wyoming"}
-    assert set(_ENTRY_POINTS) - NOT_AT_A_BROKER <= ran
+    assert set(COMMANDS) - NOT_AT_A_BROKER <= ran
 
 
 @pytest.mark.parametrize(("user", "command", "code"), RUNS, ids=lambda value: str(value).replace(" ", "-")[:40])

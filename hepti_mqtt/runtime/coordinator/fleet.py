@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -89,6 +89,8 @@ class Member:
     mute: bool = False
     unreachable_until_s: dict[str, float] = field(default_factory=dict)
     implausible: str = ""
+    #: Why it went offline, in its own words; empty if it could not say.
+    farewell: str = ""
     setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))
     unreliable: bool = False
     channel: Channel | None = None
@@ -187,6 +189,7 @@ class Fleet:
         if again:
             self._begin(member, status.start)
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
+        member.farewell = status.reason if status.state == "offline" else ""
         member.unheard = False
         if not member.online and not member.unreliable:
             member.quarantined_until_s = None
@@ -345,12 +348,12 @@ class Fleet:
         return True
 
     def record_loss(self, name: str, now: float) -> int | None:
-        """A device that plans used is lost; return the boot that it had, None if it was put aside."""
+        """Record the loss of a device that plans used; return its boot if it may have crashed, else None."""
         member = self.members[name]
         member.left_s = now
         self._losses += 1
         boot, member.boot_before = member.boot_before or member.boot, 0
-        return boot if member.quarantined_until_s is None else None
+        return boot if member.quarantined_until_s is None and not member.farewell else None
 
     def loss_probability(self, seconds: float, now: float) -> float:
         """Return the probability that one device is lost within some seconds, by the losses that were seen."""
@@ -419,6 +422,12 @@ class Fleet:
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
                 why[member.name] = f"{how}{times}; retried later"
         return {name: words for name, words in why.items() if self.members[name].online}
+
+    def machines(self) -> dict[str, str]:
+        """Return the address of each device that shares its address, and so its machine, with another device."""
+        hosts = {name: member.endpoint.host for name, member in self.members.items() if member.endpoint is not None}
+        counts = Counter(hosts.values())
+        return {name: host for name, host in hosts.items() if counts[host] > 1}
 
     def expected(self, now: float) -> set[str]:
         """Return the devices that are starting, or were there a moment ago and may be about to."""
@@ -497,7 +506,8 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
 #
 # A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
 # no sign: a single device that is restarted must serve again at once. A device that returns with the same boot was
-# only disconnected.
+# only disconnected, and one that says why it goes offline has not crashed. Where no other device can serve, the limits
+# are lifted: answers between two crashes are better than none.
 
 
 CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
@@ -552,6 +562,13 @@ class CrashBackoff:
     def memory_limits(self, now: float) -> dict[str, int]:
         """Return the memory that plans may need now, of the devices that get less."""
         return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
+
+    def lift(self, devices: Collection[str], now: float) -> list[str]:
+        """Lift the limits of these devices before their time; return the devices that had one."""
+        limited = sorted(self.memory_limits(now).keys() & set(devices))
+        for device in limited:
+            self._falls[device].most_bytes, self._falls[device].until_s = 0, now
+        return limited
 
     def lift_expired(self, now: float) -> list[str]:
         """Return once each device that may use all its memory again; after a longer time forget its crashes."""
@@ -640,7 +657,7 @@ class HangDetector:
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
-            load_s = nbytes / self._groups.background.load_bytes_per_s(served=False)
+            load_s = nbytes / self._groups.background.load_bytes_per_s
         most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
         return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
@@ -683,7 +700,7 @@ class LastWillDebounce:
     """Hands events to a session, wills of devices with a delay.
 
     A device that publishes "online" meanwhile was never away. Wills from before the end of our own connection are
-    dropped: the broker publishes them again if they hold.
+    dropped: the broker publishes them again if they hold. An `offline` with a reason is the device's own, so no will.
     """
 
     def __init__(self, session: CoordinatorSession) -> None:
@@ -696,7 +713,7 @@ class LastWillDebounce:
         out: list[CoordinatorCommand] = []
         if isinstance(event, DeviceStatus):
             self._held.pop(event.device, None)
-            if event.status.state == "offline":
+            if event.status.state == "offline" and not event.status.reason:
                 self._held[event.device] = (max(now + DEBOUNCE_S, self._back_by_s), event)
                 return []
         elif isinstance(event, BrokerConnection):

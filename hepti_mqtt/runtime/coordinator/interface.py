@@ -196,6 +196,7 @@ class SendTiles:
     model: str
     device: str
     hashes: tuple[bytes, ...]
+    share: float = 0.0  #: of the device's link that they may take from runs
 
 
 @dataclass(frozen=True, slots=True)

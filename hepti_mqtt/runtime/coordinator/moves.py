@@ -49,14 +49,11 @@ ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
-# Background work before any was seen: bytes per second that a device loads while nothing serves and beside requests,
-# within the budget; seconds of a search; how many times as long a request takes beside a load, and beside a search.
-IDLE_LOAD_BYTES_PER_S: Final = 35e6
-LOAD_BYTES_PER_S: Final = 12e6
+# Before any load or search was measured:
+LOAD_BYTES_PER_S: Final = 35e6  # that a device loads if it does nothing else
 SEARCH_S: Final = 1.0
-BESIDE_LOAD: Final = 1.1
-BESIDE_SEARCH: Final = 1.2
-WORK_WEIGHT: Final = 0.3  # of the last load, search or run beside one
+BESIDE_SEARCH: Final = 1.2  # a request during a search takes so many times as long
+WORK_WEIGHT: Final = 0.3  # of the last load, search or run during one
 
 
 class RequestPace:
@@ -85,35 +82,25 @@ class RequestPace:
 
 
 class BackgroundPace:
-    """What background work was seen to take, and requests beside it.
-
-    search_s: of the wall clock. beside_load, beside_search: how many times as long a request takes.
-    """
+    """Measured rates of background work, and the slowdown of requests during a search."""
 
     def __init__(self) -> None:
-        self._load_bytes_per_s = {False: IDLE_LOAD_BYTES_PER_S, True: LOAD_BYTES_PER_S}
-        self.search_s, self.beside_load, self.beside_search = SEARCH_S, BESIDE_LOAD, BESIDE_SEARCH
+        self.load_bytes_per_s = LOAD_BYTES_PER_S  #: of a device that does nothing else
+        self.search_s = SEARCH_S  #: of the wall clock
+        self.beside_search = BESIDE_SEARCH  #: a request during a search takes so many times as long
 
-    def load_bytes_per_s(self, *, served: bool) -> float:
-        """Return at what rate a device loads, where a plan serves meanwhile or none does."""
-        return self._load_bytes_per_s[served]
-
-    def record_load(self, nbytes: int, seconds: float, *, served: bool) -> None:
-        """Take a load."""
+    def record_load(self, nbytes: int, seconds: float, share: float) -> None:
+        """Learn from a load that had a share of its device."""
         if nbytes >= 1 << 20 and seconds > 0:
-            self._load_bytes_per_s[served] = _nearer(self._load_bytes_per_s[served], nbytes / seconds)
+            self.load_bytes_per_s = _nearer(self.load_bytes_per_s, nbytes / seconds / share)
 
     def record_search(self, seconds: float) -> None:
         """Take a whole search beside requests."""
         self.search_s = _nearer(self.search_s, max(seconds, 0.01))
 
-    def record_run(self, ratio: float, *, loads: bool) -> None:
-        """Take a run beside loads, or else beside a search; ratio: its time over what was expected."""
-        ratio = min(max(ratio, 0.5), 10.0)
-        if loads:
-            self.beside_load = _nearer(self.beside_load, ratio)
-        else:
-            self.beside_search = _nearer(self.beside_search, ratio)
+    def record_run(self, ratio: float) -> None:
+        """Learn from a run during a search; ratio: its time over the expected time."""
+        self.beside_search = _nearer(self.beside_search, min(max(ratio, 0.5), 10.0))
 
 
 def _nearer(known: float, seen: float) -> float:
@@ -212,17 +199,13 @@ class Moves:
         return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once.
-
-        A plan on its way that was made for the site before a change is not waited for.
-        """
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
         record, plans = group.plans.active, group.plans
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
-        changed = self._fleet.estimates.last_change_s > group.judged_s
-        if plans.preparing is not None:
-            return changed and plans.preparing.state == "preparing"
-        return changed or now - group.judged_s >= JUDGED_S
+        if plans.preparing is not None and plans.preparing.state == "swapping":
+            return False
+        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins
@@ -233,7 +216,6 @@ class Moves:
             options,
             group.pace.period_s(now),
             self.busy(now),
-            self._groups.background.beside_load,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices, now),
@@ -242,9 +224,9 @@ class Moves:
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
         work, link = self._groups.background, self._fleet.estimates.link(device)
-        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s(served=True))
+        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s)
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
-        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now), load_factor=work.beside_load)
+        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now))
 
     def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
         """Return whether a search beside requests may win more than it costs them, before the situation changes."""
@@ -284,7 +266,7 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        most = self._groups.background.load_bytes_per_s(served=group.active is not None)
+        most = self._groups.background.load_bytes_per_s
         rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
         coming, lacks = group.plans.preparing, candidate.load_bytes
         if coming is not None and is_same_division(coming.plan, candidate.plan):
@@ -296,6 +278,7 @@ class Moves:
             group.methods.sd(candidate.plan),
             load_bytes=sum(lacks.values()),
             load_s=load_seconds(lacks, rates, beliefs.cluster.broker_bytes_per_s),
+            own_s=max((lacks[d] / rates[d] for d in lacks if d in used), default=0.0),
             beside=candidate.fits_beside,
             unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
             if used

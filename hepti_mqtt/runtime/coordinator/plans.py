@@ -19,7 +19,8 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, SimulatedRequest
+from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
+from hepti_mqtt.planner.decisions import MOST_SHARE
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
@@ -228,7 +229,7 @@ class PlanRecord:
     answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
     bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
     while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs. run_count:
-    runs by themselves that have ended. late_runs: of the plan that serves, beside its load.
+    runs by themselves that have ended.
     """
 
     plan: Plan
@@ -245,7 +246,7 @@ class PlanRecord:
     device_progress_s: dict[str, float] = field(default_factory=dict)
     suspect_versions: set[PlanVersion] = field(default_factory=set)
     run_count: int = 0
-    late_runs: int = 0
+    move: Assessment | None = None  #: by which the rule chose it; None: it served before
 
     @property
     def version(self) -> PlanVersion:
@@ -260,6 +261,11 @@ class PlanRecord:
     def needed_bytes(self, device: str) -> int:
         """Return the memory that it needs on a device, as far as it was priced."""
         return self.decision.chosen.price.needs.get(device, 0)
+
+    @property
+    def share(self) -> float:
+        """Return the share of devices that serve, and of their links, that its load takes from runs."""
+        return MOST_SHARE if self.move is None else min(self.move.share, MOST_SHARE)
 
     @property
     def is_priced(self) -> bool:
@@ -413,7 +419,9 @@ class PlanLifecycle:
         search.ticket, search.plan_version, search.recalls, search.begun_s = ticket, plan_version, recalls, now
         self.step(search, "search", now, "")
 
-    def prepare_found(self, search: Search, decision: Decision, transaction_id: int, now: float) -> None:
+    def prepare_found(
+        self, search: Search, decision: Decision, transaction_id: int, now: float, move: Assessment | None = None
+    ) -> None:
         """A search has found a plan, which is to be prepared under this transaction."""
         plan = decision.chosen.plan
         self.step(search, "found", now, plan.reason)
@@ -421,7 +429,8 @@ class PlanLifecycle:
             return
         self._searches.remove(search)
         waiting = set(plan.devices)
-        self._records.append(PlanRecord(plan, decision, transaction_id, now, search.state, waiting, begun_s=now))
+        record = PlanRecord(plan, decision, transaction_id, now, search.state, waiting, begun_s=now, move=move)
+        self._records.append(record)
 
     # -- plans ----------------------------------------------------------------------------------------------------
 

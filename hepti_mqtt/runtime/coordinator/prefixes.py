@@ -21,11 +21,11 @@ SessionId = tuple[PlanVersion, int]
 
 
 class Prefix(NamedTuple):
-    """The first `rows` rows of a session; moves: its request has ended, and what is behind them is worth less."""
+    """The first `rows` rows of a session that another session begins with."""
 
     session: int
     rows: int
-    moves: bool
+    moves: bool  #: the session's request has ended and its later rows are worth less, so it ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)

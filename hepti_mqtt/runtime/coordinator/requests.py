@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, pairwise
 from math import inf
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.frames import MAX_TOGETHER, DecoderSession, Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import RunFailed
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
-from hepti_mqtt.runtime.coordinator.prefixes import HeldText
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText, Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Spec, Want
 from hepti_mqtt.task_queue import TaskQueue
 
@@ -136,12 +136,11 @@ class Generation:
     where they are wanted; silence: the probability that there is nothing to
     write, None where it is not known. session: its number, 0 before it begins; plan_version: under which it began.
     published_tokens: tokens that the user has seen and that are computed again. tried: texts before this one; the best
-    of them is the answer. source: the session whose rows it begins with, 0 without one; reuses: it began with rows of
-    another text; left: sessions that it had before. steps: what followed from each run. guesses: of what follows, None
-    without; guessed: what the run under way has behind the last token; foresees: it had, or would have if it had not
-    begun by itself. vocab: V, where candidates are wanted.
-    undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows, where they
-    are wanted instead of tokens.
+    of them is the answer. prefix: of another session, that its own begins with; left: sessions that it had before.
+    steps: what followed from each run. guesses: of what follows, None without; guessed: what the run under way has
+    behind the last token; foresees: it had, or would have if it had not begun by itself. vocab: V, where candidates are
+    wanted. undecided: how many tokens candidates left open; open: the next one is among them. states: of all rows,
+    where they are wanted instead of tokens.
     """
 
     prompt: tuple[int, ...]
@@ -156,8 +155,7 @@ class Generation:
     session: int = 0
     plan_version: PlanVersion | None = None
     cached_rows: int = 0
-    source: int = 0
-    reuses: bool = False
+    prefix: Prefix | None = None
     left: list[tuple[PlanVersion, int]] = field(default_factory=list)
     published_tokens: tuple[int, ...] = ()
     tried: list[Attempt] = field(default_factory=list)
@@ -171,6 +169,8 @@ class Generation:
     open: bool = False
     asked: tuple[int, ...] = ()  # the prompt before a token of the model's choice ended it
     states: list[Array] = field(default_factory=list)
+    #: rows of the prompt that another text's session held already
+    reused_rows: int = 0
 
     @property
     def wants_states(self) -> bool:
@@ -195,19 +195,19 @@ class Generation:
         """Return what the text is worth, None unless it is whole and judged."""
         return next((one.verdict for one in self.tried if one.tokens is self.tokens), None)
 
-    def start_session(self, plan_version: PlanVersion, session: int, rows: int = 0, source: int = 0) -> None:
-        """Start over under a plan version: the next runs compute the prompt and all tokens so far.
-
-        rows: that the session has already, of its own or of the one that is its source.
-        """
-        self.plan_version, self.session, self.cached_rows, self.source = plan_version, session, rows, source
-        self.reuses = rows > 0
+    def start_session(self, plan_version: PlanVersion, session: int, prefix: Prefix | None = None) -> None:
+        """Start over under a plan version: the next runs compute the prompt and all tokens so far, but the prefix."""
+        self.plan_version, self.session, self.prefix = plan_version, session, prefix
+        self.cached_rows = 0 if prefix is None else prefix.rows
+        if not self.tokens:
+            self.reused_rows = min(self.cached_rows, len(self.prompt))
         self.states.clear()
 
     def leave_session(self) -> None:
         """Give its session up: what is cached may be wrong or incomplete, so another one begins."""
         if self.plan_version is not None:
-            self.left.append((self.plan_version, self.session))
+            taken = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
+            self.left += [(self.plan_version, session) for session in (self.session, *taken)]
         self.plan_version = None
 
     @property
@@ -242,7 +242,9 @@ class Generation:
             inputs = np.concatenate([inputs, self.carried])
         is_last = len(self.tokens) + 1 >= self.max_new_tokens and len(self.tried) + 1 >= len(self.rules.temperatures)
         final = is_last and bool(self.carried.size) and not self._lacks_choice  # else other texts may begin like it
-        session = DecoderSession(self.session, final, self.source if first else 0)
+        session = DecoderSession(self.session, final)
+        if self.prefix is not None and self.cached_rows == self.prefix.rows and (first or self.prefix.moves):
+            session = session._replace(source=self.prefix.session, takes_over=self.prefix.moves)
         shape = self.shape.decode_step(len(ids), begins)
         shape = shape.answering(len(ids)) if self.guessed else shape
         shape = shape.with_want(self.next_want)
@@ -315,7 +317,6 @@ class Generation:
         """
         total, cached = len(self.prompt) + len(self.tokens), self.cached_rows
         first, self.cached_rows = self._rows_behind(cached, total)
-        self.source = 0
         if self.wants_states:
             self.states.append(logits[cached - first :])
         elif not cached and self.silence is None:
@@ -581,9 +582,9 @@ class Run:
     when they were. deadline_s: when it is retried. broker_was_lost: during the run. early_stats: at the time of an
     output before all reports. places: of this run among those of each item's request, once its tokens were taken, None
     of a request that had ended. steps: of sessions. task_queue: of leased tasks. lost_devices: devices without which it
-    continues. beside_loads: one of its devices loaded weights meanwhile, or prepared a plan; only_beside_loads: and had
-    bytes to load all the time. beside_search, only_beside_search: the planner's machine searched, and did so all the
-    time. frame_key: of its frames. progress: how far it is, as far as devices have said. before: the run that it goes
+    continues. beside_loads: a device of the site loaded weights meanwhile, or prepared a plan. beside_search: the
+    planner's machine searched; only_beside_search: all the time. frame_key: of its frames. progress: how far it is, as
+    far as devices have said. before: the run that it goes
     on with under another plan. asked: the plan and the progress that the rule was last asked about. is_late: it is not
     as far as it should be; was_searched_for: a brief search for a plan that it may go on under was made. following: the
     steps that devices begin by themselves when it has ended. ids: of its items where devices have begun it so.
@@ -612,7 +613,6 @@ class Run:
     task_queue: TaskQueue | None = None
     lost_devices: set[str] = field(default_factory=set)
     beside_loads: bool = False
-    only_beside_loads: bool = True
     beside_search: bool = False
     only_beside_search: bool = True
     frame_key: FrameKey = UNKEYED
@@ -628,13 +628,6 @@ class Run:
     def plan_version(self) -> PlanVersion:
         """Return the plan version of the run."""
         return self.plan.version
-
-    @property
-    def beside_one_work(self) -> Literal["loads", "search"] | None:
-        """Return which background work alone was beside it all the time, None if that was not so."""
-        if self.beside_loads:
-            return "loads" if self.only_beside_loads and not self.beside_search else None
-        return "search" if self.beside_search and self.only_beside_search else None
 
     @property
     def waiting_requests(self) -> list[Request]:

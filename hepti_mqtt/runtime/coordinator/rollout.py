@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
@@ -15,6 +15,7 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.decisions import ACTIVATE_S
+from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
 from hepti_mqtt.protocol.topics import Topics
@@ -170,7 +171,15 @@ class Rollout:
     def _addressed(self, message: messages.Prepare, plan: Plan, device: str) -> messages.Prepare:
         """Return a Prepare with what one device alone is to know: its peers, and the key of the plan's frames."""
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
-        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked)
+        coming = (group.plans.preparing for group in self._groups)
+        record = next((r for r in coming if r is not None and plan.version in r.versions), None)
+        share = 0.0 if record is None else self._share(record, device)
+        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
+
+    def _share(self, record: PlanRecord, device: str) -> float:
+        """Return the share of a device that the load of a plan may take: all of a device without active plan."""
+        serves = any(device in group.active_devices for group in self._groups)
+        return record.share if serves else 1.0
 
     def probe(
         self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()
@@ -272,7 +281,8 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
-        self._record_load(group, max((total for _, total in record.progress_bytes.values()), default=0), record, now)
+        self._record_load({device: total for device, (_, total) in record.progress_bytes.items()}, record, now)
+        self._note_trial(group, record, now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
@@ -286,10 +296,18 @@ class Rollout:
         note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
         return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
 
-    def _record_load(self, group: PlanGroup, loaded: int, record: PlanRecord, now: float) -> None:
-        """Learn at what rate devices load; from a load that is given up too, since the next is judged by it."""
-        served = group.plans.active is not None
-        self._groups.background.record_load(loaded, now - record.begun_s - ACTIVATE_S, served=served)
+    def _record_load(self, loaded: Mapping[str, int], record: PlanRecord, now: float) -> None:
+        """Learn the rate of loads from the device that loaded most; also from a load that is given up."""
+        if loaded:
+            device = max(loaded, key=loaded.__getitem__)
+            seconds = now - record.begun_s - ACTIVATE_S
+            self._groups.background.record_load(loaded[device], seconds, self._share(record, device))
+
+    @staticmethod
+    def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
+        """Remember a trial that came about, or that a device refuses: neither is to be tried again soon."""
+        if record.move is not None and record.move.kind == "try":
+            group.tried[strategy_key(record.plan)] = now
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
         """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""
@@ -401,7 +419,7 @@ class Rollout:
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
         if event == "outdated":
-            self._record_load(group, max((done for done, _ in record.progress_bytes.values()), default=0), record, now)
+            self._record_load({device: done for device, (done, _) in record.progress_bytes.items()}, record, now)
         group.plans.step(record, event, now, why)
         return self.release(record.plan)
 
@@ -415,6 +433,7 @@ class Rollout:
     ) -> list[CoordinatorCommand]:
         """Search again after a preparation that failed; after several, requests need not wait any longer."""
         plans = group.plans
+        self._note_trial(group, record, now)
         out = [*self.abandon(group, record, event, now, str(error)), self.publish_plan(group)]
         group.failed_preparations += 1
         if group.failed_preparations < MAX_FAILED_PREPARATIONS:

@@ -368,10 +368,10 @@ class Scheduler:
     def _forget_reused(self, run: Run, items: Sequence[WorkItem]) -> bool:
         """Forget the sessions of ended requests that items went on with; return whether there were any."""
         made = [item.request.generation for item in items if item.request.generation is not None]
-        for generation in made:
-            for session in (generation.session, generation.source):
-                self._sessions.forget((run.plan_version, session))
-        return any(generation.reuses for generation in made)
+        prefixes = [generation.prefix for generation in made if generation.prefix is not None]
+        for prefix in prefixes:
+            self._sessions.forget((run.plan_version, prefix.session))
+        return bool(prefixes)
 
     @staticmethod
     def _is_same_link_loss(run: Run, now: float) -> bool:
@@ -652,21 +652,21 @@ class Scheduler:
         return [self._command(device, order) for order in orders for device in plan.devices]
 
     def _begin_session(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
-        """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any."""
+        """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any.
+
+        It has a number of its own also if it takes such a session over: steps that were ordered ahead for the request
+        before may still be on their way to devices, and must not write to it.
+        """
         self._session = self._session % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
         version, ended = plan.version, [session for under, session in generation.left if under == plan.version]
-        known = self._sessions.find(version, ids, group.held_texts())
-        if known is None:
-            generation.start_session(version, self._session)
-        elif known.moves:
-            self._sessions.forget((version, known.session))
-            generation.start_session(version, known.session, known.rows)
-        else:
-            generation.start_session(version, self._session, known.rows, known.session)
+        prefix = self._sessions.find(version, ids, group.held_texts())
+        if prefix is not None and prefix.moves:
+            self._sessions.forget((version, prefix.session))
+        generation.start_session(version, self._session, prefix)
         generation.left.clear()
         room_rows = self._room_rows(group) - group.reserved_rows(version) - generation.reserved_rows
-        ended += self._sessions.make_room(version, room_rows, generation.source)
+        ended += self._sessions.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self._end_sessions(group, version, ended)
 
     def _suspend_sessions(self, group: PlanGroup) -> list[CoordinatorCommand]:
@@ -726,9 +726,8 @@ class Scheduler:
         del group.runs[run.run_id]
         self._counters["foreign_frame"] += run.count_unannounced()
         group.record_reports(run, now)
-        work = run.beside_one_work
-        if work is not None and run.ran_alone and run.expected_s > 0:
-            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s, loads=work == "loads")
+        if run.only_beside_search and not run.beside_loads and run.ran_alone and run.expected_s > 0:
+            self._groups.background.record_run((now - run.dispatched_s) / run.expected_s)
         if (
             run.ran_alone
             and not run.beside_loads

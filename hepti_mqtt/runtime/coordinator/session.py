@@ -8,7 +8,7 @@ one. A request ends with the right answer or an error, whatever is lost meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,6 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.decisions import GoingOn
-from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
@@ -59,7 +58,6 @@ from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
-LATE_RUNS: Final = 2  # beside a load: one may be a stall
 RECALL_S: Final = 1.0  # for what the broker has retained to be heard
 PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
 RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
@@ -145,16 +143,18 @@ class CoordinatorSession:
         return devices_first(out)
 
     def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
-        """Take the commands of all steps, those too that one has made before it raised; raise the first error then."""
-        failed: Exception | None = None
+        """Take the commands of all steps, also those of a step before it raises; then raise every error."""
+        errors: list[Exception] = []
         for step in steps:
             try:
                 for command in step():
                     self._made.append(command)
             except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                errors.append(error)
+        if len(errors) > 1:
+            raise ExceptionGroup("several steps of one event failed", errors)
+        if errors:
+            raise errors[0]
 
     def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
         """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
@@ -270,13 +270,10 @@ class CoordinatorSession:
         return self._standby.loading_devices.union(*loading)
 
     def _mark_runs_beside_work(self) -> None:
-        loading = self._loading_devices()
-        coming = (group.plans.preparing for group in self.groups)
-        lacking = {d for r in coming if r is not None for d, (done, total) in r.progress_bytes.items() if done < total}
+        is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in (run for group in self.groups for run in group.runs.values()):
-            run.beside_loads |= not loading.isdisjoint(run.plan.devices)
-            run.only_beside_loads &= not lacking.isdisjoint(run.plan.devices)
+            run.beside_loads |= is_loading  # of any device, because the hub sends its tiles
             run.beside_search |= searching
             run.only_beside_search &= searching
 
@@ -456,6 +453,8 @@ class CoordinatorSession:
                 plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
                 plans.step(search, "no plan", now, str(event.error))
                 return []
+            if group.active is None and (limited := group.crash_backoff.lift(self.fleet.usable(), now)):
+                return self._search_without_limits(group, search, limited, now)
             error = event.error or PlanError("no plan")
             if refused := self.fleet.refusal_reasons():
                 error = PlanError("; ".join([str(error), *refused]), error.detail)
@@ -470,6 +469,16 @@ class CoordinatorSession:
         if search.is_brief:
             plans.request_search(now + SETTLE_S, now, "the search was brief", forced=search.forced)
         return out
+
+    def _search_without_limits(
+        self, group: PlanGroup, search: Search, devices: Sequence[str], now: float
+    ) -> list[CoordinatorCommand]:
+        """Search again after no plan fitted the memory that devices may use after their crashes."""
+        why = f"no plan of {group.name} fits without all the memory of {', '.join(devices)}"
+        group.plans.request_search(now, now, why, forced=search.forced)
+        group.plans.step(search, "no plan", now, why)
+        text = f"{why}: used again although it crashed soon after earlier plans. Check its log and its memory limit."
+        return [LogEvent("crash_limit", text)]
 
     def _handle_found(
         self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
@@ -490,13 +499,11 @@ class CoordinatorSession:
             plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
             plans.request_search(now, now, why, plans=(plan,), forced=search.forced)
             return []
-        if verdict.move.kind == "try":
-            group.tried[strategy_key(plan)] = now
         # Replicas are plans of their own to their devices, so each has its own plan version.
         reason = plan.reason if verdict.move.kind == "must" else f"{plan.reason}; {verdict.move}"
         numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
         found = replace(decision, chosen=replace(decision.chosen, plan=numbered))
-        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
+        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now, verdict.move)
         if event.hurried:
             plans.request_search(now + SETTLE_S, now, "the search was hurried")
         return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
@@ -512,8 +519,11 @@ class CoordinatorSession:
         group.judged_s = now
         unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
         if (coming := group.plans.preparing) is not None:
-            still = self._moves.judge(group, now, only=coming.plan).considered
-            if moved is None or unclear or any(found.value_s > 0 for found in still):
+            # A load that was decided is carried out: what is left of it costs less with each second.
+            assessed = self._moves.judge(group, now).considered
+            ours = next((a for a in assessed if is_same_division(a.option.plan, coming.plan)), None)
+            best = max((a.value_s for a in assessed if a is not ours and a.kind == "go"), default=0.0)
+            if moved is None or unclear or (ours is not None and ours.value_s >= best):
                 return []
             group.plans.request_search(now, now, moved, is_brief=True)
             return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
@@ -530,7 +540,8 @@ class CoordinatorSession:
     def _handle_message(self, event: DeviceMessage, now: float) -> list[CoordinatorCommand]:
         message, device = event.message, event.device
         if isinstance(message, messages.RequestTiles):
-            return [SendTiles(message.model, device, message.hashes)] if message.model in self.groups else []
+            tiles = SendTiles(message.model, device, message.hashes, message.share)
+            return [tiles] if message.model in self.groups else []
         changed = self._handle_change(device, self.fleet.record_message(device, now), now)
         return changed + self._handle_report(device, message, now)
 
@@ -576,26 +587,11 @@ class CoordinatorSession:
         group = self.groups.default(message.model)
         blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
-        if now - run.dispatched_s <= LATE_FACTOR * run.expected_s * part:
-            return []
-        is_first, run.is_late = not run.is_late, True
+        if run.beside_loads or now - run.dispatched_s <= LATE_FACTOR * run.expected_s * part:
+            return []  # a load slows down runs, and the rule has paid for it
+        run.is_late = True
         self.fleet.estimates.record_overdue(run.plan.devices, now)
-        return self._doubt_load(group, now) if is_first else []
-
-    def _doubt_load(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Give up a plan on its way beside which runs are late: its load costs too much, or the site has changed.
-
-        What devices take beside loads says little of them, so a change would not be seen until its end.
-        """
-        coming = group.plans.preparing
-        if coming is None or coming.state != "preparing" or group.active is None:
-            return []
-        coming.late_runs += 1
-        if coming.late_runs < LATE_RUNS:
-            return []
-        why = f"{coming.late_runs} runs were late beside its load"
-        group.plans.request_search(now + SETTLE_S, now, why, is_brief=True)
-        return [LogEvent("late", why), *self._rollout.abandon(group, coming, "outdated", now, why)]
+        return []
 
     def _go_on(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
         """Let runs and texts that began under a plan before the active one go on under that, where the rule says so."""
@@ -671,7 +667,7 @@ class CoordinatorSession:
         """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
         yield from self._rollout.tick(group, heard_s)
         for run in list(group.runs.values()):
-            if heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
+            if not run.beside_loads and heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
                 self.fleet.estimates.record_overdue(run.plan.devices, now)
             if heard_s > run.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")

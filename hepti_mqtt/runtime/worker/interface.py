@@ -54,6 +54,7 @@ class Load:
     manifest: bytes
     matrices: Mapping[WeightRef, WeightRef]
     keep: frozenset[Place]
+    share: float = 0.0  #: of the device and its link that the load may take from runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,11 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class LogTrouble:
-    """Count and log trouble that is survived; `kind` is the counter's name."""
+    """Count and log trouble that is survived."""
 
-    kind: str
+    kind: str  #: the counter's name
     text: str
+    error: BaseException | None = None  #: an unexpected error, logged with its traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ class PrepareAnalysed:
 
     prepare: messages.Prepare
     result: ResidentPlan | HeptiError
+    unexpected: Exception | None = None  #: the error that the result reports, logged with its traceback
 
 
 @dataclass(frozen=True, slots=True)

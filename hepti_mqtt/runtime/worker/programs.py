@@ -43,7 +43,7 @@ def analyse(order: AnalysePrepare, device: str, topics: Topics) -> PrepareAnalys
     except HeptiError as error:
         return PrepareAnalysed(order.prepare, error)
     except Exception as error:  # the planner hears of it
-        return PrepareAnalysed(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"))
+        return PrepareAnalysed(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"), error)
 
 
 def next_step(shape: RequestShape, sessions: Sequence[DecoderSession]) -> RequestShape | None:

@@ -133,17 +133,14 @@ class _Session:
 
 
 class SessionRun(NamedTuple):
-    """A run of a session: it adds rows at..stop; begins: it needs nothing of the session where that has no rows.
-
-    source: number of the session whose rows before `at` it begins with, 0 without one. longest: rows that a session
-    may have.
-    """
+    """A run of a session: it adds rows at..stop."""
 
     at: int
     stop: int
-    longest: int
-    begins: bool = True
-    source: int = 0
+    longest: int  #: rows that a session may have
+    begins: bool = True  #: it needs nothing of the session if that has no rows
+    source: int = 0  #: number of the session that has the rows before `at`, 0 for none
+    takes_over: bool = False  #: the source ends: its arrays are taken, or copied if a run still writes to them
 
 
 class DecoderSessions:
@@ -176,8 +173,8 @@ class DecoderSessions:
         """Return the arrays of a session for a run of it, which may grow.
 
         states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that
-        are not `busy` are dropped where there is no room. Number 0: a run without a session, with arrays of its own.
-        Raises SessionLostError if rows before the run's own are missing.
+        are not `busy` (runs under way write to them) are dropped where there is no room. Number 0: a run without a
+        session, with arrays of its own. Raises SessionLostError if rows before the run's own are missing.
         """
         if not states:
             return {}
@@ -190,7 +187,10 @@ class DecoderSessions:
         # What has a row for each token grows; else there are rows of what a request carries, all from the start.
         grows = all(spec.shape[0] == run.longest for spec in states.values())
         capacity = cache_rows(run.stop, run.longest) if grows else run.longest
-        if known is None or run.source or known.capacity < capacity:
+        if run.takes_over:
+            self._open.pop(source, None)
+        copies = bool(run.source) and (not run.takes_over or source in busy)
+        if known is None or copies or known.capacity < capacity:
             if number:
                 self._make_room(key, capacity, room_rows, busy | {source})
             before = {} if known is None else known.arrays
@@ -391,7 +391,8 @@ class WorkerRuns:
         if isinstance(event.result, Exception):
             text = f"{self._device} cannot build the Program of {shape}: {event.result!r}"
             code = event.result.code if isinstance(event.result, HeptiError) else "device"
-            out.append(LogTrouble("programs_failed", text))
+            unexpected = None if isinstance(event.result, HeptiError) else event.result
+            out.append(LogTrouble("programs_failed", text, unexpected))
             for frame in waited:
                 out += self._end_failed(resident.key, frame.run_id, code, text)
             return resident, out
@@ -599,7 +600,7 @@ class WorkerRuns:
         busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
         for item, (key, session, count) in enumerate(zip(keys, sessions, rows, strict=True)):
             at = int(inputs[item])
-            run = SessionRun(at, at + count, shape.session_rows, begins, session.source)
+            run = SessionRun(at, at + count, shape.session_rows, begins, session.source, session.takes_over)
             states = bound.template.program.session_arrays(item)
             try:
                 arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)

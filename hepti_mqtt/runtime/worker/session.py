@@ -282,7 +282,7 @@ class WorkerSession:
             self.counters["bad_prepare"] += 1
             text = f"{self.device}: {event.result}"
             failed = self._failed(message.transaction_id, key, event.result.code, text)
-            return [*self._mesh.leave(key), LogTrouble("event_errors", text), failed]
+            return [*self._mesh.leave(key), LogTrouble("event_errors", text, event.unexpected), failed]
         event.result.transaction_id = message.transaction_id
         return self._take_in(event.result, message, now, doubted=doubted)
 
@@ -313,7 +313,8 @@ class WorkerSession:
             return [*out, *self._loaded_if_complete(resident, now)]
         keep = self.plans.keep(self.memory_bytes)
         manifest, matrices = message.manifest, resident.matrices
-        return [*out, Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep)]
+        load = Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep, message.share)
+        return [*out, load]
 
     def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)

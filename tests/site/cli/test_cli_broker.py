@@ -197,3 +197,21 @@ def test_no_broker(capsys, monkeypatch):
     code, found = doctor(capsys, "--broker", "mqtt://127.0.0.1:1")
     assert code == 3
     assert "127.0.0.1:1" in found["broker"]["found"]
+
+
+def test_doctor_prints_each_finding_when_its_check_ends_and_compiles_only_if_it_may(monkeypatch, capsys):
+    printed = []
+
+    def compiled(threads: int) -> tuple[int, int]:
+        printed.append(capsys.readouterr().out)
+        return 1, 2
+
+    monkeypatch.setattr("hepti_mqtt.kernels.precompile.compiled", compiled)
+    asked: list[str] = []
+    monkeypatch.setattr("hepti_mqtt.kernels.precompile.fill_cache", lambda which, *_: asked.append(which))
+    main(["doctor", "--broker", "mqtt://127.0.0.1:1"])
+    assert "127.0.0.1:1" in printed[0], "the last check found the others' findings printed"
+    assert not asked
+    assert "hepti doctor --compile" in capsys.readouterr().out
+    main(["doctor", "--broker", "mqtt://127.0.0.1:1", "--compile"])
+    assert asked == ["all"]

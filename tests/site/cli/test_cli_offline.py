@@ -15,12 +15,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import yaml
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
-from hepti_mqtt.cli.main import _ENTRY_POINTS, build, main
+from hepti_mqtt.cli.main import COMMANDS, build, main
 from hepti_mqtt.client.described import reference
+from hepti_mqtt.config.sites import boards
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
@@ -53,20 +55,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, said.out, said.err
 
 
-@pytest.mark.parametrize("command", [*_ENTRY_POINTS, "model make", "model inspect", "model verify"])
+@pytest.mark.parametrize("command", [*COMMANDS, "model make", "model inspect", "model verify"])
 def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, err = run(capsys, *command.split(), "--help")
     assert (code, err) == (0, "")
     entries = re.findall(r"^  (\S.*(?:\n {4,}\S.*)*)", out[out.index("\n\n") :], re.MULTILINE)
     assert [e for e in entries if len(re.split(r"\s{2,}|\n", e)) < 2] == [], "an argument without a word about it"
-    assert command.startswith("model") or {"--broker", "--site", "--json"} <= set(re.findall(r"--[a-z]+", out))
+    options = set(re.findall(r"--[a-z]+", out))
+    assert ({"--broker", "--site"} <= options) == COMMANDS[command.split(maxsplit=1)[0]].at_a_site
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         *(
-            "",
             "nosuch",
             "infer m",
             "infer m --tokens 0",
@@ -80,14 +82,59 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
             "planner",
         ),
         *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent", "agent --id a --memory much"),
-        *("model", "model make", "simulate bert-base", "broker --kind nosuch", "devices --site a/b", "devices"),
+        *(
+            f"{wrong} --broker mqtt://127.0.0.1:1"  # before the broker is asked
+            for wrong in (
+                "infer m --tokens 5 --label x",
+                "infer m --image nosuch.png",
+                "infer m --text x --context y",
+                "bench m --methods rwo",
+                "demo --port 1234",
+            )
+        ),
+        *(
+            "model",
+            "model make",
+            "simulate bert-base",
+            "broker --kind nosuch",
+            "devices --site a/b",
+            "devices",
+        ),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
     code, out, err = run(capsys, *arguments.split())
     assert (code, out) == (2, "")
-    assert err
+    assert len(err.splitlines()) == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("infr m", "infer"),
+        ("infer m --text x --reapet 3", "--repeat"),
+        ("infer m --text x --wire f61", "f16"),
+        ("plan --sotry", "--story"),
+        ("simulate bert-lage --devices-file paper-pair", "bert-large"),
+        ("simulate bert-large --devices-file paper-pear", "paper-pair"),
+        ("model make bert-bse --out x", "bert-base"),
+    ],
+)
+def test_an_error_names_the_nearest_word_and_no_kind_for_tests(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    code, _, err = run(capsys, *typed.split())
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert meant in err
+    assert "tiny-" not in err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert set(COMMANDS) <= set(re.findall(r"[\w-]+", out))
 
 
 @pytest.mark.parametrize("command", ["devices", "plan", "infer m --tokens 3"])
@@ -178,7 +225,7 @@ def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         code, out, _ = run(capsys, "model", action, str(directory))
         assert code == 0
         assert out
-        assert run(capsys, "model", action, str(tmp_path))[:2] == (1, ""), "no model"
+        assert run(capsys, "model", action, str(tmp_path))[:2] == (2, ""), "no model"
     assert run(capsys, "model", "make", "tiny-bert", "--out", str(directory))[0] == 2, "it is not empty"
     code, _, err = run(capsys, "model", "make", "bert-huge", "--out", str(tmp_path / "x"))
     assert code == 2
@@ -227,6 +274,65 @@ def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, *common, "--strategy", "auto")
     assert code == 0, err
     assert out == run(capsys, *common)[1]
+
+
+KNOWN = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
+
+
+@pytest.mark.parametrize("model", KNOWN)
+def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    common = ("simulate", model, "--devices-file", "two-n100-16gb", "--strategy", "single", "--json")
+    steps = {}
+    for weights in ("q8", "q4"):
+        code, out, err = run(capsys, *common, "--weights", weights)
+        assert code == 0, err
+        steps[weights] = json.loads(out)["candidates"][0]["step_ms"]
+    assert steps["q8"] > 1.3 * steps["q4"]
+
+
+def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-0.6b"]))
+    common = ("--devices-file", "one-pi5-8gb", "--weights", "q4", "--json")
+    by_name, by_file = (run(capsys, "simulate", name, *common) for name in ("qwen3-0.6b", str(tmp_path)))
+    assert by_name == by_file
+    assert by_name[0] == 0
+
+
+def test_the_help_lists_all_boards(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = "".join(run(capsys, "simulate", "--help")[1].split())  # lines break at hyphens
+    assert all(board in shown for board in boards())
+
+
+def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("simulate", "tiny-llama", "--board", "pi4-2gb", "--tokens", "64")
+    code, out, _ = run(capsys, *common, "--tokens-per-s", "1", "--json")
+    found = json.loads(out)
+    assert (code, found["boards"]) == (0, 1)
+    assert [row["boards"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8]
+    first = found["rows"][0]
+    assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
+    assert first["first_token_s"] == pytest.approx(64 / first["prompt_tokens_per_s"])
+    code, out, _ = run(capsys, *common)
+    assert (code, out.count("█") > 6) == (0, True)
+    code, out, _ = run(capsys, "simulate", "tiny-bert", "--board", "pi4-2gb", "--tokens-per-s", "1e12")
+    assert (code, "not reached" in out) == (0, True)
+    assert run(capsys, "simulate", "llama-3.1-8b", "--board", "pi-zero-2w")[0] == 4, "its weights do not fit"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bert-large --devices-file four-pi4 --tokens 100000",
+        "vit-base --devices-file four-pi4 --tokens 20",
+        "llama-3.2-1 --devices-file four-pi4",
+        "bert-large",
+        "bert-large --devices-file four-pi4 --board pi4-2gb",
+        "bert-large --board pi9",
+    ],
+)
+def test_a_simulation_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    code, out, err = run(capsys, "simulate", *arguments.split())
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -300,6 +406,28 @@ def test_a_user_who_names_a_time_waits_for_a_planner(
     found = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
     monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
+
+
+@pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
+def test_a_user_who_names_a_time_waits_for_a_broker_and_the_wait_counts(
+    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
+) -> None:
+    limits: list[float] = []
+    record = {"spec": {"family": "new"}}  # and so it ends
+
+    def wait_ready(_model: str, timeout: float, **_: Any) -> dict[str, Any]:
+        limits.append(timeout)
+        return record
+
+    def connect(*_: Any, **__: Any) -> Any:
+        limits.append(600.0)
+        if len(limits) < 3:
+            raise NetworkError("no broker answers")
+        return contextlib.nullcontext(SimpleNamespace(plan=lambda *_, **__: record, wait_ready=wait_ready))
+
+    monkeypatch.setattr(infer.Hepti, "connect", connect)
+    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
+    assert not patience or limits[-1] < 600.0
 
 
 def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
@@ -438,7 +566,7 @@ def test_a_planner_ends_with_what_is_wrong_with_a_model(
     file.write_text(json.dumps(changed))
     broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
     code, out, err = run(capsys, "planner", "--model", f"m={file.parent}", *broker)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert len(err) < 1500
 
 

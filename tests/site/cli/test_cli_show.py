@@ -265,7 +265,7 @@ def test_codes_of_emoji_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> 
     ("encoding", "name", "shown"), [("ascii", "küche".encode(), r"k\xfcche"), ("utf-8", b"k\xff", r"k\udcff")]
 )
 def test_what_the_output_cannot_hold_is_written_out(tmp_path: Path, encoding: str, name: bytes, shown: str) -> None:
-    command = ["-m", "hepti_mqtt.cli", "site", "init", bytes(tmp_path) + b"/" + name]
+    command = ["-m", "hepti_mqtt.cli", "site", "init", "--dir", bytes(tmp_path) + b"/" + name]
     done = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding},

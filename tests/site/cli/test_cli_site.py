@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import signal
@@ -21,7 +20,6 @@ from PIL import Image
 from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.cli.infer import format_result
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -169,20 +167,6 @@ def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> N
     code, out, _ = run("infer", "tiny", *(a for i in range(9) for a in ("--text", f"text {i}")))
     assert code == 0
     assert len(json.loads(out)["results"]) == 9, "where no terminal is, all of it is printed"
-
-
-def test_a_terminal_shows_the_beginning_of_vectors() -> None:
-    result = {"results": [{"embedding": [0.123456789] * 384}, {"ids": [1, 2, 3], "base64": "A" * 9000}]}
-    text = format_result(result, terminal=True)
-    assert "0.1235, ...] (384 numbers)" in text
-    assert "(9000 characters)" in text
-    assert json.loads(text)["results"][1]["ids"] == [1, 2, 3]
-    assert len(text) < 400
-    assert json.loads(format_result(result, terminal=False)) == result
-    numbers = np.arange(60, dtype="<f4").reshape(3, 20)
-    hidden = {"dtype": "f32", "shape": [3, 20], "base64": base64.b64encode(numbers.tobytes()).decode()}
-    told = json.loads(format_result(hidden, terminal=True))
-    assert told == {"dtype": "f32", "shape": "[3, 20]", "numbers": "[0, 1, 2, 3, 4, 5, ...] (60 numbers)"}
 
 
 def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:

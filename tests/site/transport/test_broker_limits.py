@@ -92,6 +92,13 @@ def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacit
         assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
 
 
+def test_a_client_that_asks_for_more_at_once_gets_more(tmp_path: Path) -> None:
+    with mosquitto_with(tmp_path, "max_queued_messages 10", "max_inflight_messages 20") as broker:
+        url = BrokerUrl.parse(broker.url)
+        found = queue_capacity(url, client_id="room", topic="t/1", wanted=WANTED, receive_maximum=300)
+    assert found == QueueCapacity(300, 10)
+
+
 @pytest.fixture(scope="module")
 def address():
     for found in psutil.net_if_addrs().values():

@@ -15,7 +15,7 @@ from gguf_writer import converted, quantised
 from golden_cases import GOLDEN
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import Checkpoint, described_spec, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import graph, spec_from_dict
@@ -87,6 +87,100 @@ def test_other_architectures_are_their_originals(tmp_path: Path, architecture: s
         assert all(blocks.tile(digest) for entry in blocks.manifest.entries for digest in entry.hashes)
 
 
+@pytest.mark.parametrize(
+    ("names", "reads"),
+    [
+        ([], True),
+        ([f"blk.{i}.ffn_{part}.bias" for i in range(2) for part in ("gate", "up", "down")], True),
+        (["blk.1.attn_q.bias"], False),
+        (["blk.0.ffn_down.bias"], False),
+        (["blk.0.attn_q.scale"], False),
+        (["output.bias"], False),
+    ],
+    ids=str,
+)
+def test_every_tensor_of_a_file_is_read_or_refused(
+    original: Path, tmp_path: Path, names: list[str], reads: bool
+) -> None:
+    widths = {"gate": 48, "up": 48, "down": 32}
+    added = {name: (np.full(widths.get(name[10:-5], 32), 0.5, np.float32), "f32") for name in names}
+    path = converted(original, tmp_path / "m.gguf", "f32", "f32", added=added)
+    with contextlib.nullcontext() if reads else pytest.raises(ModelError), Checkpoint.open(path) as model:
+        tensors = model.tensors()
+        biases = [f"layers.{i}.mlp_{part}.bias" for i in range(2) for part in ("gate", "up", "down")]
+        assert [name for name in biases if name in tensors] == (biases if names else [])
+        assert all((tensors[name] == 0.5).all() for name in biases if names)
+
+
+def test_a_split_model_is_its_parts(original: Path, tmp_path: Path) -> None:
+    whole = converted(original, tmp_path / "whole.gguf", "q8_0")
+    (tmp_path / "parts").mkdir()
+    first = converted(original, tmp_path / "parts" / "m.gguf", "q8_0", files=3)
+    others = sorted(first.parent.glob("*.gguf"))
+    with Checkpoint.open(whole) as want:
+        entries = want.manifest.entries
+    for path in (first, first.parent, others[2]):
+        with Checkpoint.open(path) as parts:
+            assert parts.manifest.entries == entries
+            assert all(parts.tile(digest) for entry in entries for digest in entry.hashes)
+    for path, data in ((others[1], others[2].read_bytes()), (others[2], b""), (others[2], None)):
+        before = path.read_bytes()
+        path.write_bytes(data) if data is not None else path.unlink()
+        with pytest.raises(ModelError):
+            Checkpoint.open(first)
+        path.write_bytes(before)
+    with pytest.raises(ModelError):
+        Checkpoint.open(others[0].rename(tmp_path / "renamed.gguf"))
+
+
+PIECES = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 211, "tokenizer.ggml.eos_token_id": None}
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({}, (3,)),
+        ({"tokenizer.ggml.eos_token_id": 0}, (0, 3)),
+        ({"tokenizer.ggml.eos_token_id": 0, "control": ("<end_of_turn>", "<|im_end|>")}, (0, 1, 3)),
+        ({"control": ("<|return|>", "<|end|>")}, (0, 1, 3)),
+        ({"control": ("<|return|>", "<|call|>", "<|end|>")}, (0, 1, 3)),
+        ({"tokenizer.ggml.token_type": [1] * 211}, (3,)),
+        (PIECES, (2, 3)),
+        (PIECES | {"tokenizer.ggml.token_type": [1] * 211}, (2,)),
+    ],
+)
+def test_a_text_ends_at_the_named_tokens_and_at_control_tokens_by_their_names(
+    original: Path, tmp_path: Path, more: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    control = more.get("control", ())
+    more = {key: value for key, value in more.items() if key != "control"}
+    path = converted(original, tmp_path / "m.gguf", "f16", control=control, **more)
+    with Checkpoint.open(path) as model:
+        assert model.end_tokens == ends
+
+
+def test_pieces_without_named_ids_begin_with_the_usual_token(original: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **PIECES)) as model:
+        assert model.tokenizer.encode("ab").ids[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "scaling"),
+    [
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0, "type": "linear"}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0, "type": "none"}, None),
+        ({"factor": 0.0}, None),
+    ],
+)
+def test_a_factor_without_a_type_scales_linearly(
+    original: Path, tmp_path: Path, more: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    keys = {f"llama.rope.scaling.{key}": value for key, value in more.items()}
+    with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **keys)) as model:
+        assert model.config.get("rope_scaling") == scaling
+
+
 def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
     path = converted(original, tmp_path / "model.Q8_0.gguf", "q8_0")
     with Checkpoint.open(tmp_path) as of_directory, Checkpoint.open(path) as of_file:
@@ -119,7 +213,6 @@ def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Pat
         {"tokenizer.ggml.model": "bert"},
         {"tokenizer.ggml.add_eos_token": True},
         {"llama.attention.value_length": 16},
-        {"split.count": 3},
     ],
 )
 def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: dict[str, Any]) -> None:
@@ -167,56 +260,31 @@ def test_a_quantisation_that_is_not_read_is_named(original: Path, tmp_path: Path
     name, data = b"blk.0.attn_q.weight", bytearray(path.read_bytes())
     kind = data.index(name) + len(name) + 4 + 16
     assert data[kind] == 8
-    data[kind] = 13
+    data[kind] = 16
     path.write_bytes(data)
-    with pytest.raises(UnsupportedModelError, match="Q5_K"):
+    with pytest.raises(UnsupportedModelError, match="IQ2_XXS"):
         Checkpoint.open(path)
 
 
-def test_blocks_are_decoded_as_the_format_defines_them() -> None:
-    """Those of 256 values by ggml's own loops, of values at random."""
-    rng = np.random.default_rng(1)
-    for name, scales, slow in (("q4_k", (0, 2), _q4_k), ("q6_k", (208,), _q6_k)):
-        raw = rng.integers(0, 256, (8, STORAGES[name].block_bytes), np.uint8)
-        for at in scales:
-            raw[:, at : at + 2] = rng.standard_normal((8, 1)).astype("<f2").view(np.uint8)
-        np.testing.assert_allclose(STORAGES[name].decode(raw), [slow(block) for block in raw], rtol=1e-6)
-    x = rng.standard_normal((3, 64)).astype(np.float32)
+BLOCKS = np.load(GOLDEN / "gguf-blocks.npz")
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS.files if " " not in name])
+def test_blocks_are_decoded_as_by_the_formats_own_library(name: str) -> None:
+    """Widened to another storage they have the same values, but for what is rounded."""
+    storage, raw, want = STORAGES[name], BLOCKS[name], BLOCKS[f"{name} values"]
+    np.testing.assert_array_equal(storage.decode(raw), want)
+    if storage.wider:
+        widened = STORAGES[storage.wider].rows(storage.widened(raw))
+        rounded = {"q2_k": 4e-3, "iq4_xs": 5e-4}.get(name, 0)
+        np.testing.assert_allclose(widened, want, rtol=0, atol=rounded * np.abs(want).max())
+
+
+def test_values_are_quantised_in_steps_of_their_blocks() -> None:
+    x = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
     for name, steps in (("q4_0", 8), ("q4_1", 30), ("q8_0", 254)):
         wrong = np.abs(STORAGES[name].rows(quantised(x, name)) - x).max()
         assert wrong < np.abs(x).max() / steps * 2
-
-
-def _half(block: np.ndarray, at: int) -> float:
-    return float(block[at : at + 2].view("<f2")[0])
-
-
-def _q4_k(block: np.ndarray) -> list[float]:
-    packed, codes = [int(v) for v in block[4:16]], [int(v) for v in block[16:]]
-    out = []
-    for j in range(8):
-        if j < 4:
-            scale, least = packed[j] & 63, packed[j + 4] & 63
-        else:
-            scale = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
-            least = packed[j + 4] >> 4 | packed[j] >> 6 << 4
-        for i in range(32):
-            code = codes[j // 2 * 32 + i] >> 4 * (j % 2) & 15
-            out.append(_half(block, 0) * scale * code - _half(block, 2) * least)
-    return out
-
-
-def _q6_k(block: np.ndarray) -> list[float]:
-    low, high, scales = [int(v) for v in block[:128]], [int(v) for v in block[128:192]], block[192:208].view(np.int8)
-    out = [0.0] * 256
-    for n in range(2):
-        for i in range(32):
-            for part in range(4):
-                nibble = low[64 * n + i + 32 * (part % 2)] >> 4 * (part // 2) & 15
-                code = nibble | (high[32 * n + i] >> 2 * part & 3) << 4
-                at = 128 * n + 32 * part + i
-                out[at] = _half(block, 208) * int(scales[at // 16]) * (code - 32)
-    return out
 
 
 @pytest.mark.parametrize(
@@ -262,3 +330,22 @@ def test_what_stays_in_blocks_is_told_by_the_spec(original: Path, tmp_path: Path
         dtypes = {entry.name: entry.dtype for entry in model.manifest.entries}
         assert dtypes["layers.0.query.weight"] == dtypes["layers.0.attention_out.weight"] == "q4_0"
         assert dtypes["layers.0.mlp_down.weight"] == "f16"
+
+
+def test_a_header_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+    whole = converted(original, tmp_path / "whole.gguf", "q4_0", table="q8_0")
+    with Checkpoint.open(whole) as model:
+        spec = model.spec
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[: -(whole.stat().st_size // 4)])
+    with pytest.raises(ModelError):
+        Checkpoint.open(cut)
+    assert described_spec(cut) == described_spec(whole) == spec
+
+
+def test_a_config_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((original / "config.json").read_text())
+    with Checkpoint.open(original) as model:
+        assert described_spec(tmp_path).to_dict()["layers"] == model.spec.to_dict()["layers"]
+    with pytest.raises(ModelError):
+        described_spec(tmp_path / "nowhere")

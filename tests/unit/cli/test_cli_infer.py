@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 
+import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cli.infer import request_body
+from hepti_mqtt.cli import output
+from hepti_mqtt.cli.infer import format_result, request_body
 from hepti_mqtt.cli.main import build
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.service.sound import pcm_of
@@ -44,3 +47,34 @@ def test_random_input_of_speech_is_a_recording():
     body = request_body(build().parse_args(["infer", "m", "--tokens", "20"]), spec_of_kind("tiny-whisper"))
     pcm = pcm_of("audio", base64.b64decode(body["audio"]))
     assert (len(pcm.data), pcm.rate) == (2 * 20 * 320, 16_000)
+
+
+NUMBERS = np.arange(60, dtype="<f4").reshape(3, 20)
+HIDDEN = {"dtype": "f32", "shape": [3, 20], "base64": base64.b64encode(NUMBERS.tobytes()).decode()}
+
+
+@pytest.mark.parametrize(
+    ("result", "lines"),
+    [
+        (
+            {"embedding": [0.6, 0.8, *[0.0] * 382]},
+            ["embedding: 0.6000, 0.8000, 0.0000, 0.0000, 0.0000, 0.0000, ... (384 numbers, norm 1.0000)"],
+        ),
+        ({"results": [{"embedding": [1.0] * 25}] * 2}, 2),
+        ({"labels": [{"label": "cat", "score": 0.75}, {"label": "dog", "score": 0.25}]}, 2),
+        ({"text": "Paris.", "reason": "stop"}, ["text: Paris.", "reason: stop"]),
+        ({"text": "a" * 9000}, 1),
+        (HIDDEN, 1),
+    ],
+)
+def test_people_get_a_few_lines_and_pipes_all_of_a_result(result, lines):
+    shown = format_result(result, terminal=True).splitlines()
+    assert shown == lines if isinstance(lines, list) else len(shown) == lines
+    assert all(len(line) < 120 for line in shown)
+    assert json.loads(format_result(result, terminal=False)) == result
+
+
+def test_a_prediction_for_devices_of_one_machine_holds_for_idle_cores():
+    record = {"machines": {"a": "10.0.0.1", "b": "10.0.0.1"}}
+    assert output.predicted(record, ["a", "b"], 12.34) == "12.3 on idle cores"
+    assert output.predicted(record, ["a", "c"], 12.34) == output.predicted({}, ["a", "b"], 12.34) == "12.3"

@@ -270,6 +270,8 @@ def test_devices_are_put_together_from_what_they_say(session):
     device = session.devices["b"].to_dict("b")
     assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
     assert status_text(device) == "starting: compiling kernels 3 of 23"
+    session.handle_message(T.status("b"), encode_status(Status("offline", 2, reason="stopped")), 0.0)
+    assert session.devices["b"].to_dict("b")["reason"] == "stopped"
 
 
 def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import PeerLink
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.config.sites import boards, find_site, load_site
+from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.cost.reported import profile_from_caps
+from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import quantised, representative_shape
+from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.storage import PRODUCTS, Product
 
 SITES = Path(__file__).parents[3] / "configs" / "sites"
+#: What an agent measured of itself: one core of a server with AVX-512.
+AGENT = profile_from_caps(
+    "agent", json.loads((Path(__file__).parents[2] / "golden" / "agent-curves.json").read_text()), 2.0**32, 1.0
+)
 
 
 @pytest.mark.parametrize("path", sorted(SITES.glob("*.yaml")), ids=lambda p: p.stem)
@@ -45,8 +57,74 @@ def test_pairs_and_what_devices_say_of_their_network(tmp_path):
 
 def test_few_rows_stream_the_weights():
     device = load_site(SITES / "four-pi4.yaml").devices["pi1"]
+    assert device.linear[0].product == Product()
     assert device.linear[0].seconds(1) == device.linear[0].seconds(8)
     assert device.linear[0].seconds(512) == pytest.approx(2 * 512 * 2**20 / 24.6e9)
+
+
+@pytest.mark.parametrize("board", boards())
+@pytest.mark.parametrize("network", ["", "-wifi", "-100mbit", "-gigabit"])
+def test_a_site_is_named_by_count_and_board(board, network):
+    cluster = find_site(Path(f"three-{board}{network}"))
+    assert list(cluster.devices) == [f"{board}-{n}" for n in (1, 2, 3)]
+    assert list(find_site(Path(f"3-{board}")).devices) == list(cluster.devices)
+    if network == "-wifi":
+        assert cluster.shared_medium == {*cluster.devices}
+
+
+def test_a_device_of_a_board_has_its_numbers_unless_it_states_its_own(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: {a: {board: pi4-4gb}, b: {board: pi4-4gb, memory_mib: 100}}")
+    a, b = load_site(path).devices.values()
+    assert a.speed(128) == b.speed(128) == pytest.approx(24e9)
+    assert b.memory_bytes == 100 * 2**20 < a.memory_bytes
+    path.write_text("{defaults: {board: pi5-8gb}, devices: {a: {}, b: {board: pi4-4gb}}}")
+    a, b = load_site(path).devices.values()
+    assert a.speed(128) > 2 * b.speed(128)
+
+
+@pytest.mark.parametrize("name", ["four-pi6", "zero-pi4-4gb", "four-pi5-8gb-5g", "nosuch"])
+def test_an_unknown_site_is_refused(name):
+    with pytest.raises(ConfigError):
+        find_site(Path(name))
+
+
+@pytest.fixture
+def described(tmp_path):
+    """Return a site file's profile of the agent, from three numbers."""
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: {agent: {gflops: 113, int8_gflops: 225, memory_gb_per_s: 25}}")
+    return load_site(path).devices["agent"]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_a_described_device_takes_as_long_as_the_agent_per_storage(described, product, rows):
+    assert described.speed(rows, product) / AGENT.speed(rows, product) == pytest.approx(1, rel=0.55)
+
+
+def step_s(profile, weights):
+    spec = spec_of_kind("smollm2-135m")
+    spec = quantised(spec, weights) if weights else spec
+    site = Cluster({"agent": profile}, {"agent": Link()})
+    asked = Question(TopicNames("home", "m"), spec, site, representative_shape(spec, 1, 1), PlanVersion(1, 1))
+    return decide(asked).chosen.price.seconds
+
+
+def test_a_decoders_step_costs_the_bytes_of_its_weights_as_on_the_agent(described):
+    times = {weights: step_s(described, weights) for weights in (None, "q8", "q4")}
+    assert times[None] > 2 * times["q8"] > 2.5 * times["q4"]
+    for weights, seconds in times.items():
+        assert seconds == pytest.approx(step_s(AGENT, weights), rel=0.4)
+
+
+def test_a_storage_may_have_rates_of_its_own(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text("devices: {a: {gflops: 10, storages: {q4_0: {gflops: 5, memory_gb_per_s: 1}}}}")
+    device = load_site(path).devices["a"]
+    speeds = {p.weights: device.speed(512, p) for p in PRODUCTS if not p.rounded}
+    assert speeds["q4_0"] == pytest.approx(speeds["q4_1"] / 2)
+    assert speeds["f32"] == pytest.approx(10e9)
 
 
 def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
@@ -82,6 +160,10 @@ def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
         "devices: {a: {gflops: 1}}\npeers: [{between: [[a], b]}]",
         "devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mbit: 0}]",
         "devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mb: 1}]",
+        "devices: {a: {gflops: 1, storages: {q3: {gflops: 1}}}}",
+        "devices: {a: {gflops: 1, storages: {q4_0: {mbit: 1}}}}",
+        "devices: {a: {gflops: 1, int8_gflops: 0}}",
+        "devices: {a: {board: pi9}}",
         "devices: {a: ",
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from device_agent.budget import IN_USE_S, KEPT_S, LOOK_S, PART, Budget
+from device_agent.budget import BACKGROUND_SHARE, IN_USE_S, KEPT_S, LOOK_S, Budget
 from device_agent.machine import has_cpu_quota
 
 STEP_S = 0.002  # of one tile
@@ -51,8 +51,8 @@ def test_a_device_without_runs_loads_at_full_speed() -> None:
 def test_while_ops_run_background_work_takes_its_part_and_no_more() -> None:
     device = Device(1.0, 1.0, False)
     device.serve(60)
-    assert device.taken["computing"] == pytest.approx(PART * 60, rel=0.1)
-    assert device.taken["computing"] <= PART * 60 + KEPT_S + STEP_S
+    assert device.taken["computing"] == pytest.approx(BACKGROUND_SHARE * 60, rel=0.1)
+    assert device.taken["computing"] <= BACKGROUND_SHARE * 60 + KEPT_S + STEP_S
 
 
 def test_what_runs_leave_is_free_and_is_taken_off_nothing() -> None:
@@ -60,14 +60,14 @@ def test_what_runs_leave_is_free_and_is_taken_off_nothing() -> None:
     device.serve(60)
     assert device.taken["waiting"] == pytest.approx(0.4 * 60, rel=0.02)
     assert device.taken["between"] == pytest.approx(60, rel=0.02)
-    assert device.taken["computing"] == pytest.approx(PART * 60, rel=0.15)
+    assert device.taken["computing"] == pytest.approx(BACKGROUND_SHARE * 60, rel=0.15)
 
 
 def test_under_a_quota_neither_waits_nor_the_time_between_requests_are_free() -> None:
     device = Device(2.0, 0.6, True)
     end_s = device.serve(60)
-    assert sum(device.taken.values()) <= PART * 120 + KEPT_S + STEP_S
-    assert sum(device.taken.values()) >= PART * 100
+    assert sum(device.taken.values()) <= BACKGROUND_SHARE * 120 + KEPT_S + STEP_S
+    assert sum(device.taken.values()) >= BACKGROUND_SHARE * 100
     before = device.taken["between"]
     device.phase("between", False, True, end_s, end_s + 10)
     assert device.taken["between"] - before >= 8, "no run came when one was expected: requests may wait for this load"
@@ -79,7 +79,7 @@ def test_long_work_is_paid_for_afterwards() -> None:
     budget.note(True, False, 100.0)
     budget.spend(1.0, 101.0)
     assert budget.pause_s(110.0) > 0
-    assert budget.pause_s(101.0 + 1.0 / PART) == 0
+    assert budget.pause_s(101.0 + 1.0 / BACKGROUND_SHARE) == 0
     budget.spend(1.0, 122.0)
     budget.note(False, True, 123.0)
     assert budget.pause_s(123.0) == 0, "what is there now is nobody's"

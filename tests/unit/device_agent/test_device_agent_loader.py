@@ -403,7 +403,7 @@ class Served:
         if not isinstance(event, LoadProgress):
             self.ends.put(event)
 
-    def ask(self, _, hashes):
+    def ask(self, _, hashes, share):
         for digest in hashes:
             self.answer(digest)
 
@@ -506,7 +506,7 @@ def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
     device.loader = WeightLoader(
         device.cache,
         device.events.append,
-        lambda _, hashes: device.asks.extend(hashes),
+        lambda _, hashes, share: device.asks.extend(hashes),
         device.counters,
         lambda: window,
     )
@@ -526,7 +526,7 @@ def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("device_agent.loader.QUEUED_BYTES", 1000)
     counters = Counter()
     cache = TileCache(tmp_path, 0, counters)
-    thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h: None, counters), counters, LOG)
+    thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h, s: None, counters), counters, LOG)
     for _ in range(5):
         thread.post(TileIn(bytes(400), True))
     assert counters["tiles_overflowed"] == 3

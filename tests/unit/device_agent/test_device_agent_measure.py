@@ -23,6 +23,7 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up, works
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
+from hepti_mqtt.storage import PRODUCTS
 from hepti_mqtt.transport.mesh import mesh_possible
 
 
@@ -113,7 +114,7 @@ def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
 
     monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
     measure(workers, 10 << 20)
-    narrower = {product.weights for product in measuring.MEASURED} - {"f32"}
+    narrower = {product.weights for product in PRODUCTS} - {"f32"}
     assert len(made) == 2 + 1 + len(narrower), "shapes, what fills the caches, narrower storages"
 
 

@@ -17,8 +17,9 @@ from shell_support import BOOT, PLAN, SPEC, TENSORS, TOPICS, TWO, devices, reque
 from device_agent import heartbeat as metering
 from device_agent.loader import RequestAgain
 from device_agent.network import LinkDown, LinkUp, OwnStatus, PlannerStatus, RefusedByBroker, Stop, Subscriptions
+from device_agent.shell import MAX_REPEATED
 from hepti_mqtt import __version__, models
-from hepti_mqtt.errors import ConfigError, RefusedError, WireError
+from hepti_mqtt.errors import ConfigError, RefusedError, RemoteError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import resident_weights
@@ -205,6 +206,24 @@ def test_a_mistake_anywhere_on_the_session_thread_is_survived_and_does_not_take_
     assert min(pauses) > 0
     d.run(request()[2])
     assert [f.run_id for f in d.ups(frames.Frame)] == [1, 1]
+
+
+def test_a_device_whose_errors_repeat_without_end_says_why_it_is_offline(device, monkeypatch):
+    d = device()
+    d.ready()
+    now = [0.0]
+
+    def pause(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr("device_agent.shell.time", SimpleNamespace(perf_counter=lambda: now[0], sleep=pause))
+    with monkeypatch.context() as patch:
+        patch.setattr(d.shell, "_links", SimpleNamespace(wait=raising(OSError("no such socket")), open=False))
+        with pytest.raises(RemoteError):
+            d.shell.run()
+    assert d.complaints.counters["session_errors"] == MAX_REPEATED
+    assert d.shell.announce_offline
+    assert "no such socket" in d.shell.fault
 
 
 def test_what_the_session_wants_besides_is_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):

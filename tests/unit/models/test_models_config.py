@@ -427,6 +427,42 @@ def test_wrong_values_are_named():
         assert next(iter(changes)) in str(caught.value), changes
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA, QWEN2, GEMMA3 = (KINDS[f"tiny-{name}"].config for name in ("llama", "qwen2", "gemma3-text"))
+# Two configs that transformers reads alike, or one that its versions read in different ways.
+DECODERS = [
+    (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, None),
+    (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {"rope_scaling": LINEAR}),
+    (LLAMA, {"original_max_position_embeddings": 64}, None),
+    (LLAMA, {"original_max_position_embeddings": 32}, {}),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None),
+    (QWEN2, {"rope_scaling": YARN}, {"rope_scaling": {**YARN, "original_max_position_embeddings": 96}}),
+    (
+        QWEN2,
+        {"rope_scaling": YARN, "original_max_position_embeddings": 24},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 24}},
+    ),
+    (QWEN2, {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, {}),
+    (QWEN2, {"use_sliding_window": True, "max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}),
+    (GEMMA3, {"layer_types": None, "_sliding_window_pattern": 2}, {"layer_types": None}),
+    (GEMMA3, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, None),
+    (KINDS["tiny-gpt2"].config, {"is_causal": False}, None),
+    (KINDS["tiny-gpt2"].config, {"is_causal": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "alike"), DECODERS)
+def test_a_decoder_is_read_as_by_transformers_or_refused(base, changes, alike):
+    if alike is None:
+        with pytest.raises(UnsupportedModelError):
+            spec_of(base, **changes)
+        return
+    if "layer_types" in alike and base is QWEN2:
+        alike = {**alike, "use_sliding_window": True}
+    assert spec_of(base, **changes) == spec_of(base, **alike)
+
+
 def test_what_is_not_supported_is_named():
     for base, changes in UNSUPPORTED:
         with pytest.raises(UnsupportedModelError) as caught:

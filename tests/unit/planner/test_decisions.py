@@ -30,6 +30,7 @@ from hepti_mqtt.planner.decisions import (
     decide,
     goes_on,
     load_seconds,
+    load_share,
     pays_to_hold,
 )
 from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
@@ -76,13 +77,31 @@ def test_what_all_devices_load_leaves_by_one_link() -> None:
     assert load_seconds({**part, "a": 800}, links, 40.0) == 40.0, "the one that loads most"
 
 
+def test_the_share_of_a_load_is_the_one_that_costs_least() -> None:
+    shares = np.linspace(0.01, 0.5, 491)
+    for gain in (0.0, 0.03, 0.1, 0.25, 0.58, 0.95, 1.5):
+        least = shares[np.argmin(1 / (1 - shares) + max(gain, 0.05) / shares)]
+        assert load_share(gain) == pytest.approx(least, abs=2e-3)
+
+
+def test_a_load_costs_what_devices_of_the_active_plan_load() -> None:
+    """58 % less time is worth some minutes of slower runs; others load without slowing anybody down."""
+    heavy = option(0.42, "block", load_bytes=1 << 30, load_s=120.0)
+    assert decide(situation(option(1.0), heavy)).move is not None
+    costs = [decide(situation(option(1.0), replace(heavy, own_s=own_s))).considered[0] for own_s in (0.0, 30.0, 90.0)]
+    assert [a.cost_s - costs[0].cost_s for a in costs[1:]] == pytest.approx(
+        [30 / (1 - a.share) for a in costs[1:]] * np.array([1, 3])
+    )
+    assert costs[2].option.load_s == pytest.approx(90 / costs[2].share), "at a share of a device it takes longer"
+
+
 def test_bytes_that_nobody_loads_come_before_some() -> None:
-    heavy = option(0.79, "block", load_s=20.0, load_bytes=1 << 28)
+    heavy = option(0.79, "block", load_s=20.0, own_s=5.0, load_bytes=1 << 28)
     light = option(0.8, "galaxy")
     verdict = decide(situation(option(1.0), heavy, light))
     assert verdict.move is not None
     assert verdict.move.option is light
-    assert decide(situation(option(1.0), replace(heavy, load_s=400.0))).move is None
+    assert decide(situation(option(1.0), replace(heavy, own_s=100.0))).move is None
 
 
 def test_a_plan_that_has_loaded_is_there_for_nothing_when_a_change_ends() -> None:
@@ -120,7 +139,7 @@ def test_a_method_that_may_be_better_is_tried_if_little_is_known_of_it() -> None
     for changed, more in (
         (replace(unknown, method_sd=0.9 * KNOWN_SD), {}),
         (replace(unknown, beside=False), {}),
-        (replace(unknown, load_s=300.0), {}),
+        (replace(unknown, own_s=100.0), {}),
         (option(1.5, "block", 0.1, method_sd=0.1), {}),
         (unknown, {"may_try": False}),
         (unknown, {"tried": frozenset([key])}),
@@ -164,9 +183,9 @@ def test_what_is_said_has_the_numbers() -> None:
 
 
 def test_a_standby_pays_where_its_load_costs_less_than_the_wait() -> None:
-    assert pays_to_hold(0.6, 10.0, period_s=1.5, busy=0.7, load_factor=2.0)
-    assert not pays_to_hold(0.01, 10.0, period_s=1.5, busy=0.7, load_factor=2.0)
-    assert pays_to_hold(0.01, 10.0, period_s=60.0, busy=1e-5, load_factor=2.0), "loads beside no request cost nothing"
+    assert pays_to_hold(0.6, 10.0, period_s=1.5, busy=0.7)
+    assert not pays_to_hold(0.01, 10.0, period_s=1.5, busy=0.7)
+    assert pays_to_hold(0.01, 10.0, period_s=60.0, busy=1e-5), "without requests a load costs nothing"
 
 
 # -- what a plan takes under other speeds -----------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def candidate(question: Question, strategy: str, devices: tuple[str, ...], secon
 def two(predicted: Mapping[str, float], question: Question) -> Decision:
     """Decide between a split and one device, whose simulated times are given."""
     places = {"row": ("a", "b"), "single": ("a",)}
-    found = [candidate(question, strategy, places[strategy], seconds) for strategy, seconds in predicted.items()]
+    there = {key: seconds for key, seconds in predicted.items() if question.cluster.devices.keys() >= {*places[key]}}
+    found = [candidate(question, strategy, places[strategy], seconds) for strategy, seconds in there.items()]
     found = [replace(c, price=replace(c.price, objective=question.objective)) for c in found]
     ranking = tuple(sorted(found, key=lambda c: c.price.expected_s))
     return Decision(ranking[0], ranking, "", question.cluster, programs_digest(question.spec, ranking[0].plan))
@@ -185,6 +186,22 @@ def test_what_may_be_faster_is_tried_once_and_runs_decide(row_s: float, ran: lis
     assert site.serve(row_s, 0.1, times=120) == ran
     assert any("runs will tell" in step.why for step in site.session.stories()[0].last())
     assert site.serve(row_s, 0.1, times=120) == ran[-1:], "what was tried once is not tried again"
+
+
+def test_a_trial_that_lost_its_device_before_it_served_was_none() -> None:
+    site = serving(CLOSE)
+    for number in range(60):
+        site.submit(f"x{number}", TOKENS)
+        site.now += 0.1
+        site.answer(max(site.work))
+        site.tick(1.0)
+        if site.session.groups.default("m").plans.preparing is not None:
+            break
+    assert site.strategy == "single"
+    site.leave("b")
+    site.join("b", boot=2)
+    site.settle()
+    assert site.serve(0.085, 0.1, times=120) == ["single", "row"]
 
 
 @pytest.mark.parametrize("pins", [Pins(strategy="single"), Pins(objective="memory")])

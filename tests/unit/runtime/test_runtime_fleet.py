@@ -503,6 +503,31 @@ def test_a_device_that_dies_of_a_plan_again_gets_less_for_a_while() -> None:
     assert memory(site, "b") == 1 << 30
 
 
+def test_a_device_that_is_stopped_has_not_died() -> None:
+    site = settled("a", "b", decider=everyone)
+    for boot in (2, 3, 4):
+        site.leave("b", reason="stopped")
+        site.settle()
+        site.join("b", boot=boot)
+        site.settle()
+    assert memory(site, "b") == 1 << 30
+
+
+def test_the_last_device_serves_again_although_it_died_of_its_plans() -> None:
+    site = settled("a")
+    for boot in (2, 3, 4):
+        site.leave("a")
+        site.pass_by(1)
+        site.join("a", boot=boot)
+        site.submit(f"r{boot}")
+        for _ in range(4):
+            site.tick(1.0)
+            site.ready()
+        assert site.plan is not None
+    assert not site.errors
+    assert site.notes()["crash_limit"] == 2, "the first death may have been a restart"
+
+
 def test_a_device_that_was_only_away_has_not_died() -> None:
     """Its connection was lost, or it had no core for too long: it comes back as the same start."""
     site = settled("a", "b", decider=everyone)
@@ -566,8 +591,14 @@ class Heard:
     def __call__(self, event: interface.CoordinatorEvent, at_s: float = 0.0) -> object:
         return self.wills.handle(event, self.site.now + at_s)
 
-    def word(self, device: str, state: str = "offline", boot: int = 1, at_s: float = 0.0) -> object:
-        return self(interface.DeviceStatus(device, Status(state, boot)), at_s)
+    def word(self, device: str, state: str = "offline", boot: int = 1, at_s: float = 0.0, reason: str = "") -> object:
+        return self(interface.DeviceStatus(device, Status(state, boot, reason=reason)), at_s)
+
+
+def test_a_device_that_says_why_it_goes_offline_is_gone_at_once() -> None:
+    heard = Heard()
+    heard.word("a", reason="stopped")
+    assert heard.site.session.fleet.usable().keys() == {"b"}
 
 
 def test_a_broker_that_ends_takes_no_plan_with_it() -> None:
@@ -791,3 +822,12 @@ def test_where_all_are_switched_off_requests_end_with_the_reason() -> None:
     site.submit("r1")
     assert UNWANTED in str(site.errors["r1"])
     assert not site.session.fleet.expected(site.now), "nobody waits for it"
+
+
+def test_devices_with_one_address_share_a_machine() -> None:
+    site = Site()
+    for device, host in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.2")):
+        site.event(interface.DeviceCaps(device, replace(caps(device, 1), endpoint=Endpoint(host, 1, ""))))
+        site.event(interface.DeviceStatus(device, Status("online", 1)))
+    site.join("d")
+    assert site.session.fleet.machines() == {"a": "10.0.0.1", "b": "10.0.0.1"}

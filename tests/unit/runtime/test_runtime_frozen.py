@@ -102,7 +102,7 @@ def test_a_silent_device_is_put_aside_where_the_broker_has_nothing_to_say_but_he
     site.submit("r1", within=1e9)
     nbytes = site.session.groups.default("m").plans.active.needed_bytes("a")
     for _ in range(50):  # loads are slow, so a silent device has longer than the time between two heartbeats
-        site.session.groups.background.record_load(nbytes, load_s, served=False)
+        site.session.groups.background.record_load(nbytes, load_s, share=1.0)
     frozen, heard_s = Frozen(site), site.now
     for tick in range(40):
         site.now += TICK_S

@@ -183,22 +183,23 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     return site
 
 
-def late_beside_its_load() -> Site:
-    site = settled("a", decider=everyone)
-    plan = site.plan
-    assert plan is not None
+def worse_than_the_active_plan_since_a_device_is_fast() -> Site:
+    site = settled("a")
+    site.submit("r")
+    site.answer(1)
     site.join("b")
     site.tick(1.1)
-    for run in (1, 2):
-        site.submit(f"r{run}")
-        site.now += 60.0
-        site.event(interface.DeviceMessage("a", messages.RunProgress("m", plan.version, run, 0)))
-        site.answer(run)
+    for seconds in range(60):
+        site.drift({"a": 0.1}, 1)
+        if (asked := site.prepares().get("b")) is not None:
+            plan = Plan.from_dict(asked.plan)
+            progress = messages.PrepareProgress(asked.transaction_id, "m", plan.version, seconds, 1000)
+            site.event(interface.DeviceMessage("b", progress))
     return site
 
 
 RARE = (
-    late_beside_its_load,
+    worse_than_the_active_plan_since_a_device_is_fast,
     lost_while_swapping,
     suspect_replaced,
     suspect_makes_room,

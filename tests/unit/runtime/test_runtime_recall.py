@@ -180,7 +180,7 @@ def test_a_device_that_has_started_again_has_kept_nothing() -> None:
 def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
     for _ in range(100):  # of the 1.4 MB that a device needs
-        site.session.groups.background.record_load(10**8, 100.0, served=False)
+        site.session.groups.background.record_load(10**8, 100.0, share=1.0)
     site.mute = {"b"}
     site.submit("r")
     site.pass_by(15, 0.1)

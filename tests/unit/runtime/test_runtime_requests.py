@@ -137,8 +137,9 @@ def test_a_step_that_raises_takes_no_command_from_others(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(Moves, "is_due", fail)
         site.now += 4.0
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ExceptionGroup) as failed:
             site.event(interface.Tick())
+    assert [type(error) for error in failed.value.exceptions] == [ZeroDivisionError] * 2, "one of each model"
     site.join("a")
     assert {name: type(error) for name, error in site.errors.items()} == {"r1": DeadlineError, "r2": DeadlineError}
 

@@ -488,6 +488,21 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     assert site.post.unacknowledged == 1
 
 
+def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
+    """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
+    site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
+    site.post.journal.record_waiting(site.asked[0], Asked(KEY, b""))
+    post_clock.now += 2 * post_module.LOST_S
+    site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))
+    site.post.resend_due(post_clock.now)
+    assert (site.post.unacknowledged, site.counters["unacknowledged"]) == (1, 0)
+    while site.post.unacknowledged:
+        site.answers.taken(heard=False)
+        post_clock.now += post_module.RESEND_S
+        site.post.resend_due(post_clock.now)
+    assert (site.settled, site.counters["unacknowledged"]) == ([1], 0)
+
+
 @pytest.mark.parametrize(
     ("topic", "to"),
     [

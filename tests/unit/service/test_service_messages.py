@@ -35,6 +35,9 @@ def test_parts_are_joined_and_arguments_become_objects() -> None:
         [{"role": "user", "content": 7}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
         [{"role": "user", "content": "x" * 400_001}],
+        [{**HELLO, "images": ["x"]}],
+        [{**HELLO, "foo": None}],
+        [{"role": "assistant", "content": "x", "audio": {"id": "1"}}],
         [{"role": "assistant", "tool_calls": {"a": 1}}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "not json"}}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
@@ -43,6 +46,17 @@ def test_parts_are_joined_and_arguments_become_objects() -> None:
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(RequestError):
         read_messages(messages)
+
+
+def test_what_clients_send_back_is_read() -> None:
+    sent = {"content": None, "tool_calls": [], "refusal": None, "annotations": [], "audio": None, "function_call": None}
+    assert read_messages([{"role": "assistant", **sent}]) == [{"role": "assistant", "content": ""}]
+    (thought,) = read_messages([{"role": "assistant", "content": "x", "reasoning": "well"}])
+    assert thought["reasoning_content"] == "well"
+    for empty in ("", None, "{}", {}):
+        function = {"name": "f", "arguments": empty}
+        (turn,) = read_messages([{"role": "assistant", "tool_calls": [{**CALL, "function": function}]}])
+        assert turn["tool_calls"][0]["function"]["arguments"] == {}
 
 
 NO_PARAMETERS = {"type": "function", "function": {"name": "f", "parameters": 3}}

@@ -150,7 +150,7 @@ REFUSED = [
     ("vit", {"text": "a", "text_pair": "b"}),
     ("gpt2", {"pairs": [["a", "b"]]}),
     ("gpt2", {"messages": [{"role": "user", "content": "a"}]}),
-    ("gpt2", {"text": "a", "tools": []}),
+    ("gpt2", {"text": "a", "tools": [{"type": "function", "function": {"name": "open"}}]}),
     *(
         ("gpt2", {"ids": [5], key: value})
         for key, values in {

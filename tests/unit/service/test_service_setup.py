@@ -103,7 +103,6 @@ def test_a_planner_waits_for_a_certificate_to_become_valid(ending, tmp_path, mon
         raise CertificateDateError("its certificate is valid from tomorrow")
 
     monkeypatch.setattr(planner, "claim_site", claim)
-    monkeypatch.setattr(planner, "CERTIFICATE_S", 0.0)
     model = make_model("tiny-bert", tmp_path / "m")
     config = PlannerConfig(BrokerUrl.parse("mqtts://127.0.0.1:1"), "home", {"m": model}, state_dir=tmp_path)
     with pytest.raises(ConfigError) if ending == "valid" else contextlib.nullcontext():

@@ -20,7 +20,16 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
-from hepti_mqtt.service.threads import AGAIN, IN_HAND_S, LOOKS_S, MOST_S, FairExecutor, RoundRobin, SearchThrottle
+from hepti_mqtt.service.threads import (
+    AGAIN,
+    IN_HAND_S,
+    LOOKS_S,
+    MOST_S,
+    FairExecutor,
+    RoundRobin,
+    SearchThrottle,
+    Window,
+)
 
 ROOM = 1 << 30
 
@@ -115,7 +124,7 @@ def test_a_client_of_whom_everything_was_dropped_is_forgotten(taken):
         assert turns.take() == ("a", 1)
         turns.done("a")
     assert turns.take() is None
-    assert not turns._lines
+    assert turns.idle
 
 
 PATIENCE_S = 30
@@ -278,3 +287,39 @@ def test_every_price_of_a_search_may_be_paused_at() -> None:
     paused: list[int] = []
     decide(replace(QUESTION, pause=lambda: paused.append(1)))
     assert len(paused) > 5
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "take", "done", "close"]), st.sampled_from("abcd")), max_size=200))
+def test_open_items_stay_within_the_windows_and_nothing_gets_lost(steps):
+    """Clients a and b share a group, and so do c and d."""
+    turns, group_of = RoundRobin(ROOM, ROOM, Window(client=2, group=3)), {"a": "x", "b": "x", "c": "y", "d": "y"}
+    waiting, busy, opened, number = dict.fromkeys("abcd", 0), set(), dict.fromkeys("abcd", 0), 0
+    for step, client in steps:
+        if step == "put":
+            turns.put(client, number, 1, group_of[client])
+            waiting[client] += 1
+            number += 1
+        elif step == "take" and (taken := turns.take()) is not None:
+            waiting[taken[0]] -= 1
+            opened[taken[0]] += 1
+            busy.add(taken[0])
+        elif step == "done" and client in busy:
+            busy.remove(client)
+            turns.done(client)
+        elif step == "close" and opened[client] > (client in busy):
+            opened[client] -= 1
+            turns.close(client)
+        groups = {name: sum(opened[c] for c in opened if group_of[c] == name) for name in "xy"}
+        assert max(opened.values()) <= 2
+        assert max(groups.values()) <= 3
+    for client in list(busy):
+        turns.done(client)
+    for client, count in opened.items():
+        for _ in range(count):
+            turns.close(client)
+    while (taken := turns.take()) is not None:
+        waiting[taken[0]] -= 1
+        turns.done(taken[0])
+        turns.close(taken[0])
+    assert not any(waiting.values())
+    assert turns.idle

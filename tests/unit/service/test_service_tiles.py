@@ -12,7 +12,7 @@ from hepti_mqtt.errors import ModelError, NetworkError, WeightsChangedError
 from hepti_mqtt.protocol.frames import decode
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.tiles import PART, TilePace, TileServer
+from hepti_mqtt.service.tiles import BACKGROUND_SHARE, TilePace, TileServer
 
 TOPICS = Topics("home")
 
@@ -174,7 +174,7 @@ def test_close_ends_a_wait_for_a_full_queue(checkpoints):
 
 def test_beside_runs_a_device_gets_a_part_of_its_rate_and_otherwise_all_of_it():
     pace = TilePace()
-    pace.set_rate("a", 1e6)
+    pace.set_rate("a", BACKGROUND_SHARE * 1e6)
     pace.record(["a"], 1000, 5.0)
     assert pace.due_s(["a"]) == 0.0
     pace.serving = True
@@ -183,11 +183,11 @@ def test_beside_runs_a_device_gets_a_part_of_its_rate_and_otherwise_all_of_it():
         now = max(now, pace.due_s(["a"]))
         pace.record(["a"], 1000, now)
         sent += 1000
-    assert sent == pytest.approx(PART * 1e6 * 10, rel=0.02)
+    assert sent == pytest.approx(BACKGROUND_SHARE * 1e6 * 10, rel=0.02)
     assert pace.due_s(["b"]) == 0.0, "nothing was sent to it"
     pace.set_rate("b", 1e3)
     pace.record(["b"], 1000, now)
-    assert pace.due_s(["a", "b"]) == pytest.approx(now + 1 / PART), "one tile for both waits for the slower one"
+    assert pace.due_s(["a", "b"]) == pytest.approx(now + 1), "one tile for both waits for the slower one"
     pace.serving = False
     assert pace.due_s(["a", "b"]) == 0.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from sites import always, plan, tensors
@@ -11,8 +13,8 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.protocol import frames, messages
-from hepti_mqtt.runtime.coordinator.interface import Publish, RequestCancelled
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
+from hepti_mqtt.runtime.coordinator.interface import Publish, RequestArrived, RequestCancelled
+from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Request, RequestKey
 from hepti_mqtt.runtime.worker import runs
 
 SPEC = spec_of_kind("tiny-qwen3-text")
@@ -20,23 +22,26 @@ PROMPT = (5, 9, 2, 7, 5)
 MOST = 24
 
 
-def wanted(rules: TokenRules = LIKELIEST, want: str = "candidates") -> tuple[Generation, np.ndarray]:
-    shape, inputs = models.single_sequence(SPEC, np.array(PROMPT, np.int32), tokens=len(PROMPT) + MOST)
-    return Generation(PROMPT, MOST, shape.with_want(want), rules, vocab=SPEC.head.outputs), inputs
+def wanted(
+    rules: TokenRules = LIKELIEST, want: str = "candidates", prompt: Sequence[int] = PROMPT, most: int = MOST
+) -> tuple[Generation, np.ndarray]:
+    shape, inputs = models.single_sequence(SPEC, np.array(prompt, np.int32), tokens=len(prompt) + most)
+    return Generation(tuple(prompt), most, shape.with_want(want), rules, vocab=SPEC.head.outputs), inputs
 
 
 class Watched(Swarm):
     """A site whose planner's words to devices are kept.
 
-    late_s: how long each of them takes beside the network; root_s: the same of what the root device says.
+    late_s: delay of work frames; command_s: of commands to devices; root_s: of the root device's reports.
     """
 
-    def __init__(self, count: int, late_s: float = 0.0, root_s: float = 0.0) -> None:
+    def __init__(self, count: int, late_s: float = 0.0, root_s: float = 0.0, command_s: float = 0.0, **options) -> None:
         devices = {f"d{i}": (1e9, 1 << 30) for i in range(count)}
         way = ("decoder", {}) if count > 1 else ("single", {})
         decider = always(plan(SPEC, way, (1.0,) * count))
-        self.root_s, self.late_s, self.following, self.stopped = root_s, late_s, list[int](), set[int]()
-        super().__init__(SPEC, tensors(SPEC), devices, decider=decider, jitter_s=0.01, batching=Batching())
+        self.root_s, self.late_s, self.command_s = root_s, late_s, command_s
+        self.following, self.stopped = list[int](), set[int]()
+        super().__init__(SPEC, tensors(SPEC), devices, decider=decider, jitter_s=0.01, batching=Batching(), **options)
 
     def _planner_command(self, command) -> None:
         if isinstance(command, Publish) and "/work/" in command.topic:
@@ -47,15 +52,31 @@ class Watched(Swarm):
         if isinstance(command, Publish) and command.topic.endswith("/cmd"):
             message, _ = messages.decode_sealed(command.payload)
             self.stopped |= {message.run_id} if isinstance(message, messages.Cancel) else set()
+            self.after(self.command_s, lambda: Swarm._planner_command(self, command))
+            return
         super()._planner_command(command)
 
     def _host_publish(self, name, publish) -> None:
-        late_s = self.root_s if name == "d0" and publish.topic.endswith("/up") else 0.0
-        self.after(late_s, lambda: Swarm._host_publish(self, name, publish))
+        if name != "d0" or not publish.topic.endswith("/up"):
+            super()._host_publish(name, publish)
+            return
+        copied = publish._replace(payload=publish.joined_payload, body=memoryview(b""))  # the next op changes the body
+        self.after(self.root_s, lambda: Swarm._host_publish(self, name, copied))
 
-    def write(self, name: str, rules: TokenRules = LIKELIEST, want: str = "candidates") -> None:
-        generation, inputs = wanted(rules, want)
-        self.begin(name, Batch(generation.shape, inputs), generation)
+    def write(
+        self,
+        name: str,
+        rules: TokenRules = LIKELIEST,
+        want: str = "candidates",
+        prompt: Sequence[int] = PROMPT,
+        most: int = MOST,
+        reported: bool = True,
+    ) -> None:
+        generation, inputs = wanted(rules, want, prompt, most)
+        key = RequestKey(MODEL, "user", name)
+        first = Batch(generation.shape, inputs)
+        request = Request(key, (first,), name, None, generation=generation, wants_report=reported)
+        self.tell_planner(RequestArrived(request))
 
     def finish(self, *names: str) -> list[list[int]]:
         self.run(300, until=lambda: all(n in self.answers or n in self.errors for n in names))
@@ -65,11 +86,11 @@ class Watched(Swarm):
         return [self.answers[name][0][0].tolist() for name in names]
 
 
-def text(rules: TokenRules = LIKELIEST) -> list[int]:
+def text(rules: TokenRules = LIKELIEST, prompt: Sequence[int] = PROMPT, most: int = MOST) -> list[int]:
     """Return the text by whole passes of the reference."""
     found: list[int] = []
-    while len(found) < MOST and not rules.ends(found):
-        shape, inputs = models.single_sequence(SPEC, np.array([*PROMPT, *found], np.int32))
+    while len(found) < most and not rules.ends(found):
+        shape, inputs = models.single_sequence(SPEC, np.array([*prompt, *found], np.int32))
         logits = models.reference(SPEC, tensors(SPEC), inputs, shape)[1]
         found.append(rules.choose(logits, found, rules.temperatures[0])[0])
     return found
@@ -188,6 +209,22 @@ def test_a_run_that_follows_none_that_is_known_is_refused():
     )
     (failed,) = host.session.runs.start(resident, frames.decode(payload), swarm.now)
     assert messages.decode(failed.payload).code == "session"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("seed", [2, 8, 10])
+def test_steps_ordered_ahead_for_a_text_change_no_text_that_takes_its_cache_over(count, seed):
+    rng = np.random.default_rng(seed)
+    prompt, stop = rng.integers(1, 50, 18).tolist(), 5
+    ends = TokenRules(stops=lambda tokens: len(tokens) >= stop)
+    swarm = Watched(count, command_s=0.2, in_flight=1, seed=seed)
+    swarm.write("a", ends, prompt=prompt, most=20, reported=False)
+    swarm.run(60, until=lambda: len(swarm.tokens.get("a", ())) == stop - 1)
+    first = text(ends, prompt)
+    again = [*prompt, *rng.integers(1, 50, 6).tolist()]  # its rows are those of the steps ordered ahead, and more
+    swarm.write("b", prompt=again, most=6, reported=False)
+    assert swarm.finish("a", "b") == [first, text(prompt=again, most=6)]
+    assert swarm.stopped, "steps were ordered ahead"
 
 
 def test_a_report_that_overtakes_the_answer_before_it_is_kept():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from weather_table import longest_worse_than_alone
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.weather import read_recording
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
@@ -126,30 +123,3 @@ def test_plans_follow_what_runs_show_and_the_story_names_the_liar() -> None:
     assert longest_worse_than_alone(history) <= 10
     liar = truth.names[int(np.argmin(np.log(truth.said.slowdown / truth.real.slowdown).mean(0)))]
     assert liar in {step.subject for step in history.story if step.after == "doubted"}
-
-
-def test_the_command_prints_a_verdict_and_draws_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    svg, arguments = tmp_path / "weather.svg", ["bert-large", "--devices-file", "four-pi4-240", "--strategy", "single"]
-    assert main(["simulate", *arguments, "--weather", "stalls", "--minutes", "3", "--svg", str(svg), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["phases"][0]["requests"] > 0
-    assert told["changes"]
-    assert len(ElementTree.parse(svg).getroot()) > told["phases"][0]["requests"]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--weather", "hail"],
-        ["--weather", "still", "--minutes", "1"],
-        ["--weather", "still", "--explain"],
-        ["--weather", "still", "--sequences", "2"],
-    ],
-)
-def test_what_cannot_be_played_is_refused(more: list[str]) -> None:
-    assert main(["simulate", "bert-large", "--devices-file", "four-pi4-240", *more]) == 2
-
-
-def test_a_recording_of_another_site_and_a_model_that_generates_are_refused(tmp_path: Path) -> None:
-    assert main(["simulate", "bert-large", "--devices-file", "paper-pair", "--weather", str(RECORDING)]) == 2
-    assert main(["simulate", "gpt2", "--devices-file", "four-pi4-240", "--weather", "still"]) == 2

@@ -382,10 +382,14 @@ def test_what_is_no_request_is_refused():
 
 def test_a_run_of_a_session_comes_back_as_it_was_sent():
     shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
-    frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (DecoderSession(9, final=True),)))
-    back_shape, back = decode_work(frame)
-    assert (back_shape, decode_sessions(frame)) == (shape, (DecoderSession(9, final=True),))
-    np.testing.assert_array_equal(back, inputs)
+    for session in (DecoderSession(9, final=True), DecoderSession(9, source=8), DecoderSession(9, False, 8, True)):
+        frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,)))
+        back_shape, back = decode_work(frame)
+        assert (back_shape, decode_sessions(frame)) == (shape, (session,))
+        np.testing.assert_array_equal(back, inputs)
+    for session in (DecoderSession(9, source=9), DecoderSession(9, takes_over=True), DecoderSession(0, source=9)):
+        with pytest.raises(WireError):
+            encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,))
     for sizes, rows in (((3,), 64), ((2,), 1), ((2, 65), 64), ((1,) * 9, 64)):
         wrong = PlainShape(sizes, session_rows=rows)
         with pytest.raises(WireError):

@@ -165,20 +165,20 @@ def test_a_frame_on_the_way_up_is_told_apart_by_its_magic():
         decode_report(b"HPT1")
 
 
-UNKEYED = " c400 a6686561646572"
+UNKEYED = " c400 a6686561646572 cb0000000000000000"  # no key, the default of `checked`, no share
 
 
 @pytest.mark.parametrize(
     ("message", "golden"),
     [
-        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "9b 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00 90" + UNKEYED),
+        (Prepare(1, {"a": 1}, {}, bytes(32), 2), "9c 01 01 81 a161 01 80 c420" + "00" * 32 + "02 90 00 90" + UNKEYED),
         (
             Prepare(1, {}, {}, bytes(32), 2, peers=(Peer("b", Endpoint("10.0.0.7", 80), "o", "i"),)),
-            "9b 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169" + UNKEYED,
+            "9c 01 01 80 80 c420" + "00" * 32 + "02 90 00 91 96 a162 a831302e302e302e37 50 a0 a16f a169" + UNKEYED,
         ),
         (
             Prepare(1, {}, {}, bytes(32), 2, (PlainShape((3, 4), "hidden"), PlainShape((5,), session_rows=64)), 1),
-            "9b 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90" + UNKEYED,
+            "9c 01 01 80 80 c420" + "00" * 32 + "02 92 9401009203 0490 9400409105 90 01 90" + UNKEYED,
         ),
         (Activate(1, "m", PlanVersion(2, 3)), "94 02 01 a16d 92 02 03"),
         (Release(1, "m", PlanVersion(2, 3)), "94 03 01 a16d 92 02 03"),
@@ -188,7 +188,7 @@ UNKEYED = " c400 a6686561646572"
         (PrepareProgress(1, "m", PlanVersion(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
         (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0), "98 66 01 a16d 92 02 03 a163 a174 00 90"),
         (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
-        (RequestTiles("m", (bytes(32),)), "93 67 a16d 91 c420" + "00" * 32),
+        (RequestTiles("m", (bytes(32),), 0.5), "94 67 a16d 91 c420" + "00" * 32 + "cb3fe0000000000000"),
         (RunFailed("m", PlanVersion(2, 3), 4, "c", "t"), "97 68 a16d 92 02 03 04 a163 a174 90"),
         (RunFailed("m", PlanVersion(2, 3), 4, "c", "t", (5,)), "97 68 a16d 92 02 03 04 a163 a174 91 05"),
         (LeaseTasks("m", PlanVersion(2, 3), 4, (5, 6)), "95 06 a16d 92 02 03 04 92 05 06"),

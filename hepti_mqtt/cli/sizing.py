@@ -1,0 +1,108 @@
+"""`hepti simulate --board`: how many boards of a kind a model needs, as one table."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, Final
+
+from hepti_mqtt.cli import output
+from hepti_mqtt.config.options import PinOptions
+from hepti_mqtt.config.sites import board_site
+from hepti_mqtt.cost.simulator import TopicNames
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.planner import Decision, Question, decide, price
+from hepti_mqtt.spec import Spec
+
+BOARDS: Final = (1, 2, 3, 4, 6, 8)
+BAR: Final = 24  # characters of the longest bar
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a number of boards does.
+
+    tokens_per_s: of a text that a decoder writes, else of the request. prompt_tokens_per_s, first_token_s: of decoders.
+    """
+
+    boards: int
+    plan: str
+    tokens_per_s: float
+    request_ms: float
+    memory_mib: float
+    memory_share: float
+    prompt_tokens_per_s: float | None = None
+    first_token_s: float | None = None
+
+
+def size(args: argparse.Namespace, spec: Spec) -> int:
+    """Print what 1 to 8 boards do with a model, and the fewest that reach the wanted tokens/s."""
+    rows, lacking = [], ""
+    for count in BOARDS:
+        try:
+            rows.append(_row(args, spec, count))
+        except PlanError as error:
+            lacking = str(error)
+    if not rows:
+        raise PlanError(f"{args.model} does not fit {BOARDS[-1]} boards of {args.board}: {lacking}")
+    wanted = args.tokens_per_s
+    fewest = next((row.boards for row in rows if wanted and row.tokens_per_s >= wanted), None)
+    if args.json:
+        shown = [{name: getattr(row, name) for name in Row.__slots__} for row in rows]
+        output.print_json({"model": args.model, "board": args.board, "boards": fewest, "rows": shown})
+        return 0
+    _print(args, spec, rows)
+    if wanted:
+        reached = f"{fewest} boards" if fewest else f"not reached with {BOARDS[-1]} boards"
+        output.print_lines([f"{wanted:g} tokens/s: {reached}"])
+    return 0
+
+
+def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
+    """Return what so many boards do; raises PlanError if the model does not fit."""
+    cluster = board_site(args.board, count, args.network)
+    shape = representative_shape(spec, args.tokens)
+    pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
+    asked = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
+    decision = decide(asked)
+    chosen = decision.chosen
+    seconds = chosen.price.seconds
+    most = max(chosen.price.needs.values())
+    common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}
+    plan = f"{chosen.name} on {len(chosen.plan.devices)}"
+    if not shape.session_rows:
+        return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
+    rows = min(largest_shape(spec).size, shape.session_rows)
+    run_s = _run_s(asked, decision, rows)
+    first_s = ceil(shape.session_rows / rows) * run_s
+    return Row(
+        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=rows / run_s, first_token_s=first_s
+    )
+
+
+def _run_s(asked: Question, decision: Decision, rows: int) -> float:
+    """Return the seconds of a run of some tokens of a prompt."""
+    run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
+    return price(run, decision.chosen.plan, full=True).seconds
+
+
+def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:
+    writes = rows[0].first_token_s is not None
+    best = max(row.tokens_per_s for row in rows)
+    columns: list[Any] = ["boards", "tokens/s"]
+    columns += ["prompt tokens/s", "first token s"] if writes else ["ms"]
+    cells = []
+    for row in rows:
+        speed = [f"{row.tokens_per_s:.1f}"]
+        if writes:
+            speed += [f"{row.prompt_tokens_per_s:.0f}", f"{row.first_token_s:.1f}"]
+        else:
+            speed += [f"{row.request_ms:.0f}"]
+        bar = "█" * max(round(BAR * row.tokens_per_s / best), 1)
+        cells.append((row.boards, *speed, f"{row.memory_mib:.0f} ({row.memory_share:.0%})", row.plan, bar))
+    what = f"a prompt of {args.tokens} tokens" if writes else f"{representative_shape(spec, args.tokens).size} tokens"
+    title = f"{args.model} on {args.board}, {args.network}, {what}; simulated, with assumed rates of the board"
+    output.print_table(title, (*columns, "MiB per board", "plan", "tokens/s"), cells)

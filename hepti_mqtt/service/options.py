@@ -1,0 +1,176 @@
+"""The options of a request, as one table: MQTT's checks, the gateway's bodies and the reference page follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.service.texts import is_int, quoted
+
+MAX_TOP_K: Final = 1000
+MAX_SEED: Final = 2**32 - 1
+MAX_LIKELY: Final = 20
+MAX_NEW_TOKENS: Final = 4096
+MAX_STOPS: Final = 16
+_LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_JSON_TYPES: Final = {"integer": "integer", "number": "number", "flag": "boolean", "text": "string"}
+
+
+class Option(NamedTuple):
+    """A key of a request that is no input."""
+
+    name: str
+    #: integer, number, flag, text, or any: the value is checked where it is used
+    kind: str
+    #: for the reference page, in Markdown
+    sentence: str
+    #: of models that have it; empty for all
+    tasks: tuple[str, ...] = ()
+    #: keys of an input, one of which the option needs; empty for none
+    inputs: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    #: values that change nothing, besides null
+    neutral: tuple[Any, ...] = ()
+    #: a list is checked where it is used
+    takes_list: bool = False
+
+    def check(self, value: Any, key: str = "") -> None:
+        """Raise RequestError for a value of another type or out of range; key: the client's name of the option."""
+        fits = {
+            "integer": is_int(value),
+            "number": isinstance(value, int | float) and not isinstance(value, bool),
+            "flag": isinstance(value, bool),
+            "text": isinstance(value, str),
+            "any": True,
+        }[self.kind]
+        if self.takes_list and isinstance(value, list):
+            return
+        if fits and self.kind in ("integer", "number"):
+            fits = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        if not fits or (self.choices and value not in self.choices):
+            raise RequestError(f"{key or self.name} must be {self.wanted}, not {quoted(value)}", param=key or self.name)
+
+    @property
+    def wanted(self) -> str:
+        """Return the values that it takes, in words."""
+        if self.choices:
+            return " or ".join(f'"{choice}"' for choice in self.choices)
+        words = {"integer": "an integer", "number": "a number", "flag": "true or false", "text": "a text"}
+        low, high = self.low, self.high
+        if low is not None and high is not None:
+            return f"{words[self.kind]} from {low:.10g} to {high:.10g}"
+        return f"{words[self.kind]}{'' if low is None else f' of at least {low:g}'}"
+
+    def schema(self) -> dict[str, Any]:
+        """Return its JSON schema."""
+        bounds = {"minimum": self.low, "maximum": self.high, "enum": list(self.choices) or None}
+        kind = {"type": [_JSON_TYPES[self.kind], "null"]} if self.kind in _JSON_TYPES and not self.choices else {}
+        found = {key: value for key, value in bounds.items() if value is not None}
+        return {**kind, **found, "description": _LINK.sub(r"\1", self.sentence)}
+
+
+_TEXT_INPUTS: Final = ("text", "ids", "messages")
+_WRITES: Final[dict[str, Any]] = {"tasks": ("generation",), "inputs": _TEXT_INPUTS}
+_SPEAKS: Final[dict[str, Any]] = {"inputs": ("audio",)}
+_BOTH: Final[dict[str, Any]] = {"tasks": ("generation", "transcription"), "inputs": ("audio", *_TEXT_INPUTS)}
+_LABELS: Final[dict[str, Any]] = {"inputs": ("candidate_labels",)}
+_TABLE: Final = (
+    Option("truncate", "flag", "`true` cuts a text that is longer than the model reads (for a decoder: including what "
+           "it generates), and of a pair the longer one first; without it, a long text is an error", neutral=(False,)),
+    Option("prompt", "any", "the name of one of the model's prompts (`prompts` in config_sentence_transformers.json), "
+           "such as `query` or `document`, instead of its default one; of speech, the text before it",
+           ("embedding", "transcription"), ("text", "texts", "audio")),
+    Option("dimensions", "integer", "of an embedding, how many of its first numbers to return (for Matryoshka models), "
+           "normalized again where the model's embeddings are", ("embedding",), low=1),
+    Option("raw_scores", "flag", "`true`: logits instead of scores, of labels and of rankings", ("classification",),
+           neutral=(False,)),
+    Option("return_documents", "flag", "`true`: each entry of a ranking has its `document`", (), ("documents",),
+           neutral=(False,)),
+    Option("multi_label", "flag", "`true`: each of your own labels has its own score", **_LABELS, neutral=(False,)),
+    Option("hypothesis_template", "any", "the sentence about each of your own labels, with one `{}`", **_LABELS),
+    Option("no_answer", "flag", "`true`: the answer is empty where the model finds that more likely", (), ("context",),
+           neutral=(False,)),
+    Option("max_answer_tokens", "integer", "of an answer in a text: 15 by default, at most 384",
+           ("question_answering",), ("context", "ids"), 1, 384),
+    Option("aggregation", "text", "of entities: `simple` (default) makes one of neighbours with the same label, `none` "
+           "names each token", ("token_classification",), ("text", "texts", "ids"), choices=("simple", "none")),
+    Option("empty", "text", "for embeddings: `error` (default), which names the empty text, or `zero`: an empty one of "
+           "`texts` gets a vector of zeros", choices=("error", "zero")),
+    Option("token_types", "any", "of `ids`, of the same lengths: makes pairs of them", (), ("ids",)),
+    Option("want", "text", "`task` (default); `hidden`: the final hidden states of all tokens as base64 (for "
+           "[CNNs](../guide/models.md#pictures): what the last dense layer reads); `plan`: nothing is computed, the "
+           "answer comes when the plan's weights are loaded, with `result` null and the prediction for this request",
+           choices=("task", "hidden", "plan")),
+    Option("top_k", "integer", "how many labels or tokens to name: 5 by default, at most 1000; of rankings and your "
+           "own labels all by default. Of a decoder: tokens are drawn from that many", low=1, high=MAX_TOP_K),
+    Option("temperature", "number", "of a decoder, from 0 to 2: tokens are drawn by their probabilities, changed as "
+           "transformers does, by temperature, `top_k`, `top_p` and `min_p` in this order; without a temperature, or "
+           "with 0, the likeliest one follows. Of [speech](../guide/speech.md#ask): from 0 to 1, or a list", **_BOTH,
+           low=0, high=2, takes_list=True),
+    Option("top_p", "number", "of a decoder: tokens are drawn from the likeliest ones with this probability in all",
+           **_WRITES, low=0, high=1),
+    Option("min_p", "number", "of a decoder: no token is drawn with less than this part of the likeliest one's "
+           "probability", **_WRITES, low=0, high=1),
+    Option("seed", "integer", "the same text again, however the model is divided", **_BOTH, low=0, high=MAX_SEED),
+    Option("repetition_penalty", "number", "of a decoder: divides the logits of tokens that were there, also in the "
+           "prompt", **_WRITES, low=0.1, high=10),
+    Option("presence_penalty", "number", "of a decoder: is taken from the logits of tokens that were there", **_WRITES,
+           low=-2, high=2),
+    Option("frequency_penalty", "number", "of a decoder: the same for each time that the token was there", **_WRITES,
+           low=-2, high=2),
+    Option("logit_bias", "any", "of a decoder: numbers from -100 to 100 that are added to the logits of token ids, by "
+           "id", **_WRITES, neutral=({},)),
+    Option("stop", "any", "of a decoder: a text or up to 16, at the first of which the answer ends", **_WRITES,
+           neutral=([],)),
+    Option("logprobs", "integer", "of a decoder: each token comes with the logarithm of its probability, and with that "
+           "number of the likeliest tokens at its place ([form](#generated-text)). All of an answer are at most 24,000",
+           **_WRITES, low=0, high=MAX_LIKELY),
+    Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
+           "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
+           "An invalid schema, or one that has a part that llguidance does not support, is refused. The planner needs "
+           "`pip install 'hepti[grammar]'`", **_WRITES),
+    Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
+           "where the chat template writes none", (), ("messages",), neutral=([],)),
+    Option("tool_choice", "any", "with `tools`: `required`, or `{\"type\": \"function\", \"function\": {\"name\": "
+           "\"...\"}}`: the text is a call of one of the tools, or of that one, as JSON with `name` and `arguments` "
+           "(of Llama 3 `parameters`), by the tool's schema; `auto` (default): the model chooses. It needs the same "
+           "extra",
+           (), ("messages",), neutral=("auto",)),
+    Option("thinking", "flag", "of `messages`, for models that think before they answer: `false` asks the template for "
+           "an answer without thoughts, `true` for thoughts. Thoughts come as `thinking`, apart from `text`",
+           ("generation",), ("messages",)),
+    Option("speculate", "flag", "`false`: of a decoder, no tokens are guessed from the text so far and computed along. "
+           "The text is the same with and without (but for near ties of rounding)", **_WRITES, neutral=(True,)),
+    Option("max_new_tokens", "integer", "how many tokens a decoder generates: by default 16, of speech 224, and for "
+           "`messages` as many as the model has room for, at most 4096; it stops earlier at the model's end token",
+           ("generation", "transcription"), low=1),
+    Option("fit", "flag", "`true`: `max_new_tokens` is a bound, and fewer are generated where the model has less room; "
+           "without it, that is an error", ("generation",), _TEXT_INPUTS, neutral=(False,)),
+    Option("language", "any", "of speech: a code such as `en` ([speech](../guide/speech.md#ask))", **_SPEAKS),
+    Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
+    Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
+    Option("timestamps", "any", "of speech: `true` for the times of segments", **_SPEAKS, neutral=(False,)),
+)  # fmt: skip
+OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}
+
+
+def checked(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request without options that change nothing; raises RequestError for a value of another type."""
+    kept = {}
+    for key, value in request.items():
+        option = OPTIONS.get(key)
+        if option is not None:
+            if value is None or any(value == one and type(value) is type(one) for one in option.neutral):
+                continue
+            option.check(value)
+        kept[key] = value
+    return kept
+
+
+def reference_rows() -> str:
+    """Return the rows of the reference page's table."""
+    return "\n".join(f"| `{option.name}` | {option.sentence} |" for option in _TABLE)

@@ -1,0 +1,74 @@
+"""Thoughts before an answer, as models write them between `<think>` and `</think>`, divided from the answer."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+
+
+class Parts(NamedTuple):
+    """Two pieces of a text: of its thoughts, and of the answer."""
+
+    thinking: str
+    text: str
+
+
+class Thoughts:
+    """Divides a text that grows; inside: the prompt has opened the thoughts already."""
+
+    def __init__(self, inside: bool) -> None:
+        #: the tag that comes next, "" in the answer; a text that does not begin with OPEN is an answer
+        self._tag = CLOSE if inside else OPEN
+        #: what cannot be shown yet: white space, or the beginning of the tag
+        self._held = ""
+        #: white space at the beginning of a part is left out
+        self._begins = True
+
+    def feed(self, text: str) -> Parts:
+        """Take more text; return what may be shown now."""
+        self._held += text
+        thinking = ""
+        if self._tag == OPEN:
+            start = self._held.lstrip()
+            if start.startswith(OPEN):
+                self._tag, self._held = CLOSE, start[len(OPEN) :]
+            elif OPEN.startswith(start):
+                return Parts("", "")
+            else:  # white space before an answer without thoughts is the answer's
+                self._tag, self._begins = "", False
+        if self._tag == CLOSE:
+            before, tag, after = self._held.partition(CLOSE)
+            shown = before.rstrip() if tag else _before_tag(before)
+            self._held = after if tag else before[len(shown) :]
+            thinking = self._trimmed(shown)
+            if tag:
+                self._tag, self._begins = "", True
+        if self._tag:
+            return Parts(thinking, "")
+        shown, self._held = self._held, ""
+        return Parts(thinking, self._trimmed(shown))
+
+    def end(self) -> Parts:
+        """Return what was held back."""
+        rest, self._held = self._held, ""
+        return Parts(self._trimmed(rest.rstrip()), "") if self._tag == CLOSE else Parts("", rest)
+
+    def _trimmed(self, text: str) -> str:
+        shown = text.lstrip() if self._begins else text
+        self._begins = self._begins and not shown
+        return shown
+
+
+def divide(text: str, inside: bool) -> Parts:
+    """Return the thoughts of a whole text, and the answer."""
+    thoughts = Thoughts(inside)
+    parts, rest = thoughts.feed(text), thoughts.end()
+    return Parts(parts.thinking + rest.thinking, parts.text + rest.text)
+
+
+def _before_tag(text: str) -> str:
+    """Return a text up to white space at its end, or to what may be the beginning of CLOSE."""
+    held = next((n for n in range(min(len(CLOSE), len(text)), 0, -1) if text.endswith(CLOSE[:n])), 0)
+    return text[: len(text) - held].rstrip()

@@ -1,0 +1,56 @@
+"""A broker that does not answer yet is waited for."""
+
+import threading
+
+import pytest
+
+from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.transport import wait_for_broker
+from hepti_mqtt.transport.waiting import SAY_S
+
+
+class Site:
+    """A broker that answers from a time on, by a clock that each look advances by a second."""
+
+    def __init__(self, up_s: float) -> None:
+        self.now, self.up_s, self.lines = 0.0, up_s, list[str]()
+
+    def clock(self) -> float:
+        return self.now
+
+    def connect(self, left_s: float) -> float:
+        self.now += 1.0
+        if self.now < self.up_s:
+            raise NetworkError("no broker answers")
+        return left_s
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.waiting.Backoff.pause_s", lambda _self: 0.0)
+
+
+def test_it_waits_and_says_so_now_and_then():
+    site = Site(up_s=35.0)
+    assert wait_for_broker(site.connect, site.lines.append, within_s=100.0, clock=site.clock) == 66.0
+    assert len(site.lines) == 1 + 34 // SAY_S
+
+
+def test_the_wait_has_an_end():
+    site = Site(up_s=35.0)
+    with pytest.raises(NetworkError):
+        wait_for_broker(site.connect, site.lines.append, within_s=20.0, clock=site.clock)
+    assert site.now == 20.0
+
+
+def test_a_broker_that_refuses_is_not_waited_for():
+    def connect(_left_s):
+        raise RefusedError("wrong password")
+
+    with pytest.raises(RefusedError):
+        wait_for_broker(connect, print)
+
+
+def test_a_stop_ends_the_wait():
+    stop, site = threading.Event(), Site(up_s=1e9)
+    assert wait_for_broker(site.connect, lambda _line: stop.set(), stop=stop, clock=site.clock) is None
