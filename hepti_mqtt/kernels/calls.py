@@ -46,6 +46,10 @@ class Operand:
         """Return its bytes as values of another dtype of the same size."""
         return replace(self, dtype=np.dtype(dtype))
 
+    def octets(self) -> Operand:
+        """Return its bytes."""
+        return replace(self, shape=(self.nbytes,), dtype=np.dtype(np.uint8))
+
     def rows(self, first: int, stop: int) -> Operand:
         """Return a range of its rows."""
         of_row = self.dtype.itemsize * prod(self.shape[1:])

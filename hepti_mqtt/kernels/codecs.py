@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int8, types, uint16
+from numba import float32, int8, types, uint8, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
@@ -296,10 +296,22 @@ def widen(spec: SlotSpec, x: Operand, out: Operand, rectangles: Sequence[Rectang
     return [Call(_widen_f16, (x.reshape(-1).view(np.uint16), out.reshape(-1), runs))]
 
 
-Place = tuple[slice, ...]
+@kernel(reads(uint8, 1), fills(uint8, 1), TABLE)
+def _copy_runs(x: Any, out: Any, runs: Any) -> None:
+    for run in range(len(runs)):
+        length = runs[run, 2]
+        for i in range(runs[run, 3]):
+            s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
+            row, to = x[s : s + length], out[t : t + length]
+            for j in range(len(to)):
+                to[j] = row[j]
 
-# Copies of single rows up to which a copy each (0.5 to 1 µs) is about as fast as one np.take (2 µs).
-_FEW: Final = 4
+
+def _copied(spec: SlotSpec, x: Operand, out: Operand, rectangles: Sequence[Rectangle]) -> Calls:
+    """Return the call that copies rectangles of an array into another one of its dtype."""
+    runs = runs_of(spec, out.shape, rectangles)
+    runs[:, [0, 1, 2, 4, 5]] *= out.dtype.itemsize
+    return [Call(_copy_runs, (x.octets(), out.octets(), runs))]
 
 
 class _Copy(NamedTuple):
@@ -340,36 +352,8 @@ def _extents(ranges: Sequence[Range]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in ranges)
 
 
-def _place(ranges: Sequence[Range]) -> Place:
+def _place(ranges: Sequence[Range]) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in ranges)
-
-
-def _single_rows(
-    check: Check, copies: Sequence[_Copy]
-) -> tuple[list[tuple[int, NDArray[np.intp], slice]], list[_Copy]]:
-    """Return (the runs of more than _FEW whole rows of one read that follow each other in the result, the rest).
-
-    A run is (read, rows of it, rows of the result). Parts of rows would have to be contiguous for np.take.
-    """
-    whole = [tuple((0, n) for n in s.shape[1:]) for s in check.reads]
-    rest_of_row = tuple((0, n) for n in check.writes[0].shape[1:])
-
-    def is_row(copy: _Copy) -> bool:
-        whole_row = copy.source[1:] == whole[copy.read] and copy.target[1:] == rest_of_row
-        return whole_row and _extents(copy.source[:1]) == (1,)
-
-    rows = sorted((c for c in copies if is_row(c)), key=lambda c: (c.read, c.target[0]))
-    rest = [c for c in copies if not is_row(c)]
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if (a.read, a.target[0][1]) != (b.read, b.target[0][0])]
-    runs = []
-    for first, stop in pairwise([0, *cuts, len(rows)]):
-        run = rows[first:stop]
-        if len(run) <= _FEW:
-            rest += run
-            continue
-        places = np.asarray([c.source[0][0] for c in run], np.intp)
-        runs.append((run[0].read, places, slice(run[0].target[0][0], run[-1].target[0][1])))
-    return runs, rest
 
 
 def _copies(op: Compute) -> list[_Copy]:
@@ -387,24 +371,12 @@ def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.that(same, "must read and write one dtype, or f16 and i8 into f32")
     copies = _copies(op)
     _check_copies(check, copies)
-    runs, rest = _single_rows(check, [c for c in copies if c.read not in narrow])
-    moves = [(c.read, _place(c.source), _place(c.target)) for c in rest]
-
     given, (out,) = operands(op, slots)
     calls = Calls()
-    if moves or runs:
-
-        def move(out: Array, *reads: Array) -> None:
-            for read, source, target in moves:
-                out[target] = reads[read][source]
-            for read, rows, among in runs:
-                # The rows are checked above; "raise" would go through a buffer.
-                np.take(reads[read], rows, axis=0, out=out[among], mode="clip")
-
-        calls.append(Call(move, (out, *given)))
-    for n in narrow:
+    for n, (spec, x) in enumerate(zip(check.reads, given, strict=True)):
         rectangles = [Rectangle(c.source, c.target) for c in copies if c.read == n]
-        calls += widen(check.reads[n], given[n], out, rectangles)
+        if rectangles:
+            calls += (widen if n in narrow else _copied)(spec, x, out, rectangles)
     return calls
 
 

@@ -419,7 +419,12 @@ class Tape:
         if call.parts is not None:
             threads = 1 if call.choice is None else int(self._shares[place, 0])
             parts = call.parts if threads > 1 else [call.parts.whole()] if threads else []
-        self._pool.each(call.function, call.resolved(self._array), parts)
+        try:
+            self._pool.each(call.function, call.resolved(self._array), parts)
+        except ValueError:
+            if call.refuse is not None:
+                call.refuse(*call.resolved(self._array))
+            raise
         if len(times):
             times[place] += perf_counter_ns() - begun
 
