@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,12 +26,14 @@ from device_agent.budget import BACKGROUND_SHARE, Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
-from device_agent.loader import WINDOW, LoaderThread, LoadEvent, TileCache, WeightLoader
+from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
 from device_agent.shell import BuilderThread, SessionLoop
+from device_agent.tile_cache import TileCache
+from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
 from hepti_mqtt.config.settings import data_link
@@ -40,7 +44,7 @@ from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
-from hepti_mqtt.protocol.messages import Caps, RequestTiles, Status, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.messages import CachedTiles, Caps, RequestTiles, Status, encode, encode_caps, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.session import WorkerSession
@@ -73,23 +77,42 @@ class AgentDirectories(NamedTuple):
 
 
 def agent_directories(root: Path | None, site: str, device: str) -> AgentDirectories:
-    """Return the directories of one device, made if missing: below `root`, or in the user's own places.
+    """Return the directories of one device: below `root`, or in the user's own places.
 
-    Raises BadNameError for names that cannot stand in topics, ConfigError if a directory cannot be made.
+    The state's is made if it is missing, in a temporary place if it cannot be written. Raises BadNameError for names
+    that cannot stand in topics, ConfigError if no place can be written.
     """
     state = root if root is not None else platformdirs.user_state_path(APP) / "agents"
     cache = root if root is not None else platformdirs.user_cache_path(APP) / "agents"
     own = Path(check_name("site", site)) / check_name("device", device)
-    found = AgentDirectories(state / own, cache / own / "tiles")
-    for path in found:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
+    tiles = cache / own / "tiles"  # made by the cache, which does without
+    try:
+        return AgentDirectories(_writable(state / own), tiles)
+    except OSError as exc:
+        try:  # a worn SD card is read-only; memory is not
+            return AgentDirectories(_writable(_private_temporary() / own), tiles)
+        except OSError:
             raise ConfigError(
-                f"cannot make the agent's directory {path}: {exc.strerror or exc}; set XDG_STATE_HOME and "
+                f"cannot write the agent's directory {state / own}: {exc.strerror or exc}; set XDG_STATE_HOME and "
                 "XDG_CACHE_HOME, or choose one directory with --cache"
             ) from exc
-    return found
+
+
+def _writable(path: Path) -> Path:
+    """Return a directory, made if missing; raises OSError if it cannot be written."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(path))
+    return path
+
+
+def _private_temporary() -> Path:
+    """Return this user's own directory for temporary files; raises OSError if somebody else has it."""
+    path = Path(tempfile.gettempdir()) / f"{APP}-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.geteuid() or path.is_symlink():
+        raise PermissionError(errno.EACCES, "it belongs to somebody else", str(path))
+    return path
 
 
 @contextmanager
@@ -168,14 +191,20 @@ class _Agent:
         self._complaints = ErrorLog(self._log)
         self._loader_counters: Counter[str] = Counter()
         self._prober = Prober(config.device_id, boot)
-        cache = TileCache(places.tiles, config.cache_bytes, self._loader_counters)
+        self._is_announced = False
+        self._cache = cache = TileCache(
+            places.tiles, config.cache_bytes, self._loader_counters, on_trouble=self._cache_changed
+        )
         self._budget = budget = Budget(throttled=has_cpu_quota())
         weights = WeightLoader(
             cache,
             self._loading,
             self._request_tiles,
             self._loader_counters,
-            lambda: 1 if budget.running and budget.share == BACKGROUND_SHARE else WINDOW,
+            TilePeers(cache, self._send_to_peer, self._loader_counters),
+            config.device_id,
+            is_busy=lambda: budget.running and budget.share == BACKGROUND_SHARE,
+            report=self._report_cached,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
         self._network = Network(
@@ -227,7 +256,7 @@ class _Agent:
         config = self._config
         session = WorkerSession(config.device_id, config.site, budget)
         self._meter = meter = Meter(curves)
-        self._links = open_links(config, self._topics, self._start.boot, self._complaints)
+        self._links = open_links(config, self._topics, self._start.boot, self._complaints, self._loader.post)
         self._caps = Caps(
             device=config.device_id,
             boot=self._start.boot,
@@ -404,13 +433,26 @@ class _Agent:
         self._caps = replace(self._caps, largest_packet_bytes=largest or 0, mqtt=link.protocol)
         self._prober.set_packet_limit(limit, link.broker_is_local)
         self._publish_caps()
-        self._network.publish("control", self._topics.status(device), self._status("online"), 1, True)
+        self._is_announced = True
+        self._announce_status()
         self._log.info("%s is online at site %s (start %d)", device, self._config.site, self._start.term)
         if self._heartbeat is not None:
             self._heartbeat.start()
         if self._tuning is not None:
             self._tuning.start()
         return limit
+
+    def _announce_status(self) -> None:
+        """Publish that this device is online, and what is wrong with its cache."""
+        status = self._status("online", self._cache.trouble)
+        self._network.publish("control", self._topics.status(self._config.device_id), status, 1, True)
+
+    def _cache_changed(self) -> None:
+        if self._is_announced:
+            try:
+                self._announce_status()
+            except NetworkError as exc:  # the next connection announces it
+                self._complaints.record("publish_refused", f"cannot publish the cache's trouble now: {exc}")
 
     def _publish_caps(self) -> None:
         address = mesh_address(self._config)  # it may change with the route to the broker
@@ -430,6 +472,15 @@ class _Agent:
             )
         except NetworkError as exc:
             self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
+
+    def _report_cached(self, tiles: CachedTiles) -> None:
+        try:
+            self._network.publish("control", self._topics.reports(self._config.device_id), encode(tiles), 1)
+        except NetworkError:  # the next connection reports them
+            self._complaints.record("reports_lost", "cannot report cached weights now")
+
+    def _send_to_peer(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
+        return self._links is not None and self._links.send_tiles(peer, model, kind, body)
 
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
         # Copies first, each in one step: other threads count meanwhile.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import Final
+from typing import Final, cast, get_args
 
 from device_agent.config import AgentConfig, listen_address, login_certificate, mesh_address
+from device_agent.loader import PeerMessageIn, TileIn, TilePeerChanged
 from device_agent.network import ErrorLog, Network
 from device_agent.probes import ANSWER_MARK, PeerProbes, Prober
+from device_agent.tile_peers import MessageKind
 from hepti_mqtt.errors import ConfigError, WireError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol import frames
@@ -34,6 +36,11 @@ from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, Mesh
 # The largest frame there is, behind the longest topic: a plan's requests may be of any size.
 LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
 
+TILES: Final = "tiles"  # the last part of a key under which peers exchange tiles
+TILE_LAYER: Final = 0
+NO_VERSION: Final = PlanVersion(0, 0)
+TileInput = PeerMessageIn | TileIn | TilePeerChanged
+
 LinkEvent = TensorArrival | FrameIn | PeerJoined | PeerRefused | PeerLost | PeerFrameDropped
 
 
@@ -41,7 +48,7 @@ class MeshLinks:
     """Carries mesh commands out, and returns what has come as events of the session; for the session thread alone.
 
     Listens on `host` and `port` (0: any that is free); raises OSError if it cannot. Frames are views of the buffers
-    that they came in.
+    that they came in. on_tiles: gets what peers send of tiles; the loader's thread takes it.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class MeshLinks:
         host: str,
         port: int = 0,
         tls: MeshTls | None = None,
+        on_tiles: Callable[[TileInput], None] = lambda _: None,
     ) -> None:
+        self._on_tiles = on_tiles
         self.probes = PeerProbes(device, boot)
         self._topics, self._device, self._complaints = topics, device, complaints
         self._arrived: list[LinkEvent] = []
@@ -93,6 +102,10 @@ class MeshLinks:
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, self._device, peer.device)
             self.mesh.admit(peer.device, key, peer.token_in, filters)
+            if peer.token_out:  # each hears the other: they exchange tiles, whatever the plan's route
+                place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
+                topic = self._topics.activation(command.model, TILE_LAYER, peer.device, self._device)
+                self.mesh.join(peer.device, (*key, TILES), place, peer.token_out, (topic,), LARGEST_BYTES)
         self._admitted[key] = self._admitted.get(key, frozenset()).union(peer.device for peer in command.peers)
 
     def join(self, command: JoinPeers) -> None:
@@ -110,7 +123,16 @@ class MeshLinks:
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
         for peer in self._admitted.pop(key, ()):
+            self.mesh.leave(peer, (*key, TILES))
             self.mesh.expel(peer, key)
+            if not any(peer in peers for (model, _), peers in self._admitted.items() if model == command.model):
+                self._on_tiles(TilePeerChanged(peer, command.model, is_joined=False))
+
+    def send_tiles(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
+        """Send a message of the loader to a peer; return whether the peer reads it. Safe from any thread."""
+        frame = Frame(kind, model, NO_VERSION, 0, source=self._device, shape=(len(body),), body=body)
+        topic = self._topics.activation(model, TILE_LAYER, self._device, peer)
+        return bool(self.mesh.publish(topic, *frames.encode_parts(frame)))
 
     def probe(self, now: float, busy: bool) -> None:
         """Probe the peer whose turn it is, of those that this device hears and that hear it."""
@@ -181,6 +203,9 @@ class MeshLinks:
             if frame.kind == "probe" and parsed.kind == "activation" and (frame.source, parsed.source) == (peer, peer):
                 self._probed(peer, parsed.model, frame)
                 return None
+            if frame.kind in get_args(MessageKind) and (frame.source, frame.model) == (peer, parsed.model):
+                self._on_tiles(self._tile_input(peer, parsed.model, frame))
+                return None
             # What a peer may publish is its own: neither topic nor frame may name another source.
             said = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
             if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
@@ -190,6 +215,13 @@ class MeshLinks:
             return None
         self._exchanges.learn(peer, topic, payload, frame)
         return FrameIn(frame)
+
+    @staticmethod
+    def _tile_input(peer: str, model: str, frame: Frame) -> TileInput:
+        assert isinstance(frame.body, memoryview)  # a view of the payload
+        if frame.kind == "tile":
+            return TileIn(frame.body, peer)
+        return PeerMessageIn(peer, model, cast(MessageKind, frame.kind), bytes(frame.body))
 
     def _probed(self, peer: str, model: str, frame: Frame) -> None:
         if frame.numbers == ANSWER_MARK:
@@ -204,7 +236,10 @@ class MeshLinks:
                 self._arrived.append(PeerJoined(peer, model, epoch))
             case Refused(peer, (str(model), PlanVersion() as epoch), reason):
                 self._arrived.append(PeerRefused(peer, model, epoch, reason))
+            case Joined(peer, (str(model), PlanVersion(), _)):
+                self._on_tiles(TilePeerChanged(peer, model, is_joined=True))
             case Lost(peer, reason):
+                self._on_tiles(TilePeerChanged(peer, None, is_joined=False))
                 self._arrived.append(PeerLost(peer, reason))
             case Dropped(peer, nbytes):
                 self._arrived.append(PeerFrameDropped(peer, nbytes))
@@ -214,7 +249,13 @@ class MeshLinks:
 # The mesh endpoint that an agent opens, as its options and the broker's URL say.
 
 
-def open_links(config: AgentConfig, topics: Topics, boot: int, complaints: ErrorLog) -> MeshLinks | None:
+def open_links(
+    config: AgentConfig,
+    topics: Topics,
+    boot: int,
+    complaints: ErrorLog,
+    on_tiles: Callable[[TileInput], None] = lambda _: None,
+) -> MeshLinks | None:
     """Return an agent's links to peers, None if all tensors go through the broker.
 
     Raises ConfigError for a port in use or an invalid certificate.
@@ -227,7 +268,9 @@ def open_links(config: AgentConfig, topics: Topics, boot: int, complaints: Error
         return None
     tls = None if certificate is None else MeshTls.load(certificate, certificate)
     try:
-        return MeshLinks(topics, config.device_id, boot, complaints, listen_address(address), config.mesh_port, tls)
+        return MeshLinks(
+            topics, config.device_id, boot, complaints, listen_address(address), config.mesh_port, tls, on_tiles
+        )
     except OSError as exc:
         if config.mesh_port:
             raise ConfigError(f"cannot listen on --mesh-port {config.mesh_port}: {exc}; choose another port") from exc

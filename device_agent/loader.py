@@ -1,268 +1,115 @@
-"""The tile cache on disk: content-addressed files under a size limit, least recently used first out."""
+"""Weight loader: from a manifest's tiles to packed weights, by way of the disk cache, peers or the planner.
+
+`LoadJob` is one load, `WeightLoader` a state machine with the time as an argument, `LoaderThread` gives it a thread.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import shutil
-import sys
 import threading
 import time
-from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import inf
 from queue import Empty, SimpleQueue
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
+
+import numpy as np
 
 from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
-from hepti_mqtt.config.state import write_atomically
+from device_agent.tile_cache import TileCache
+from device_agent.tile_peers import MessageKind, TilePeers
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
+from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
+from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
+from hepti_mqtt.protocol.messages import CachedTiles
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.residents import Place
+from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, TileSources
 
-RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
-_SMALL: Final = 20
-_log: Final = logging.getLogger("hepti.agent")
-
-
-def free_cache_bytes(directory: Path) -> int:
-    """Return the disk space left for tiles; negative if they already use too much."""
-    usage = shutil.disk_usage(directory)
-    return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
-
-
-class _Stamp(NamedTuple):
-    """By what a file is known to be the one that was read before."""
-
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-
-def _stamp(stat: os.stat_result) -> _Stamp:
-    return _Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
-class TileCache:
-    """Blobs by their SHA-256 in files `<directory>/<two hex digits>/<hash>`.
-
-    limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
-    can be fetched again, and nothing else of a device can. room_bytes: as the function of that name. counters:
-    `cache_corrupt` files whose bytes were not those of their name, `cache_evicted`, `cache_errors` of the file system.
-    Not thread safe.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        limit_bytes: int,
-        counters: Counter[str],
-        room_bytes: Callable[[Path], int] = free_cache_bytes,
-    ) -> None:
-        self._directory = directory
-        self._limit, self._room_bytes = limit_bytes, room_bytes
-        self._counters = counters
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        self._checked: dict[bytes, _Stamp] = {}
-        self.bytes = 0
-        self._told = False
-        if limit_bytes > 0:
-            self._scan()
-            if not self._evict(0, ()):  # whatever is left to do with the disk, it is not for tiles
-                self._drop(list(self._sizes), self.bytes)
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._sizes
-
-    def get(self, digest: bytes) -> bytes | None:
-        """Return the blob of a hash, checked, or None; a file that holds anything else is removed.
-
-        A file is hashed once in the life of a process, while nobody has touched it: a board without instructions for
-        SHA-256 hashes as slowly as it multiplies, and each new plan reads the same files again.
-        """
-        if digest not in self._sizes:
-            return None
-        path = self._path(digest)
-        try:
-            with path.open("rb") as file:
-                data, found = file.read(), _stamp(os.fstat(file.fileno()))
-        except OSError:
-            self._forget(digest)
-            return None
-        if self._checked.get(digest) != found and hashlib.sha256(data).digest() != digest:
-            self._counters["cache_corrupt"] += 1
-            self._remove(digest)
-            return None
-        self._touch(digest, path, found)
-        return data
-
-    def _touch(self, digest: bytes, path: Path, found: _Stamp) -> None:
-        """Note that a file is in use, and what it looks like from now on."""
-        now_ns = time.time_ns()
-        try:
-            os.utime(path, ns=(now_ns, now_ns))
-        except OSError:  # somebody else's file: then it is only not known to be in use
-            now_ns = found.modified_ns
-        self._checked[digest] = found._replace(modified_ns=now_ns)
-        self._sizes.move_to_end(digest)
-
-    def put(self, digest: bytes, data: bytes | memoryview, keep: Collection[bytes] = ()) -> None:
-        """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
-        if len(data) > self._limit or digest in self._sizes:
-            return
-        if not self._evict(len(data), keep):
-            if len(data) > self._room():
-                self._warn_not_kept("the disk is full")
-            return
-        path = self._path(digest)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, bytes(data))
-        except OSError as error:
-            self._counters["cache_errors"] += 1
-            self._warn_not_kept(error.strerror or str(error))
-            return
-        self._sizes[digest] = len(data)
-        self.bytes += len(data)
-
-    def _warn_not_kept(self, why: str) -> None:
-        """Warn once that weights are not cached."""
-        if not self._told:
-            _log.warning(
-                "cannot cache weights in %s (%s), so every start loads them over the network; free disk space "
-                "or choose another directory with --cache",
-                self._directory,
-                why,
-            )
-        self._told = True
-
-    def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
-        return self._directory / name[:2] / name
-
-    def _scan(self) -> None:
-        found: list[tuple[float, bytes, int]] = []
-        for path in self._directory.glob("??/*"):
-            try:
-                digest, stat = bytes.fromhex(path.name), path.stat()
-            except ValueError:  # a temporary file that a crash left behind
-                with suppress(OSError):
-                    path.unlink()
-                continue
-            except OSError:
-                continue
-            found.append((stat.st_mtime, digest, stat.st_size))
-        for _, digest, size in sorted(found):
-            self._sizes[digest] = size
-            self.bytes += size
-
-    def _evict(self, wanted: int, keep: Collection[bytes]) -> bool:
-        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now."""
-        over = max(self.bytes + wanted - self._limit, wanted - self._room())
-        if over <= 0:
-            return True
-        loose = [digest for digest in self._sizes if digest not in keep]
-        if sum(self._sizes[digest] for digest in loose) < over:
-            return False
-        self._drop(loose, over)
-        return True
-
-    def _drop(self, digests: Iterable[bytes], over: int) -> None:
-        """Remove blobs until they were `over` bytes."""
-        enough = self.bytes - over
-        for digest in digests:
-            if self.bytes <= enough:
-                return
-            self._counters["cache_evicted"] += 1
-            self._remove(digest)
-
-    def _room(self) -> int:
-        try:
-            return self._room_bytes(self._directory)
-        except OSError:  # no directory yet, or a disk that does not tell: it will when it is written to
-            return sys.maxsize
-
-    def _remove(self, digest: bytes) -> None:
-        with suppress(OSError):
-            self._path(digest).unlink()
-        self._forget(digest)
-
-    def _forget(self, digest: bytes) -> None:
-        self._checked.pop(digest, None)
-        self.bytes -= self._sizes.pop(digest, 0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One load: which tiles its weights are made of, which of them are missing, and what is complete.
+MANIFESTS: Final = 4  # that are kept in memory
 
 
 @dataclass(slots=True)
 class LoadJob:
-    """A load and how far it is.
-
-    destinations: where each tile goes. order: of the tiles in the weights; ordered_missing: those of them that are
-    taken nearly in this order. on_disk, to_request, requested: where the missing ones come from. deferred: came by
-    air, and wait on disk. total_bytes: of the tiles; until the manifest says them, of the weights. early_manifest:
-    the manifest's bytes, come while another load was under way.
-    """
+    """A load and how far it is."""
 
     load: Load
+    #: The manifest's bytes, if they came while another load was under way.
     early_manifest: bytes | None = None
     manifest: Manifest | None = None
+    #: When the manifest was last requested.
+    manifest_asked_s: float = inf
     buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
+    #: Where each tile goes, in the order in which tiles are taken.
     destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
-    pinned: set[bytes] = field(default_factory=set)
-    missing: set[bytes] = field(default_factory=set)
+    #: Number of each tile in this order.
     order: dict[bytes, int] = field(default_factory=dict)
+    missing: set[bytes] = field(default_factory=set)
+    #: Missing tiles that are taken nearly in order: all or none.
     ordered_missing: deque[bytes] = field(default_factory=deque)
-    deferred: set[bytes] = field(default_factory=set)
+    #: Tiles in the cache that are not read yet.
     on_disk: deque[bytes] = field(default_factory=deque)
-    to_request: deque[bytes] = field(default_factory=deque)
-    requested: dict[bytes, None] = field(default_factory=dict)
+    sources: TileSources | None = None
     weights: dict[WeightRef, Weight] = field(default_factory=dict)
     done_bytes: int = 0
+    #: Bytes of the tiles; before the manifest is there, of the weights.
     total_bytes: int = 0
     hash_mismatches: int = 0
 
-    def may_accept(self, digest: bytes) -> bool:
-        """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
+    @property
+    def pinned(self) -> Collection[bytes]:
+        """Return the tiles that the cache may not remove for this load."""
+        return {self.load.manifest, *self.destinations}
+
+    def limit(self) -> int | None:
+        """Return the number of the first tile that may not be taken yet; None without a limit."""
         while self.ordered_missing and self.ordered_missing[0] not in self.missing:
             self.ordered_missing.popleft()
-        return not self.ordered_missing or self.order[digest] < self.order[self.ordered_missing[0]] + TILES_AHEAD
+        return self.order[self.ordered_missing[0]] + TILES_AHEAD if self.ordered_missing else None
 
-    def plan_tiles(self, manifest: Manifest, held: Mapping[WeightRef, Weight]) -> None:
-        """Find out which tiles are missing, `held` being there already; raises ModelError for another's manifest."""
+    def may_accept(self, digest: bytes) -> bool:
+        """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
+        limit = self.limit()
+        return limit is None or self.order[digest] < limit
+
+    def plan_tiles(self, manifest: Manifest, tiles: TileMap, held: Mapping[WeightRef, Weight], first: int) -> None:
+        """List the missing tiles; raises ModelError for another model's manifest.
+
+        held: matrices that are there. first: position in the manifest at which this device begins.
+        """
         if manifest.model != self.load.model:
             raise ModelError(
                 f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
             )
         self.manifest = manifest
+        needed: list[tuple[WeightRef, list[TileLocation]]] = []
         for ref in dict.fromkeys(self.load.matrices.values()):
             if ref in held:
                 self.weights[ref] = held[ref]
                 continue
-            tiles = manifest.tiles(ref)
-            self.buffers[ref], self.tiles_left[ref] = allocate(ref), len(tiles)
-            if not tiles:
+            places = manifest.tiles(ref)
+            self.buffers[ref], self.tiles_left[ref] = allocate(ref), len(places)
+            if places:
+                needed.append((ref, places))
+            else:
                 self.weights[ref] = self.buffers.pop(ref).finish()
-            for place in tiles:
+        start = next((n for n, (_, places) in enumerate(needed) if tiles.position[places[-1].hash] >= first), 0)
+        for ref, places in needed[start:] + needed[:start]:
+            for place in places:
                 self.destinations.setdefault(place.hash, []).append((ref, place))
         self.total_bytes = sum(places[0][1].nbytes for places in self.destinations.values())
         self.missing = set(self.destinations)
-        self.order = {digest: place for place, digest in enumerate(self.destinations)}
+        self.order = {digest: number for number, digest in enumerate(self.destinations)}
         # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
         self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
-        self.pinned = {self.load.manifest, *self.destinations}
 
     def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
         """Put a tile into a weight that it is part of."""
@@ -273,28 +120,41 @@ class LoadJob:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The weight loader: from a manifest's tiles to packed weights, by way of the disk cache or the planner.
-#
-# A state machine with the time as an argument; `LoaderThread` gives it a thread. Loads run one after the other and take
-# their tiles nearly in order, so that memory while loading is the weights themselves, the few tiles under way, and the
-# int8 blocks of which a part is missing (`cost.memory.loading_overhead_bytes`).
+# The state machine. Loads run one after the other and take their tiles nearly in order, so that memory while loading is
+# the weights themselves, the few tiles under way, and the int8 blocks of which a part is missing
+# (`cost.memory.loading_overhead_bytes`).
 
 
-WINDOW: Final = 16  # requested tiles that have not come yet; one while exchanges share the link
-RETRY_S: Final = 3.0
 PROGRESS_S: Final = 0.5
 MAX_MISMATCHES: Final = 3
-MAX_REMEMBERED: Final = 1 << 16  # hashes once asked for: a late answer to them is no damaged tile
+RATE_BYTES: Final = 16 << 20
+MAX_REMEMBERED: Final = 1 << 16  # hashes once requested: a late answer to them is no damaged tile
 
 LoadEvent = Loaded | LoadFailed | LoadProgress
+
+
+class Rate:
+    """A rate in bytes per second of the last megabytes; per_s: 0 before it is measured."""
+
+    def __init__(self, per_s: float) -> None:
+        self.per_s = per_s
+        self._nbytes, self._seconds = 0.0, 0.0
+
+    def record(self, nbytes: int, seconds: float) -> None:
+        """Take some bytes and the time that they took."""
+        self._nbytes, self._seconds = self._nbytes + nbytes, self._seconds + seconds
+        if self._nbytes >= RATE_BYTES and self._seconds > 0:
+            self.per_s = self._nbytes / self._seconds
+            self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
 
 class WeightLoader:
     """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
-    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. window: returns how many
-    tiles may be requested now. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`,
-    `tiles_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
+    asked for tiles. is_busy: whether runs share the link. report: tells the planner what is in the cache. counters:
+    `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these `tile_bytes_from_peers`;
+    `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
@@ -303,16 +163,22 @@ class WeightLoader:
         emit: Callable[[LoadEvent], None],
         request_tiles: Callable[[str, tuple[bytes, ...], float], None],
         counters: Counter[str],
-        window: Callable[[], int] = lambda: WINDOW,
+        peers: TilePeers | None = None,
+        device: str = "",
+        is_busy: Callable[[], bool] = lambda: False,
+        report: Callable[[CachedTiles], None] = lambda _: None,
     ) -> None:
-        self._cache = cache
+        self.peers = peers or TilePeers(cache, lambda *_: False, counters)
+        self._cache, self._device = cache, device
         self._emit = emit
-        self._ask, self._window = request_tiles, window
-        self._counters = counters
+        self._ask, self._is_busy = request_tiles, is_busy
+        self._counters, self._report = counters, report
+        self._record = cache.read_record()
+        self.read_rate, self.receive_rate = Rate(self._record.read_bytes_per_s), Rate(self._record.receive_bytes_per_s)
         self._jobs: deque[LoadJob] = deque()
         self._held: dict[Place, Weight] = {}
+        self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
         self._requested_before: set[bytes] = set()
-        self._last_arrival_s = 0.0
         self._last_report_s = float("-inf")
 
     # -- what the session wants ----------------------------------------------------------------------------------
@@ -328,11 +194,13 @@ class WeightLoader:
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of a plan version, or give up what of its weights is not to be kept."""
+        """Cancel the load of a plan version, or give up weights that are not to be kept."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
         self._keep(unload.keep)
+        if active is not None and (not self._jobs or self._jobs[0] is not active):
+            self.peers.end(active.load.model)
         if self._jobs and self._jobs[0] is not active:
             self._begin(now)
         return_memory()
@@ -342,82 +210,127 @@ class WeightLoader:
 
     # -- what the network says -----------------------------------------------------------------------------------
 
-    def on_tile(self, body: bytes | memoryview, addressed_here: bool, now: float) -> None:
-        """Accept a tile or a manifest; addressed_here: sent to this device alone, so it must have been requested."""
-        if not self._jobs:
-            self._counters["tiles_unneeded"] += 1
-            return
-        job, digest = self._jobs[0], tile_hash(body)
-        waiting = [other for other in self._jobs if other is not job and other.load.manifest == digest]
-        if digest in job.missing or (job.manifest is None and digest == job.load.manifest):
-            self._last_arrival_s = now
-            self._receive(digest, body, job)
-            if digest in job.missing and not job.may_accept(digest):  # sent to another device: from disk, in its turn
-                if digest not in job.deferred:
-                    job.deferred.add(digest)
-                    insort(job.on_disk, digest, key=job.order.__getitem__)
-                self._report_progress(now)
-                return
-            self._fail_on_error(job, lambda: self._accept(job, digest, body, now), now)
-        elif waiting:  # the answer took longer than a turn
-            self._receive(digest, body, job)
+    def on_tile(self, body: bytes | memoryview, source: str, now: float) -> None:
+        """Accept a tile or a manifest from the planner or a peer."""
+        job, digest = self._jobs[0] if self._jobs else None, tile_hash(body)
+        waiting = [other for other in self._jobs if other.manifest is None and other.load.manifest == digest]
+        if waiting:
+            self._receive(digest, body, source)
             for other in waiting:
                 other.early_manifest = bytes(body)
-        elif addressed_here and digest not in self._requested_before:
+            if waiting[0] is job:
+                self._fail_on_error(job, lambda: self._take_manifest(job, body, now), now)
+        elif job is None or (digest in self._requested_before and digest not in job.order):
+            self._counters["tiles_unneeded"] += 1
+        elif job.sources is None:
             self._mismatch(job, now)
         else:
-            self._counters["tiles_unneeded"] += 1
+            answer = job.sources.receive(source, digest, now)
+            if answer == "unknown":
+                self._mismatch(job, now, source)
+            elif answer == "unneeded" or not job.may_accept(digest):
+                self._counters["tiles_unneeded"] += 1
+            else:
+                self._receive(digest, body, source)
+                self._fail_on_error(job, lambda: self._accept(job, digest, body, now), now)
+            self._go_on(now)
 
-    def _receive(self, digest: bytes, body: bytes | memoryview, job: LoadJob) -> None:
-        if digest not in self._cache:  # else it is on disk, and was sent to everybody for somebody else
+    def _receive(self, digest: bytes, body: bytes | memoryview, source: str) -> None:
+        if digest not in self._cache:
             self._counters["tiles_received"] += 1
             self._counters["tile_bytes_received"] += len(body)
-        self._cache.put(digest, body, job.pinned)
+            if source != PLANNER:
+                self._counters["tile_bytes_from_peers"] += len(body)
+        self._cache.put(digest, body, self._jobs[0].pinned)
+        self.peers.note(self._jobs[0].load.model, digest)
+
+    def on_peer_message(self, peer: str, model: str, kind: MessageKind, body: bytes, now: float) -> None:
+        """Take what a peer says of tiles."""
+        job = self._jobs[0] if self._jobs and self._jobs[0].load.model == model else None
+        match kind:
+            case "wanted":
+                self.peers.handle_request(peer, model, body)
+            case "held":
+                report = self.peers.handle_report(peer, model, body)
+                if report is not None and job is not None and job.sources is not None:
+                    job.sources.report(peer, report)
+            case "refused" if job is not None and job.sources is not None:
+                job.sources.refuse(peer, [body[at : at + HASH_BYTES] for at in range(0, len(body), HASH_BYTES)])
+        self._go_on(now)
+
+    def on_peer(self, peer: str, model: str | None, now: float, *, is_joined: bool) -> None:
+        """Take that a peer can be asked for tiles of a model, or for those of no model any more."""
+        job = self._jobs[0] if self._jobs and model in (None, self._jobs[0].load.model) else None
+        if is_joined and model is not None:
+            self.peers.join(peer, model)
+        else:
+            self.peers.lose(peer, model)
+        if job is not None and job.sources is not None:
+            (job.sources.add_peer if is_joined else job.sources.remove_peer)(peer)
+        self._go_on(now)
 
     def request_again(self, now: float) -> None:
-        """Request all outstanding tiles again: the connection or the planner is back."""
-        if self._jobs and self._jobs[0].requested:
-            job = self._jobs[0]
-            self._counters["tiles_reasked"] += len(job.requested)
-            self._last_arrival_s = now
-            self._ask(job.load.model, tuple(job.requested), self.share)
+        """Request again what the planner owes, and tell it what is in the cache: the connection or it is back."""
+        for model in self._record.manifests:
+            self._report_cached(model)
+        job = self._jobs[0] if self._jobs else None
+        if job is None:
+            return
+        if job.sources is not None:
+            self._counters["tiles_reasked"] += job.sources.reopen(PLANNER)
+            self._go_on(now)
+        elif job.manifest_asked_s < inf:
+            self._counters["tiles_reasked"] += 1
+            self._request_manifest(job, now)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_cached(self) -> bool:
+        """Return whether `step` has a tile to read from disk."""
+        return bool(self._jobs) and bool(self._jobs[0].on_disk) and self._jobs[0].may_accept(self._jobs[0].on_disk[0])
+
     def step(self, now: float) -> bool:
-        """Do a piece of work that waits for nobody (one tile from disk); return whether there is more of it."""
-        job = self._jobs[0] if self._jobs else None
-        if job is None or not job.on_disk:
+        """Take one tile from disk; return whether there is another one."""
+        if not self.has_cached:
             return False
-        if not job.may_accept(job.on_disk[0]):
-            return False  # goes on when an older one has come by air
+        job = self._jobs[0]
         digest = job.on_disk.popleft()
-        if digest not in job.missing:  # it came by air meanwhile
-            return True
+        if digest not in job.missing:  # a source sent it meanwhile
+            return self.has_cached
         data = self._cache.get(digest)
         if data is None:
-            job.deferred.discard(digest)
-            job.to_request.appendleft(digest)
-            self._ask_more(job, now)
-            return True
-        self._counters["tiles_cached"] += 1
-        self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
-        return True
+            assert job.sources is not None
+            job.sources.put_back(digest)
+            self.peers.note(job.load.model, digest)
+            self._go_on(now)
+        else:
+            self._counters["tiles_cached"] += 1
+            self._counters["tile_bytes_cached"] += len(data)
+            self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
+        return self.has_cached
 
     def retry_if_due(self, now: float) -> None:
-        """Ask again for tiles when none of them has come for `AGAIN_S`, or go on with the next load first."""
-        deadline = self.deadline()
-        if deadline is None or now < deadline:
+        """Ask others for tiles that are overdue, and the planner again; the next load first if it has no manifest."""
+        if now < self.deadline():
             return
-        if len(self._jobs) > 1 and self._jobs[0].manifest is None:  # perhaps nobody has it: a forged Prepare
+        job = self._jobs[0]
+        if job.sources is not None:
+            self._counters["tiles_reasked"] += sum(job.sources.expire(now).values())
+            self._go_on(now)
+        elif len(self._jobs) > 1:  # perhaps nobody has it: a forged Prepare
             self._jobs.rotate(-1)
             self._begin(now)
         else:
-            self.request_again(now)
+            self._counters["tiles_reasked"] += 1
+            self._request_manifest(job, now)
 
-    def deadline(self) -> float | None:
-        """Return when `tick` has something to do, or None."""
-        return self._last_arrival_s + RETRY_S if self._jobs and self._jobs[0].requested else None
+    def deadline(self) -> float:
+        """Return when `retry_if_due` has something to do; infinity if never."""
+        if not self._jobs:
+            return inf
+        job = self._jobs[0]
+        return job.manifest_asked_s + PLANNER_ANSWER_S if job.sources is None else job.sources.deadline()
 
     @property
     def share(self) -> float:
@@ -433,58 +346,98 @@ class WeightLoader:
 
     def _begin(self, now: float) -> None:
         job = self._jobs[0]
-        digest = job.load.manifest
-        data = job.early_manifest or self._cache.get(digest)
+        known = job.load.manifest in self._manifests
+        data = b"" if known else job.early_manifest or self._cache.get(job.load.manifest)
         if data is None:
-            self._request(job, (digest,), now)
+            self._request_manifest(job, now)
         else:
-            self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
+            self._fail_on_error(job, lambda: self._take_manifest(job, data, now), now)
+
+    def _request_manifest(self, job: LoadJob, now: float) -> None:
+        job.manifest_asked_s = now
+        self._request(job, PLANNER, [job.load.manifest])
+
+    def _take_manifest(self, job: LoadJob, data: bytes | memoryview, now: float) -> None:
+        """List the tiles that are needed, where each of them goes and who has it."""
+        digest, model = job.load.manifest, job.load.model
+        manifest, tiles = self._map(digest, data)
+        self._record.manifests.pop(model, None)
+        self._record.manifests[model] = digest
+        devices = job.load.devices if self._device in job.load.devices else (self._device,)
+        first = len(tiles.hashes) * devices.index(self._device) // len(devices)
+        held = {matrix: weight for (other, matrix), weight in self._held.items() if other == digest}
+        job.plan_tiles(manifest, tiles, held, first)
+        job.on_disk = deque(tile for tile in job.destinations if tile in self._cache)
+        order = tuple(job.destinations)
+        positions = [tiles.position[tile] for tile in order]
+        on_disk = frozenset(job.on_disk)
+        job.sources = TileSources(order, positions, len(tiles.hashes), self._device, devices, now, on_disk)
+        self.peers.begin(model, digest, tiles, order)
+        for peer in self.peers.reachable(model):
+            job.sources.add_peer(peer)
+            if (report := self.peers.report_of(peer, model)) is not None:
+                job.sources.report(peer, report)
+        if job.missing:
+            self._go_on(now)
+        else:
+            self._finish(job, now)
+
+    def _map(self, digest: bytes, data: bytes | memoryview) -> tuple[Manifest, TileMap]:
+        """Return the manifest of a hash and the map of its tiles; raises WireError for data that is no manifest."""
+        if digest not in self._manifests:
+            manifest = Manifest.decode(bytes(data))
+            self._manifests[digest] = manifest, TileMap(manifest)
+            while len(self._manifests) > MANIFESTS:
+                self._manifests.popitem(last=False)
+        return self._manifests[digest]
+
+    def _report_cached(self, model: str) -> None:
+        """Tell the planner which tiles of a model are in the cache."""
+        digest = self._record.manifests.get(model, b"")
+        data = b"" if digest in self._manifests else self._cache.get(digest)
+        if data is None:
+            return
+        try:
+            _, tiles = self._map(digest, data)
+        except WireError:
+            return
+        held = tiles.pack(np.array([tile in self._cache for tile in tiles.hashes], np.bool_))
+        self._report(CachedTiles(model, digest, held, self.read_rate.per_s, self.receive_rate.per_s))
 
     def _accept(self, job: LoadJob, digest: bytes, data: bytes | memoryview, now: float) -> None:
-        job.requested.pop(digest, None)
-        if job.manifest is None:
-            self._plan(job, Manifest.decode(bytes(data)))
-        else:
-            job.missing.remove(digest)
-            job.done_bytes += len(data)
-            for ref, place in job.destinations[digest]:
-                job.write_tile(ref, place, data)
+        assert job.sources is not None
+        job.missing.remove(digest)
+        job.sources.take(digest)
+        job.done_bytes += len(data)
+        for ref, place in job.destinations[digest]:
+            job.write_tile(ref, place, data)
         if job.missing:
-            self._ask_more(job, now)
+            self._go_on(now)
             self._report_progress(now)
         else:
             self._finish(job, now)
 
-    def _plan(self, job: LoadJob, manifest: Manifest) -> None:
-        """Find out which tiles are needed and where each of them goes."""
-        own = job.load.manifest
-        job.plan_tiles(manifest, {matrix: weight for (digest, matrix), weight in self._held.items() if digest == own})
-        for digest in job.destinations:
-            (job.on_disk if digest in self._cache else job.to_request).append(digest)
+    def _go_on(self, now: float) -> None:
+        """Request the next tiles of the load under way."""
+        job = self._jobs[0] if self._jobs else None
+        if job is not None and job.sources is not None:
+            for source, digests in job.sources.requests(now, busy=self._is_busy(), limit=job.limit()).items():
+                self._request(job, source, digests)
 
-    def _ask_more(self, job: LoadJob, now: float) -> None:
-        window = self._window()
-        if len(job.requested) > window // 2 or not job.to_request:
-            return
-        new: list[bytes] = []
-        while job.to_request and len(job.requested) + len(new) < window and job.may_accept(job.to_request[0]):
-            digest = job.to_request.popleft()
-            if digest in job.missing and digest not in job.deferred:
-                new.append(digest)
-        self._request(job, tuple(new), now)
+    def _request(self, job: LoadJob, source: str, digests: list[bytes]) -> None:
+        if len(self._requested_before) > MAX_REMEMBERED:
+            self._requested_before.clear()
+        self._requested_before.update(digests)
+        self._counters["tiles_asked"] += len(digests)
+        if source == PLANNER:
+            self._ask(job.load.model, tuple(digests), self.share)
+        else:
+            self.peers.request(source, job.load.model, digests)
 
-    def _request(self, job: LoadJob, digests: tuple[bytes, ...], now: float) -> None:
-        if digests:
-            job.requested.update(dict.fromkeys(digests))
-            if len(self._requested_before) > MAX_REMEMBERED:
-                self._requested_before.clear()
-            self._requested_before.update(digests)
-            self._counters["tiles_asked"] += len(digests)
-            self._last_arrival_s = now
-            self._ask(job.load.model, digests, self.share)
-
-    def _mismatch(self, job: LoadJob, now: float) -> None:
+    def _mismatch(self, job: LoadJob, now: float, source: str = PLANNER) -> None:
         self._counters["tiles_mismatched"] += 1
+        if source != PLANNER:
+            return  # others are asked
         job.hash_mismatches += 1
         if job.hash_mismatches >= MAX_MISMATCHES:
             error = WireError(
@@ -492,7 +445,7 @@ class WeightLoader:
                 "run `hepti model verify` on the planner's machine"
             )
             self._fail(job, error, now)
-        elif len(job.requested) == 1:
+        elif job.sources is None:
             self.request_again(now)
 
     def _finish(self, job: LoadJob, now: float) -> None:
@@ -507,7 +460,12 @@ class WeightLoader:
         self._next(now)
 
     def _next(self, now: float) -> None:
-        self._jobs.popleft()
+        model = self._jobs.popleft().load.model
+        self.peers.end(model)
+        self._record.read_bytes_per_s = self.read_rate.per_s
+        self._record.receive_bytes_per_s = self.receive_rate.per_s
+        self._cache.write_record(self._record)
+        self._report_cached(model)
         return_memory()
         if self._jobs:
             self._begin(now)
@@ -539,15 +497,34 @@ class WeightLoader:
 # The weight loader's thread, and what is posted to it.
 
 
-QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more than the window only if others' tiles
+QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more than the windows only if unrequested
 
 
 @dataclass(frozen=True, slots=True)
 class TileIn:
-    """The body of a tile frame; `addressed_here` as in `WeightLoader.tile`."""
+    """The body of a tile frame from the planner or a peer."""
 
     body: bytes | memoryview
-    addressed_here: bool
+    source: str = PLANNER
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessageIn:
+    """What a peer says of tiles of a model; a tile itself is a `TileIn`."""
+
+    peer: str
+    model: str
+    kind: MessageKind
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TilePeerChanged:
+    """A peer can be asked for tiles of a model, or not any more; model None: of all models."""
+
+    peer: str
+    model: str | None
+    is_joined: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,11 +532,15 @@ class RequestAgain:
     """The connection or the planner is back."""
 
 
-Input = Load | Unload | TileIn | RequestAgain
+Input = Load | Unload | TileIn | PeerMessageIn | TilePeerChanged | RequestAgain
 
 
 class LoaderThread:
-    """Runs a `WeightLoader` in its own thread, tile by tile as the budget allows; `post` is safe from any thread."""
+    """Runs a `WeightLoader` in its own thread; `post` is safe from any thread.
+
+    What comes over the network, or goes to peers, is done tile by tile as the budget allows. Cached tiles cost no link
+    and little time, so they are read without a pause.
+    """
 
     def __init__(
         self, loader: WeightLoader, counters: Counter[str], log: logging.Logger, budget: Budget | None = None
@@ -569,7 +550,6 @@ class LoaderThread:
         self._log = log
         self._budget = budget or Budget()
         self._arrived: deque[TileIn] = deque()
-        self._has_more = False  # perhaps a tile on disk
         self._inputs: SimpleQueue[Input | Literal["stop"]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -586,8 +566,8 @@ class LoaderThread:
             self._thread.join()
 
     def post(self, item: Input) -> None:
-        """Hand over work; tiles beyond `QUEUED_BYTES` are dropped and counted, and asked for again later."""
-        if isinstance(item, TileIn):
+        """Hand over work; tiles and messages beyond `QUEUED_BYTES` are dropped and counted, and requested later."""
+        if isinstance(item, TileIn | PeerMessageIn):
             with self._lock:
                 if self._queued_bytes + len(item.body) > QUEUED_BYTES:
                     self._counters["tiles_overflowed"] += 1
@@ -602,17 +582,18 @@ class LoaderThread:
                 self._turn(item)
             except Exception as exc:
                 self._abandon(exc)
-                self._has_more = True  # the next load may be on disk, and then nothing else wakes this thread
 
     def _next(self) -> Input | Literal["stop"] | None:
         """Return what was posted, None once there is work to go on with."""
-        if self._arrived or self._has_more:
-            timeout_s: float | None = self._budget.pause_s(time.perf_counter())
+        if self._loader.has_cached:
+            timeout_s = 0.0
+        elif self._arrived or self._loader.peers.has_requests:
+            timeout_s = self._budget.pause_s(time.perf_counter())
         else:
-            deadline = self._loader.deadline()
-            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            deadline = min(self._loader.deadline(), self._loader.peers.deadline())
+            timeout_s = max(deadline - time.monotonic(), 0.0)
         try:
-            return self._inputs.get(block=timeout_s != 0, timeout=timeout_s)
+            return self._inputs.get(block=timeout_s > 0, timeout=None if timeout_s == inf else timeout_s)
         except Empty:
             return None
 
@@ -626,30 +607,46 @@ class LoaderThread:
             self._log.exception("the load that failed could not be given up")
 
     def _turn(self, item: Input | None) -> None:
-        now, begun_s = time.monotonic(), time.thread_time()
+        now, loader = time.monotonic(), self._loader
         match item:
             case Load():
-                self._loader.load(item, now)
+                loader.load(item, now)
             case Unload():
-                self._loader.unload(item, now)
+                loader.unload(item, now)
             case TileIn():
                 self._arrived.append(item)
+            case PeerMessageIn(peer, model, kind, body):
+                with self._lock:
+                    self._queued_bytes -= len(body)
+                loader.on_peer_message(peer, model, kind, body, now)
+            case TilePeerChanged(peer, model, is_joined):
+                loader.on_peer(peer, model, now, is_joined=is_joined)
             case RequestAgain():
-                self._loader.request_again(now)
-            case None:
-                if not self._arrived:  # else what was asked for has come
-                    self._loader.retry_if_due(now)
-        self._has_more = self._has_more or item is not None
-        self._budget.share = self._loader.share
+                loader.request_again(now)
+            case None if not self._arrived:  # else what was requested has come
+                loader.retry_if_due(now)
+        self._timed(loader.read_rate, "tile_bytes_cached", lambda: loader.step(now))
+        loader.peers.report_if_due(now)
+        self._budget.share = loader.share
         if self._budget.pause_s(time.perf_counter()) == 0:
-            self._step(now)
-        self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
+            begun_s = time.thread_time()
+            self._timed(loader.receive_rate, "tile_bytes_received", lambda: self._exchange(now))
+            self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
-    def _step(self, now: float) -> None:
-        """Take one tile, one that has come before one on disk."""
+    def _timed(self, rate: Rate, counter: str, act: Callable[[], object]) -> None:
+        """Act, and measure the rate of the bytes that it counts if no run takes the processor."""
+        before, begun_s, was_running = self._counters[counter], time.perf_counter(), self._budget.running
+        act()
+        nbytes = self._counters[counter] - before
+        if nbytes and not was_running and not self._budget.running:
+            rate.record(nbytes, time.perf_counter() - begun_s)
+
+    def _exchange(self, now: float) -> None:
+        """Take one tile that has come, and answer one request of a peer."""
         if self._arrived:
             tile = self._arrived.popleft()
             with self._lock:
                 self._queued_bytes -= len(tile.body)
-            self._loader.on_tile(tile.body, tile.addressed_here, now)
-        self._has_more = self._loader.step(now)
+            self._loader.on_tile(tile.body, tile.source, now)
+        if self._loader.peers.has_requests:
+            self._loader.peers.serve()

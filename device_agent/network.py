@@ -14,7 +14,7 @@ from typing import Final
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
 from hepti_mqtt.errors import NetworkError, WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
 from hepti_mqtt.protocol.keys import Channel
@@ -174,7 +174,7 @@ class Network:
         self._parsers: Mapping[str, Callable[[ParsedTopic, Body], None]] = {
             "command": lambda _, payload: inbox.post(MessageIn(*messages.decode_sealed(payload))),
             "work": self._work,
-            "weights": self._weights,
+            "weights": lambda _, payload: self._weights(payload),
             "planner_status": lambda _, payload: inbox.post(PlannerStatus(messages.decode_status(payload))),
             "status": lambda _, payload: self._own_status(payload),
             "caps": lambda _, payload: self._repair(topics.caps(device), payload),
@@ -190,7 +190,7 @@ class Network:
         base: Mapping[Plane, Sequence[str]] = {
             "control": (
                 topics.command(device),
-                *topics.weights_for(device),
+                topics.weights(device),
                 topics.planner_status(),
                 topics.status(device),
                 topics.caps(device),
@@ -295,12 +295,12 @@ class Network:
             )
         self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
-    def _weights(self, parsed: ParsedTopic, payload: Body) -> None:
+    def _weights(self, payload: Body) -> None:
         frame = frames.decode(payload)
         if frame.kind != "tile":
             raise WireError(f"expected a tile frame, got kind {frame.kind}")
         assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
-        self._tiles(TileIn(frame.body, addressed_here=parsed.to != ALL_DEVICES))
+        self._tiles(TileIn(frame.body))
 
     def _activation(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)

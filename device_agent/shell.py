@@ -423,11 +423,12 @@ class SessionLoop:
 
     def _link_up(self, event: LinkUp) -> None:
         self._up[event.plane] = event
-        if event.plane == "control":
-            self._loader.post(RequestAgain())
-        if not self._announced and len(self._up) == len(PLANES):
+        is_complete = not self._announced and len(self._up) == len(PLANES)
+        if is_complete:
             self._announced = True
             self.packet_limit_bytes = self._announce(self._up["control"])
+        if is_complete or event.plane == "control":  # the planner must know who reports its cache
+            self._loader.post(RequestAgain())
 
     def _link_down(self, event: LinkDown) -> None:
         self._log.warning("the %s connection is lost (%s); connecting again", event.plane, event.reason)

@@ -12,7 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config.process import requires_extra
@@ -27,9 +29,13 @@ LOOK_S: Final = 3.0  # answers come within a second; a lost one is asked for aga
 RESOLVE_MS: Final = 1500
 GIVE: Final = "give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER"
 CLOSE_S: Final = 2.0
+FOLLOW_S: Final = 5.0  # between two looks at this machine's addresses
+INTERFACES: Final = Path("/sys/class/net")
 SHOWN: Final = 8
 EVERYWHERE: Final = ("0.0.0.0", "::")
 _NO_PORT: Final = 0  # a planner listens nowhere
+
+Addresses = tuple[str, ...]  # of one interface
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,42 +89,52 @@ def look(seconds: float = LOOK_S, interfaces: Sequence[str] | None = None) -> li
     interfaces: addresses to look at, None for all.
     """
     with requires_extra("discovery", f"{GIVE}; looking for a broker"):
-        from zeroconf import InterfaceChoice, ServiceBrowser, ServiceStateChange, Zeroconf
+        from zeroconf import DNSQuestionType, InterfaceChoice, ServiceBrowser, ServiceStateChange, Zeroconf
     names: set[tuple[str, str]] = set()
 
     def heard(**event: Any) -> None:  # it is called by keywords
         gone = event["state_change"] is ServiceStateChange.Removed
         (names.discard if gone else names.add)((event["service_type"], event["name"]))
 
+    # Answers by multicast: of several programs on port 5353 of a machine only one gets a unicast answer. So the first
+    # question was in vain beside Avahi, Home Assistant or another Hepti, and the second one is asked a second later.
+    asks = DNSQuestionType.QM
     try:
         with Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All) as network:
-            browser = ServiceBrowser(network, [SITES, BROKERS], handlers=[heard])
+            browser = ServiceBrowser(network, [SITES, BROKERS], handlers=[heard], question_type=asks)
             time.sleep(seconds)
-            told = [(kind, network.get_service_info(kind, name, RESOLVE_MS)) for kind, name in sorted(names)]
+            told = [(kind, network.get_service_info(kind, name, RESOLVE_MS, asks)) for kind, name in sorted(names)]
             browser.cancel()
     except OSError:  # a network without multicast
         return []
-    usable = (
-        read_announcement(kind, info.parsed_scoped_addresses(), info.port or 0, info.properties)
-        for kind, info in told
-        if info is not None
-    )
-    return sorted({found for found in usable if found is not None})
+    usable: dict[tuple[str, str, int], Found] = {}
+    for kind, info in told:
+        if info is None:
+            continue
+        read = read_announcement(kind, info.parsed_scoped_addresses(), info.port or 0, info.properties)
+        if read is not None:  # a broker on two interfaces of one network is announced twice
+            host = info.server if kind == BROKERS else read.broker
+            usable.setdefault((read.site, host or read.broker, info.port or 0), read)
+    return sorted(set(usable.values()))
 
 
 class Announcement:
     """Announces a site from a thread until it is closed: registering takes a second.
 
-    who: planner or gateway; port: where it listens.
+    who: planner or gateway; port: where it listens, on this machine's `address`.
     """
 
-    def __init__(self, who: str, site: str, broker: BrokerUrl, port: int = _NO_PORT) -> None:
+    def __init__(
+        self, who: str, site: str, broker: BrokerUrl, port: int = _NO_PORT, address: str = EVERYWHERE[0]
+    ) -> None:
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(who, site, broker, port), name="announce", daemon=True)
+        everywhere = address in EVERYWHERE or is_loopback(address)
+        self._announced = announced(who, site, broker, port, None if everywhere else (address,))
+        self._thread = threading.Thread(target=self._run, name="announce", daemon=True)
         self._thread.start()
 
-    def _run(self, who: str, site: str, broker: BrokerUrl, port: int) -> None:
-        with announced(who, site, broker, port):
+    def _run(self) -> None:
+        with self._announced:
             self._closing.wait()
 
     def close(self) -> None:
@@ -135,7 +151,7 @@ def announced(
 
     Nothing is announced without the extra, in a network without multicast, and of a broker on this machine's loopback.
     """
-    if is_loopback(broker.host) and interfaces is None:
+    if is_loopback(broker.host) and (interfaces is None or not all(map(is_loopback, interfaces))):
         yield False
         return
     told = {"site": site, "broker": _text_of(broker), "role": who}
@@ -163,37 +179,99 @@ def registered(
 ) -> Iterator[bool]:
     """Announce a service while the block runs; yield whether that works: not without the extra, or multicast.
 
-    name: of the service, to which this machine's is added.
+    name: of the service, to which this machine's is added. interfaces: addresses to announce, each on its own network;
+    None for those of all networks of this machine, also when they change.
     """
+    announcer = _Announcer(kind, f"{name} on {socket.gethostname()}"[:63] + f".{kind}", port, told, interfaces)
     try:
-        from zeroconf import Error, InterfaceChoice, ServiceInfo, Zeroconf
+        yield announcer.is_announced
+    finally:
+        announcer.close()
 
-        network = Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
-    except (ImportError, OSError):
-        yield False
-        return
-    with network:
+
+class _Announcer:
+    """Announces one service on each network, with the addresses that this machine has there."""
+
+    def __init__(
+        self, kind: str, name: str, port: int, told: Mapping[str, str], interfaces: Sequence[str] | None
+    ) -> None:
+        self._kind, self._name, self._port, self._told = kind, name, port, told
+        self._open: dict[Addresses, Any] = {}  # a Zeroconf for each network
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="mdns", daemon=True)
+        self._announce(own_addresses() if interfaces is None else {(address,) for address in interfaces})
+        if interfaces is None:
+            self._thread.start()
+
+    @property
+    def is_announced(self) -> bool:
+        """Return whether the service is announced on any network."""
+        return bool(self._open)
+
+    def close(self) -> None:
+        """Take the announcements back."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._announce(set())
+
+    def _follow(self) -> None:
+        while not self._closing.wait(FOLLOW_S):
+            self._announce(own_addresses())
+
+    def _announce(self, networks: AbstractSet[Addresses]) -> None:
+        """Announce the service on these networks alone."""
+        for addresses in self._open.keys() - networks:
+            self._open.pop(addresses).close()
+        for addresses in networks - self._open.keys():
+            network = self._register(addresses)
+            if network is not None:
+                self._open[addresses] = network
+
+    def _register(self, addresses: Addresses) -> Any:
+        """Return the Zeroconf that announces the service at some addresses; None if that does not work."""
+        try:
+            from zeroconf import Error, ServiceInfo, Zeroconf
+
+            network = Zeroconf(interfaces=list(addresses))
+        except (ImportError, OSError):
+            return None
         info = ServiceInfo(
-            kind,
-            f"{name} on {socket.gethostname()}"[:63] + f".{kind}",
-            port=port,
-            properties=dict(told),
+            self._kind,
+            self._name,
+            port=self._port,
+            properties=dict(self._told),
             server=f"{socket.gethostname().partition('.')[0]}.local.",
-            parsed_addresses=list(interfaces) if interfaces else _own_addresses(),
+            parsed_addresses=list(addresses),
         )
         try:
             network.register_service(info, allow_name_change=True)
         except (Error, OSError):
-            yield False
-            return
-        yield True
+            network.close()
+            return None
+        return network
 
 
-def _own_addresses() -> list[str]:
+def own_addresses(interfaces: Path = INTERFACES) -> set[Addresses]:
+    """Return this machine's IPv4 addresses by interface, without those of bridges between containers.
+
+    interfaces: Linux's directory of network interfaces. A machine that has no others, as a container, has all.
+    """
     import psutil
 
-    found = (a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET)
-    return [address for address in found if not is_loopback(address)]
+    found = {
+        name: tuple(a.address for a in addresses if a.family == socket.AF_INET and not is_loopback(a.address))
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    own = {name: addresses for name, addresses in found.items() if addresses}
+    reaching = {addresses for name, addresses in own.items() if reaches_devices(interfaces / name)}
+    return reaching or set(own.values())
+
+
+def reaches_devices(interface: Path) -> bool:
+    """Return whether an interface is, or stands for, hardware: a port, or a bridge, bond or VLAN over one."""
+    below = [*interface.glob("lower_*"), *interface.glob("brif/*")]
+    return (interface / "device").exists() or any((each / "device").exists() for each in below)
 
 
 def _text_of(url: BrokerUrl) -> str:

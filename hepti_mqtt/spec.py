@@ -204,7 +204,7 @@ class TaskHead:
     a dense layer after cls. projections: those behind the pooling. outputs: columns of the logits, 0 without.
     activation: of the dense layer before the last one: the pooler's, or that before the vocabulary. tied: the word
     embeddings are the matrix of the logits too, unless a checkpoint stores one of its own. labels: the names of the
-    outputs, which only who reads answers needs: they do not travel.
+    outputs, which only who reads answers needs: they do not travel. logits_scaling: divides the logits of words.
     """
 
     task: Task
@@ -216,6 +216,7 @@ class TaskHead:
     activation: HeadActivation = "tanh"
     tied: bool = False
     projections: tuple[Projection, ...] = ()
+    logits_scaling: float = 1.0
 
     def columns(self, hidden: int) -> int:
         """Return the columns of the task's output, of a model with that many hidden ones."""

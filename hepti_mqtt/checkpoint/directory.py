@@ -38,7 +38,7 @@ from hepti_mqtt.models import (
     without_missing_pooler,
 )
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.generation import end_tokens
+from hepti_mqtt.models.generation import end_tokens, sampling_defaults
 from hepti_mqtt.models.sentences import TextRules, text_rules
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
@@ -370,6 +370,11 @@ class Checkpoint:
         reads = self.spec.input_spec
         vocab = reads.vocab if isinstance(reads, TextInput) else 0
         return end_tokens(JsonConfig("config.json", self.config), self.extras, vocab)
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Return the options of requests for texts that say nothing of them."""
+        return sampling_defaults(self.extras)
 
     @cached_property
     def speech(self) -> SpeechTokens:

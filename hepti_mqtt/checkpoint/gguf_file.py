@@ -20,11 +20,12 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
-from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, KEYS, NEUTRAL, TENSORS
+from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, BIASES, KEYS, NEUTRAL, TENSORS, layer_names
 from hepti_mqtt.checkpoint.gguf_tokenizer import end_token_ids, tokenizer_files
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile, close_all
 from hepti_mqtt.checkpoint.storage import TensorReader
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models.decoder import DECODERS
 from hepti_mqtt.storage import STORAGES, Storage
 
 MAGIC: Final = b"GGUF"
@@ -202,10 +203,12 @@ class GgufFile(RowsFile):
                 f"{self.path} is of the architecture {name[:40]!r}; of GGUF {', '.join(ARCHITECTURES)} are read, "
                 "of others the original with model.safetensors"
             )
-        self._of = ARCHITECTURES[name]
+        self._of = DECODERS[ARCHITECTURES[name]]
+        assert self._of.gguf is not None
+        self._gguf = self._of.gguf
         for key, value in self._metadata.items():
             own = key.removeprefix(f"{name}.")
-            known = own in KEYS or own in self._of.keys or value == NEUTRAL.get(own, math.nan)
+            known = own in KEYS or own in self._gguf.keys or value == NEUTRAL.get(own, math.nan)
             if own != key and not known:
                 raise UnsupportedModelError(
                     f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
@@ -214,17 +217,19 @@ class GgufFile(RowsFile):
 
     def _config(self) -> dict[str, Any]:
         """Return config.json of the original, as far as the metadata says it."""
-        data, of = self._metadata, self._of
+        data, of = self._metadata, self._gguf
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
         config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[name]],
+            "model_type": self._of.model_type,
             **of.config,
             "tie_word_embeddings": "output.weight" not in self._found,
             "vocab_size": self._found["token_embd.weight"].shape[0],
             **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
         }
-        for key, tensor in of.biases.items():
-            config[key] = f"blk.0.{tensor}.bias" in self._found
+        for flag in self._of.biases.keys() & BIASES.keys():
+            config[flag] = f"blk.0.{BIASES[flag]}.bias" in self._found
         if not config.get("sliding_window", 1):
             del config["sliding_window"]
         config["eos_token_id"] = end_token_ids(data)
@@ -286,13 +291,14 @@ class GgufFile(RowsFile):
     def _named(self) -> Iterator[tuple[str, TensorReader]]:
         """Yield the tensors under the names of the original."""
         heads: dict[str, int] = {}
-        if self._of.pairs_together:
+        parts = layer_names(self._of)
+        if self._gguf.pairs_together:
             heads = {"attn_q": self.config["num_attention_heads"]}
             heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
         for name, tensor in self._found.items():
             own, end = name.rsplit(".", 1)
             block, _, part = own.removeprefix("blk.").partition(".")
-            original = TENSORS.get(own) or (part in self._of.layer and f"model.layers.{block}.{self._of.layer[part]}")
+            original = TENSORS.get(own) or (part in parts and f"model.layers.{block}.{parts[part]}")
             if not original:
                 raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in such a model")
             if name != "rope_freqs.weight":
@@ -312,7 +318,7 @@ class GgufFile(RowsFile):
             first, last = start // rows * rows, -(-stop // rows) * rows
             return self._raw(name, first, last, columns)[_original_rows(start, stop, rows) - first]
 
-        offset = np.float32(self._of.gamma_offset if name.endswith("norm.weight") else 0)
+        offset = np.float32(self._of.block.gamma_offset if name.endswith("norm.weight") else 0)
 
         def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
             if offset:

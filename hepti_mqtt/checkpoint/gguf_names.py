@@ -1,9 +1,14 @@
-"""What GGUF files of each architecture call keys and tensors, and what the original calls them. Source: llama.cpp."""
+"""What GGUF files call keys and tensors, and what the original calls them. Source: llama.cpp.
+
+How an architecture differs stands in its row of `models.decoder.DECODERS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hepti_mqtt.models.decoder import DECODERS, Decoder
 
 # Keys behind the name of the architecture, and those of config.json; "" for what is checked or has no effect.
 KEYS: Final[Mapping[str, str]] = {
@@ -32,89 +37,37 @@ TENSORS: Final[Mapping[str, str]] = {
     "output_norm": "model.norm",
     "rope_freqs": "rope_freqs",
 }
-_LAYER: Final[Mapping[str, str]] = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# Parts of a layer, and what the table of decoders calls them; of parts that are stored together, the first one.
+_PARTS: Final[Mapping[str, str]] = {
+    "attn_norm": "attention_norm",
+    "attn_q": "query",
+    "attn_k": "key",
+    "attn_v": "value",
+    "attn_qkv": "query",
+    "attn_q_norm": "query_norm",
+    "attn_k_norm": "key_norm",
+    "attn_output": "attention_out",
+    "post_attention_norm": "attention_out_norm",
+    "ffn_norm": "mlp_norm",
+    "ffn_gate": "mlp_gate",
+    "ffn_up": "mlp_up",
+    "ffn_down": "mlp_down",
+    "post_ffw_norm": "mlp_down_norm",
 }
-_HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-
-
-class Architecture(NamedTuple):
-    """How an architecture differs from the others.
-
-    config: what config.json says beside the metadata. keys: more of `KEYS`. layer: tensors of a layer. pairs_together:
-    the two rows of a rotated pair of queries or keys are neighbours. gamma_offset: has been added to weights of norms.
-    derived: what config.json says that follows from the rest of it.
-    """
-
-    config: Mapping[str, Any]
-    layer: Mapping[str, str] = _LAYER
-    keys: Mapping[str, str] = {}
-    pairs_together: bool = False
-    gamma_offset: float = 0.0
-    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
-    #: Flags of config.json that are true if the first layer's tensor has a bias.
-    biases: Mapping[str, str] = {}
-
-
-def _gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return by what scores are divided: the columns of a head, but in the model of 27 B those of a row for each."""
-    wide = config["num_hidden_layers"] == 62
-    own = config["hidden_size"] / config["num_attention_heads"] if wide else config["head_dim"]
-    return {"query_pre_attn_scalar": own}
-
-
-def _named(architecture: str, model_type: str, **more: Any) -> Mapping[str, Any]:
-    return {"architectures": [architecture], "model_type": model_type, **more}
-
-
-_FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "llama": Architecture(
-        _named("LlamaForCausalLM", "llama", hidden_act="silu"),
-        pairs_together=True,
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_down"},
-    ),
-    "qwen2": Architecture(_named("Qwen2ForCausalLM", "qwen2", hidden_act="silu")),
-    "qwen3": Architecture(
-        _named("Qwen3ForCausalLM", "qwen3", hidden_act="silu"),
-        {**_LAYER, **_HEAD_NORMS},
-        biases={"attention_bias": "attn_q"},
-    ),
-    # Of the layers every sixth sees all tokens, by no key of older files.
-    "gemma3": Architecture(
-        _named(
-            "Gemma3ForCausalLM",
-            "gemma3_text",
-            hidden_activation="gelu_pytorch_tanh",
-            rope_local_base_freq=10_000.0,
-            rope_theta=1_000_000.0,
-        ),
-        {
-            **_LAYER,
-            **_HEAD_NORMS,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        {
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": "sliding_window_pattern",
-            "rope.freq_base_swa": "rope_local_base_freq",
-        },
-        gamma_offset=1.0,
-        derived=_gemma3,
-    ),
-    "phi3": Architecture(
-        _named("Phi3ForCausalLM", "phi3", hidden_act="silu"),
-        {**_LAYER, **_FUSED},
-        {"attention.sliding_window": "sliding_window"},
-    ),
+ARCHITECTURES: Final[Mapping[str, str]] = {  # of GGUF, and of the original that generates
+    row.gguf.name: name for name, row in DECODERS.items() if row.gguf is not None and name.endswith("ForCausalLM")
 }
+# Flags of config.json that are true if the first layer's tensor has a bias.
+BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn_down"}
+
+
+def layer_names(row: Decoder) -> Mapping[str, str]:
+    """Return what the original calls the parts of a layer, by their names in GGUF."""
+    names = [*row.layer.values()]
+    together = {part for part, name in row.layer.items() if names.count(name) > 1}
+    return {
+        part: row.layer[own]
+        for part, own in _PARTS.items()
+        if own in row.layer and (own not in together or part in ("attn_qkv", "ffn_up"))
+        if part != "attn_qkv" or own in together
+    }

@@ -6,6 +6,7 @@ Every option of tokenizer_config.json that changes ids is honoured or refused; w
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ _FLAGS: Final = ("lstrip", "normalized", "rstrip", "single_word", "special")
 # The others of its keys have no effect on ids: the classes read these alone.
 _CLEANED: Final = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 _KEYS: Final = KeyTable(read=frozenset(), only={"auto_map": (), _CLEANED: (False,)}, closed=False)
+_log: Final = logging.getLogger("hepti.checkpoint")
 _NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 
 
@@ -95,12 +97,7 @@ def open_tokenizer(
         _check_as_it_is(options, parts)
     else:
         _check_model(data["model"], known, tokens["unk"])
-        parts = {
-            "normalizer": known.normalizer(options, parts["normalizer"]),
-            "pre_tokenizer": known.pre_tokenizer(options, parts["pre_tokenizer"]),
-            "post_processor": parts["post_processor"],
-            "decoder": known.decoder,
-        }
+        parts = {**_parts_of_class(path, data, known, options, parts), "decoder": known.decoder}
     if lower:
         parts["normalizer"] = _lowered(parts["normalizer"])
     side = options.get("truncation_side", (data.get("truncation") or {}).get("direction", "Right"))
@@ -203,6 +200,43 @@ def _model_of_files(files: Sequence[Path], unknown: str) -> dict[str, Any]:
     return {"type": "BPE", "vocab": read_json(files[0]), "merges": merges}
 
 
+def _parts_of_class(
+    path: Path, data: Mapping[str, Any], known: TokenizerClass, options: JsonConfig, parts: Mapping[str, Part]
+) -> Mapping[str, Part]:
+    """Return the parts by the class; where it differs from tokenizer.json, that counts if both make the same ids."""
+
+    def of_class(normalizer: Part, pre_tokenizer: Part) -> Mapping[str, Part]:
+        return {
+            **parts,
+            "normalizer": known.normalizer(options, normalizer),
+            "pre_tokenizer": known.pre_tokenizer(options, pre_tokenizer),
+        }
+
+    try:
+        return of_class(parts["normalizer"], parts["pre_tokenizer"])
+    except UnsupportedModelError:
+        if known.model != "BPE":  # of words that are not in the vocabulary others have no ids to compare
+            raise
+        by_file, by_class = (
+            _built(path, dict(data), {**some, "decoder": known.decoder}, None, options)
+            for some in (parts, of_class(None, None))
+        )
+        if any(by_file.encode(text).ids != by_class.encode(text).ids for text in _probes(by_class)):
+            raise
+    _log.info("%s: its class in transformers splits texts differently, into the same ids; %s counts", path, FILE)
+    return parts
+
+
+def _probes(tokenizer: Tokenizer) -> list[str]:
+    """Return texts of all tokens, and some in which ways of splitting differ."""
+    pieces = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
+    return [*(between.join(pieces) for between in (" ", "", "\n")), _PROBE, _PROBE.upper()]
+
+
+_PROBE: Final = (
+    "It's 1234567890 o'clock, 3.14 or 1,000!  Two  spaces,\ttabs\r\n\n lines; caf\u00e9 E\u0301t\u00e9 \u5668\u5177 "
+    "\U0001f600 x=[1]+{'a_b': \"c\"}; \u0661\u0662\u0663 \u00bd \ufb01 a\u00a0b \u2167 "
+)
 _PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 

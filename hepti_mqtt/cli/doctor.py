@@ -128,7 +128,7 @@ def _kernels(compiles: bool) -> Finding:
         return Finding("kernels", f"{isa()}, no place to keep them", advice)
     if compiles:
         view = output.ProgressLines()
-        tell = lambda done, total: view.print("kernels", f"... compiling kernels: {done} of {total}")  # noqa: E731
+        tell = lambda done, total: view.print("kernels", f"compiled {done} of {total}")  # noqa: E731
         precompile.fill_cache("all", tell)
     done, total = precompile.compiled()
     offer = "" if done == total else "an agent compiles the others at its start; now: hepti doctor --compile"
@@ -219,5 +219,8 @@ def _site(text: str, site: str) -> Iterator[Finding]:
         online = ", ".join(names) or "none"
         advice = "" if names else "start an agent on a device: hepti agent --id NAME"
         yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
+        for device in found:
+            if device["status"] == "online" and device.get("reason"):
+                yield Finding(f"device {device['device']}", str(device["reason"]), "see its agent's log")
     for line in clocks:
         yield Finding("clocks", line, output.CLOCK_ADVICE)

@@ -41,6 +41,14 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--no-keys", action="store_true", help=f"listen beyond loopback without keys (else set {KEYS}=KEY,..)"
     )
+    sub.add_argument(
+        "--cors", metavar="ORIGIN", action="append", default=[], help="origin of pages that may ask, such as "
+        "https://chat.lan, or * for all (may be repeated)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--host", metavar="NAME", action="append", default=[], help="public name of a gateway without keys (may be "
+        "repeated); its addresses and local names need none",
+    )  # fmt: skip
 
 
 def gateway(args: argparse.Namespace) -> int:
@@ -65,7 +73,7 @@ def gateway(args: argparse.Namespace) -> int:
         site = Site(hepti, args.timeout or TIMEOUT_S, args.model, truncate=args.truncate, text_timeout_s=text_s)
         server: Server
         config = uvicorn.Config(
-            create_app(site, keys, lambda: server.should_exit),
+            create_app(site, keys, lambda: server.should_exit, origins=args.cors, names=[args.bind, *args.host]),
             http=Connection,
             log_config=None,
             access_log=args.verbose,
@@ -79,7 +87,8 @@ def gateway(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             if args.announce:
                 where = 0 if _is_loopback(args.bind) else args.port
-                stack.callback(Announcement("gateway", args.site, BrokerUrl.parse(require_broker(args)), where).close)
+                broker = BrokerUrl.parse(require_broker(args))
+                stack.callback(Announcement("gateway", args.site, broker, where, args.bind).close)
             server.run(sockets=[listener])
     return 0
 

@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,14 +89,15 @@ def _wait_for_plan(hepti: Hepti, args: argparse.Namespace, patient: bool) -> Map
     patient: wait for a planner and a plan until the time is over, and say what for; else fail fast. A planner that is
     online has said all the models that it serves.
     """
-    until, progress = time.monotonic() + args.timeout, output.ProgressLines()
-    while True:
-        try:
-            return _current_record(hepti, args, max(until - time.monotonic(), 0.1))
-        except (NetworkError, PlanError) as error:
-            if not patient or (left := until - time.monotonic()) <= 0:
-                raise
-            progress.print("waiting", f"waiting, for at most {left:.0f} s more: {error}")
+    until = time.monotonic() + args.timeout
+    with closing(output.ProgressLines()) as progress:
+        while True:
+            try:
+                return _current_record(hepti, args, max(until - time.monotonic(), 0.1))
+            except (NetworkError, PlanError) as error:
+                if not patient or (left := until - time.monotonic()) <= 0:
+                    raise
+                progress.print("waiting", f"for at most {left:.0f} s more: {error}")
 
 
 def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> Mapping[str, Any]:

@@ -330,7 +330,7 @@ def _wait_online(service: Service, said: queue.SimpleQueue[bytes], device: str, 
             return
         if status.state == "starting":
             told = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
-            progress.print(device, f"{device} is {output.status_text(told)}")
+            progress.print(device, output.status_text(told))
         if service.systemctl("is-active", NAME, check=False) in ("failed", "inactive"):
             break
     last = _last_lines(service)

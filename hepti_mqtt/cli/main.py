@@ -132,7 +132,9 @@ def _agent(sub: argparse.ArgumentParser) -> None:
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--repeat", type=positive_int, default=10, help="requests per strategy (default 10)")
+    sub.add_argument("--text", action="append", metavar="TEXT", help="a text of your own beside the demo's; repeatable")
+    sub.add_argument("--details", action="store_true", help="print all methods with times, bytes and shares")
+    sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
     sub.add_argument(
         "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
     )

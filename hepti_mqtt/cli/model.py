@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
@@ -58,6 +59,7 @@ def _inspect_one(args: argparse.Namespace, part: str) -> None:
             "parameters": parameters,
             "tensors": len(sources),
             "requests": [" and ".join(form) for form in forms(checkpoint)],
+            "defaults": _listed(checkpoint.sampling_defaults) if spec.head.task == "generation" else None,
             "widened": ", ".join(f"{name} to {wider}" for name, wider in sorted(checkpoint.widened.items())) or None,
             "quantised": None if checkpoint.quantisation is None else checkpoint.quantisation.text(),
         }
@@ -69,6 +71,10 @@ def _inspect_one(args: argparse.Namespace, part: str) -> None:
             ("what", "value"),
             sorted((k, v) for k, v in result.items() if v is not None),
         )
+
+
+def _listed(options: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in options.items()) or "the likeliest token follows"
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import logging
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 from hepti_mqtt.config import process
 
 MIB: Final = 2**20
-EVERY_S: Final = 3.0  # between two progress lines about the same thing
+EVERY_S: Final = 10.0  # between two progress lines of a name where no terminal is
 CLOCK_ADVICE: Final = "set it (timedatectl): certificates and logs go by it, nothing else does"
 MAX_ACTIVITY_CHARS: Final = 60  # characters of what a device says it is doing
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
     out: Console
     err: Console
@@ -158,27 +160,54 @@ def setup_logging(verbose: bool) -> None:
 
 
 class ProgressLines:
-    """Prints progress by name on stderr, at most a line every `EVERY_S` for each; for one thread at a time.
+    """Progress by name on stderr: lines that are rewritten on a terminal, elsewhere a line per name every `EVERY_S`.
 
-    clock: seconds that only grow.
+    For one thread at a time. clock: seconds that only grow.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._printed: dict[str, tuple[float, str]] = {}
+        self._live: Live | None = None
 
     def print(self, name: str, text: str) -> None:
-        """Print what is going on, if that has changed."""
+        """Show the current state of a name."""
         now, (last_s, last) = self._clock(), self._printed.get(name, (float("-inf"), ""))
-        if text not in ("", last) and now - last_s >= EVERY_S:
+        if text in ("", last):
+            return
+        if _console(stderr=True).is_terminal:
             self._printed[name] = now, text
-            _console(stderr=True).print(text, markup=False)
+            self._draw()
+        elif now - last_s >= EVERY_S:
+            self._printed[name] = now, text
+            _console(stderr=True).print(f"{name}: {text}", markup=False)
 
     def print_load(self, name: str, done_bytes: int, total_bytes: int) -> None:
-        """Print how much of the weights is there."""
-        self.print(name, f"loading {name}: {done_bytes / MIB:.1f} of {total_bytes / MIB:.1f} MiB")
+        """Show how much of the weights is there."""
+        self.print(name, f"loading {done_bytes / MIB:.1f} of {total_bytes / MIB:.1f} MiB")
 
     def finish(self, name: str, text: str) -> None:
-        """Print the last line of a load."""
+        """Print the last line of a name."""
         self._printed.pop(name, None)
+        if self._live is not None:
+            self._draw()
         _console(stderr=True).print(text, markup=False)
+
+    def close(self) -> None:
+        """Leave the lines as they are; further ones begin below."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._live is None:
+            self._live = Live(
+                console=_console(stderr=True), auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+            atexit.register(self.close)  # the cursor is hidden meanwhile
+        lines = "\n".join(f"{name}: {text}" for name, (_, text) in self._printed.items())
+        self._live.update(Text(lines), refresh=True)

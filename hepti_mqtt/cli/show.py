@@ -256,6 +256,7 @@ def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
         if (wrong := sanitize_device(d)[1]) is not None:
             output.print_lines([f"{d['device']} published implausible data: {wrong}. Restart its agent"])
     print_peer_traffic(found)
+    print_weights(found)
     output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
 
 
@@ -295,6 +296,21 @@ def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
         columns = ("from", "to", "frames", "MiB", "queued", "dropped", "reconnected", "round trip ms", "Mbit/s")
         output.print_table("directly between devices", columns, rows)
     output.print_lines(lines)
+
+
+def print_weights(devices: Sequence[Mapping[str, Any]]) -> None:
+    """Print the bytes of weights that each device received from peers and from the planner, and sent to peers."""
+    rows = []
+    for device in devices:
+        counters = (device.get("heartbeat") or {}).get("counters", {})
+        received, peers, sent = (
+            counters.get(f"tile_bytes_{way}", 0) / output.MIB for way in ("received", "from_peers", "to_peers")
+        )
+        if received or sent:
+            rows.append((device["device"], f"{peers:.1f}", f"{received - peers:.1f}", f"{sent:.1f}"))
+    if rows:
+        columns = ("device", "MiB from peers", "MiB from the planner", "MiB to peers")
+        output.print_table("weights over the network since the start", columns, rows)
 
 
 def _gflops(device: Mapping[str, Any]) -> float:

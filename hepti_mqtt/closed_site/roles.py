@@ -51,7 +51,7 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     ),
     "device": (
         *_rights(
-            read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "weights/all", "x/+/+/+/{me}", "x/+/+/+/all"),
+            read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "x/+/+/+/{me}", "x/+/+/+/all"),
             write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+", "evt/+"),
         ),
         *_EVERYBODY,

@@ -215,7 +215,7 @@ class PinOptions:
 
     def to_pins(self) -> Pins:
         """Return them as the planner takes them; raises ConfigError where they contradict each other."""
-        from hepti_mqtt.runtime.coordinator.requests import Pins  # not at the top: `hepti --help` needs no NumPy
+        from hepti_mqtt.runtime.coordinator.requests import Pins
 
         if self.wire is not None and self.accuracy is not None:
             raise ConfigError(f"--wire {self.wire} leaves nothing for --accuracy to choose; give one of the two")

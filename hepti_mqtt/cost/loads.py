@@ -41,6 +41,8 @@ class TileMap:
         self.hashes: tuple[bytes, ...] = tuple(h for entry in manifest.entries for h in entry.hashes)
         #: Bytes of the tile at each position, int64.
         self.sizes: NDArray[Any] = np.array([t.nbytes for e in manifest.entries for t in e.tiles()], np.int64)
+        #: First position of each tile.
+        self.position: Mapping[bytes, int] = {h: p for p, h in reversed(list(enumerate(self.hashes)))}
         self._manifest = manifest
         starts = accumulate((len(entry.hashes) for entry in manifest.entries), initial=0)
         self._starts = dict(zip(manifest.by_name, starts, strict=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import logging
 import time
@@ -14,6 +13,8 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -21,20 +22,19 @@ from starlette.types import Receive, Scope, Send
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, routes, tei
-from hepti_mqtt.gateway.bodies import Room, media_type, read_form, read_json
+from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, responses, routes, tei
+from hepti_mqtt.gateway.bodies import FORM, Body, Room, checked, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
-from hepti_mqtt.gateway.errors import UnauthorizedError, error_response
-from hepti_mqtt.gateway.operations import FORM, JSON, PLAIN, Operation, document
-from hepti_mqtt.gateway.schemas import ANY, OBJECT, TEXT, checked
+from hepti_mqtt.gateway.errors import UnauthorizedError, error_response, renamed
+from hepti_mqtt.gateway.hosts import OwnSite
+from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation, document
 from hepti_mqtt.gateway.site import Site
-from hepti_mqtt.gateway.streams import HUNG_UP, Stream
+from hepti_mqtt.gateway.streams import EVENTS, HUNG_UP, Stream
 
 _log = logging.getLogger(__name__)
-_READ: Final = {JSON: read_json, FORM: read_form}
 
 
-async def ping(_site: Site, _asked: dict[str, Any]) -> Any:
+async def ping(_site: Site, _body: None) -> Any:
     """That the gateway runs."""
     return "pong"
 
@@ -43,11 +43,12 @@ async def ping(_site: Site, _asked: dict[str, Any]) -> Any:
 OPERATIONS: Final = (
     *routes.OPERATIONS,
     *chat.OPERATIONS,
+    *responses.OPERATIONS,
     *tei.OPERATIONS,
     *ollama.OPERATIONS,
     *immich.OPERATIONS,
     *llama_cpp.OPERATIONS,
-    Operation("GET", "/ping", ping, {PLAIN: TEXT}, is_open=True),
+    Operation("GET", "/ping", ping, {PLAIN: str}, is_open=True),
 )
 
 
@@ -92,27 +93,35 @@ class _Endpoint:
             await response(scope, receive, send)
 
 
-def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool] = lambda: False) -> Starlette:
+def create_app(
+    site: Site,
+    keys: Sequence[str] = (),
+    stopping: Callable[[], bool] = lambda: False,
+    *,
+    origins: Sequence[str] = (),
+    names: Sequence[str] | None = None,
+) -> Starlette:
     """Return the gateway to a site.
 
-    keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends.
+    keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends. origins:
+    of pages that may ask. names: hosts of a gateway without keys, None for any.
     """
     metrics, known, room = Metrics(), [key.encode() for key in keys], Room()
 
-    async def show_metrics(_site: Site, _asked: dict[str, Any]) -> Response:
+    async def show_metrics(_site: Site, _body: None) -> Response:
         """The gateway's own figures, for Prometheus."""
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    async def openapi(_site: Site, _asked: dict[str, Any]) -> Any:
+    async def openapi(_site: Site, _body: None) -> Any:
         """This document."""
         return described
 
     dashboard = Dashboard(View(site.client).look, lambda: _beside(site, bool(known)), stopping)
     operations = (
         *OPERATIONS,
-        Operation("GET", "/metrics", show_metrics, {PLAIN: TEXT}),
-        Operation("GET", "/events", dashboard.watch, {"text/event-stream": ANY}, is_open=True),
-        Operation("GET", "/openapi.json", openapi, {JSON: OBJECT}, is_open=True),
+        Operation("GET", "/metrics", show_metrics, {PLAIN: str}),
+        Operation("GET", "/events", dashboard.watch, {EVENTS: str}, is_open=True),
+        Operation("GET", "/openapi.json", openapi, {JSON: dict[str, Any]}, is_open=True),
     )
     described = document(operations, bool(known))
     by_route: dict[tuple[str, str], list[Operation]] = {}
@@ -122,8 +131,13 @@ def create_app(site: Site, keys: Sequence[str] = (), stopping: Callable[[], bool
         Route(path, _Endpoint(site, several, known, room, metrics), methods=[method])
         for (method, path), several in by_route.items()
     ]
-    refuse = functools.partial(_nothing_here, [f"{one.method} {one.path}" for one in operations])
-    return Starlette(routes=[*found, *page_routes()], exception_handlers={404: refuse, 405: refuse})
+    layers = []
+    if origins:
+        layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    if not known and names is not None:
+        layers.append(Middleware(OwnSite, names=names, origins=origins))
+    refusals = {404: _nothing_here, 405: _nothing_here}
+    return Starlette(routes=[*found, *page_routes()], exception_handlers=refusals, middleware=layers)
 
 
 def _beside(site: Site, locked: bool) -> dict[str, Any]:
@@ -160,26 +174,31 @@ async def _cancelled_by_hangup(request: Request) -> AsyncIterator[None]:
 
 
 async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[bytes], room: Room) -> Response:
+    body: Body | None = None
     try:
         _check_key(request, keys)
         with room.part() as take:
-            asked: dict[str, Any] = {}
             if one.body is not None:
-                asked = checked(await _READ[one.reads](request, take), one.body)
+                body = checked(one.body, await _values(one, request, take))
             async with _cancelled_by_hangup(request):
-                found = await one.handler(site, asked)
+                found = await one.handler(site, body)
         if isinstance(found, Response):
             return found
         return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
     except HeptiError as error:
-        return error_response(error, None, one.as_error)
+        return error_response(renamed(error, {} if body is None else body.names()), one.as_error)
     except ClientDisconnect:
         return Response(status_code=HUNG_UP)
     except Exception as error:  # a mistake here must not end the process, nor show its insides
         _log.exception("%s %s failed", request.method, request.url.path)
-        return error_response(
-            RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), None, one.as_error
-        )
+        return error_response(RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), one.as_error)
+
+
+async def _values(one: Operation, request: Request, take: Callable[[int], None]) -> Any:
+    """Return what a body is made of: of a form its fields, of another method what the path names."""
+    if one.method != "POST":
+        return request.path_params
+    return await (read_form if one.reads == FORM else read_json)(request, take)
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:
@@ -191,9 +210,10 @@ def _check_key(request: Request, keys: Sequence[bytes]) -> None:
         raise UnauthorizedError("wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS")
 
 
-async def _nothing_here(known: Sequence[str], request: Request, error: Exception) -> Response:
+async def _nothing_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"no route {request.method} {request.url.path}; known are {', '.join(sorted(known))}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return JSONResponse({"error": told}, error.status_code, error.headers)
+    message = f"no route {request.method} {request.url.path[:80]}; see /openapi.json"
+    about = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    is_ollama = request.url.path.startswith("/api/")
+    return JSONResponse({"error": message if is_ollama else about}, error.status_code, error.headers)

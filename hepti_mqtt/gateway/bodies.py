@@ -1,24 +1,217 @@
-"""Bodies of requests, read within bounds."""
+"""Bodies of requests: read within bounds, and checked by their pydantic models, which also describe them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Callable, Iterator
-from email import message_from_bytes
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from email.message import Message
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from hepti_mqtt.errors import OverloadedError, RequestError
 from hepti_mqtt.gateway.errors import MediaTypeError, SlowBodyError, TooLargeError
+from hepti_mqtt.service.options import Option
 
 MAX_BODY_BYTES: Final = 32 << 20  # some pictures in base64, or 2,048 long texts
 ROOM_BYTES: Final = 256 << 20
 BODY_S: Final = 30.0  # a client that sends one byte a second does not hold a connection for longer
 MAX_FIELDS: Final = 64  # of a form
+TEXTS_AT_ONCE: Final = 2048  # as OpenAI's limit
+FORM: Final = "multipart/form-data"
+_SHOWN: Final = 40  # characters of a value in an error
+_EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # change nothing in any interface
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without its zero fraction, which programs add that know one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _texts(value: Any) -> Any:
+    """Return texts as a list; raises RequestError, which names what is wrong."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not 0 < len(items) <= TEXTS_AT_ONCE:
+        raise ValueError(f"send a text or a list of 1 to {TEXTS_AT_ONCE} texts")
+    for place, one in enumerate(items):
+        if isinstance(one, int | float | list) and not isinstance(one, bool):
+            raise ValueError(  # noqa: TRY004  # pydantic takes no other
+                "token ids belong to another tokenizer: send texts (LangChain: OpenAIEmbeddings(..., "
+                "check_embedding_ctx_length=False))"
+            )
+        if not isinstance(one, str):
+            raise ValueError(f"element {place} is {shown(one)}; send texts")  # noqa: TRY004
+    return items
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Integer, Field(ge=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_texts),
+    Field(
+        description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts", json_schema_extra={"type": ["string", "array"]}
+    ),
+]
+TextList = Annotated[list[str], Field(min_length=1, max_length=TEXTS_AT_ONCE)]
+
+
+def _no_address(picture: str) -> str:
+    if picture.startswith(("http://", "https://")):
+        raise ValueError("Hepti fetches nothing: send the picture itself in base64, not its address")
+    return picture
+
+
+Picture = Annotated[str, AfterValidator(_no_address), Field(description="a picture in base64, not its address")]
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value, for an error."""
+    if isinstance(value, dict | list):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return "a file" if isinstance(value, bytes) else repr(value)[:_SHOWN]
+
+
+def seed(value: int) -> int:
+    """Return a seed of any size as one of 32 bits."""
+    return value % 2**32
+
+
+class Key:
+    """A client's name of an option; convert: its value to MQTT's, None for no option."""
+
+    def __init__(self, option: Option, convert: Callable[[Any], Any] = lambda value: value) -> None:
+        self.option, self._convert = option, convert
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return MQTT's value; raises RequestError with the client's name."""
+        value = _whole(value) if self.option.kind == "integer" else value
+        if self.option.kind == "integer" and (not isinstance(value, int) or isinstance(value, bool)):
+            self.option.check(value, name)
+        found = self._convert(value)
+        if found is None or found in self.option.neutral:
+            return None
+        self.option.check(found, name)
+        return found
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Body(BaseModel):
+    """A body: a key that is not understood may change the answer, so it is refused; null is no value."""
+
+    model_config = ConfigDict(strict=True)
+    #: options of a request, by the client's name
+    keys: ClassVar[Mapping[str, Key]] = {}
+    #: they change nothing of the answer
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    #: they are not supported: empty values, false, and these change nothing
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    _chosen: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Return MQTT's options that the body's `keys` name."""
+        return self._chosen
+
+    def names(self) -> dict[str, str]:
+        """Return the client's names of the options that were chosen, by MQTT's, also of bodies within."""
+        found = {key.option.name: name for name, key in self.keys.items() if key.option.name in self._chosen}
+        for value in self.__dict__.values():
+            found |= value.names() if isinstance(value, Body) else {}
+        return found
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _split(cls, values: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, Mapping):
+            return read(values)
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if unknown := [key for key in values if not (key in fields or key in cls.others())]:
+            some = ", ".join(repr(key[:_SHOWN]) for key in unknown[:8])
+            raise RequestError(f"the body has keys that are not supported: {some}; leave them out", unknown[0])
+        kept, chosen = dict[str, Any](), dict[str, Any]()
+        for name, value in values.items():
+            if name in cls.keys:
+                found = None if value is None else cls.keys[name].read(name, value)
+                chosen |= {} if found is None else {cls.keys[name].option.name: found}
+            elif name in cls.neutral:
+                _check_neutral(name, value, cls.neutral[name])
+            elif name in fields and (value is not None or fields[name].is_required()):
+                kept[name] = value
+        body = read(kept)
+        body._chosen = chosen
+        return body
+
+    @classmethod
+    def others(cls) -> dict[str, dict[str, Any]]:
+        """Return the JSON schemas of keys that are no fields."""
+        empty = {name: f"not supported; {' or '.join(map(repr, values or ['null']))} is accepted"
+                 for name, values in cls.neutral.items()}  # fmt: skip
+        words = empty | dict.fromkeys(cls.ignored, "ignored: it changes nothing of the answer")
+        return {name: key.option.schema() for name, key in cls.keys.items()} | {
+            name: {"description": text} for name, text in words.items()
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["properties"] = schema.get("properties", {}) | cls.others()
+        return schema | {"additionalProperties": False}
+
+
+def _check_neutral(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise RequestError for a value that would change the answer."""
+    if not any(value == one and type(value) is type(one) for one in (*_EMPTY, *allowed)):
+        raise RequestError(f"{name!r} is {shown(value)}, which is not supported; leave it out", name)
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def checked(model: type[AnyBody], values: Any) -> AnyBody:
+    """Return a body; values: JSON as bytes, or the fields of a form. Raises RequestError, with the key at fault."""
+    try:
+        return model.model_validate_json(values) if isinstance(values, bytes) else model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        raise RequestError(f"the body is not JSON: {first['msg']}")
+    if not first["loc"]:
+        raise RequestError("the body is not a JSON object")
+    name = str(first["loc"][0])
+    fields = {field.alias or key: field for key, field in model.model_fields.items()}
+    wanted = (fields[name].description if name in fields else "") or ""
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        raise RequestError(f"the body lacks {name!r}{wanted and f' ({wanted})'}", name)
+    why = first["msg"].removeprefix("Value error, ")
+    wanted = wanted if wanted and first["type"] != "value_error" else why
+    raise RequestError(f"{name!r} is {shown(first['input'])}: {wanted}", name)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class Room:
@@ -56,65 +249,80 @@ def _content_type(request: Request) -> Message:
     return head
 
 
+class _FormParser(MultiPartParser):
+    """Keeps files in memory, which `take` has counted, and knows whether the form came whole."""
+
+    spool_max_size = MAX_BODY_BYTES
+    is_whole = False
+
+    def on_end(self) -> None:
+        """Note the last boundary."""
+        self.is_whole = True
+
+
 async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, Any]:
-    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does."""
-    head = _content_type(request)
-    boundary = head.get_boundary()
-    if head.get_content_type() != "multipart/form-data" or not boundary:
-        raise MediaTypeError("the body is no form; send the file as multipart/form-data")
-    # Between the boundaries all bytes are the field's own.
-    _, *parts = (b"\r\n" + await _read(request, take)).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
-    if len(parts) < 2 or not parts[-1].startswith(b"--") or len(parts) > MAX_FIELDS:
-        raise RequestError("the form is not complete; send the file as multipart/form-data")
+    """Return the fields of a form: texts, and files as their bytes; raises as `read_json` does.
+
+    Empty texts are left out.
+    """
+    if media_type(request) != FORM:
+        raise MediaTypeError(f"the body is no form; send the file as {FORM}")
+    limits = {"max_files": MAX_FIELDS, "max_fields": MAX_FIELDS, "max_part_size": MAX_BODY_BYTES}
+    parser = _FormParser(Headers(scope=request.scope), _stream(request, take), **limits)
     values: dict[str, Any] = {}
-    for part in parts[:-1]:
-        header, _, content = part.partition(b"\r\n\r\n")
-        about = message_from_bytes(header.lstrip(b"\r\n"))
-        name, file = (about.get_param(key, header="content-disposition") for key in ("name", "filename"))
-        is_list = isinstance(name, str) and name.endswith("[]")
-        if not isinstance(name, str) or (name in values and not is_list):
-            raise RequestError(f"a field of the form has no name, or one that another has: {str(name)[:40]!r}")
-        value = content if file is not None else content.decode("utf-8", "replace")
-        values[name] = [*values.get(name, ()), value] if is_list else value
+    try:
+        form = await parser.parse()
+        if not parser.is_whole:
+            raise RequestError(f"the form is not complete; send the file as {FORM}")
+        for name, field in form.multi_items():
+            value = await field.read() if isinstance(field, UploadFile) else field
+            if name in values and not name.endswith("[]"):
+                raise RequestError(f"the form has two fields {name[:_SHOWN]!r}; send one", name)
+            if value != "":
+                values[name] = [*values.get(name, ()), value] if name.endswith("[]") else value
+    except (MultiPartException, FormParserError) as error:
+        raise RequestError(f"the form cannot be read ({error}); send the file as {FORM}") from None
+    finally:
+        for file in parser._files_to_close_on_error:  # of every form that does not come whole
+            file.close()
     return values
 
 
-async def read_json(request: Request, take: Callable[[int], None]) -> dict[str, Any]:
-    """Return the JSON object of a request.
+async def read_json(request: Request, take: Callable[[int], None]) -> bytes:
+    """Return the JSON of a request; a body without Content-Type is JSON.
 
     take: room for its bytes. Raises TooLargeError, SlowBodyError, MediaTypeError, OverloadedError, RequestError;
     ClientDisconnect if the client hangs up.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in ("", "application/json") and not kind.endswith("+json"):
         raise MediaTypeError(f"the body is {kind}; send JSON with Content-Type: application/json")
-    raw = await _read(request, take)
-    try:
-        values = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise RequestError("the body is not a JSON object")
-    return values
+    return b"".join([part async for part in _stream(request, take)])
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-async def _read(request: Request, take: Callable[[int], None]) -> bytes:
+async def _stream(request: Request, take: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    """Yield the body's parts, unpacked if they are gzip; raises as `read_json` does."""
     too_large = TooLargeError(f"the body is longer than {MAX_BODY_BYTES >> 20} MiB; send fewer inputs at once")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise too_large
-    parts = bytearray()
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip"):
+        raise MediaTypeError(f"Content-Encoding is {coding[:_SHOWN]}; send the body as it is, or as gzip")
+    unpacker = zlib.decompressobj(wbits=31) if coding == "gzip" else None
+    size = 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                if len(parts) + len(part) > MAX_BODY_BYTES:
+                data = part if unpacker is None else unpacker.decompress(part, MAX_BODY_BYTES + 1 - size)
+                size += len(data)
+                if size > MAX_BODY_BYTES:
                     raise too_large
-                take(len(part))
-                parts += part
+                take(len(data))
+                yield data
     except TimeoutError:
         raise SlowBodyError(f"the body did not arrive within {BODY_S:g} s") from None
-    return bytes(parts)
+    except zlib.error as error:
+        raise RequestError(f"the body is not gzip ({error})") from None
+    if unpacker is not None and not unpacker.eof:
+        raise RequestError("the gzip of the body is not complete")

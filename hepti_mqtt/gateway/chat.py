@@ -4,126 +4,189 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from typing_extensions import TypedDict
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway import schemas as s
-from hepti_mqtt.gateway.operations import JSON, MODEL, TOOL, Operation
-from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.bodies import Body, Key
+from hepti_mqtt.gateway.operations import JSON, Operation
+from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
-from hepti_mqtt.gateway.tool_calls import Call, ToolText
-from hepti_mqtt.protocol.messages import LOGPROBS
+from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded, named_tools
+from hepti_mqtt.service.options import MAX_LIKELY, OPTIONS
 
 DONE: Final = "data: [DONE]\n\n"
-Asked = dict[str, Any]
+PROMPTS: Final = 64
+Fields = dict[str, Any]
 
 
-class Finished(NamedTuple):
-    """The end of a text: what is left to show, calls of tools, why it ended, and the tokens of prompt and text.
+class StreamOptions(Body):
+    """What a stream has besides its text."""
 
-    logprobs: of the tokens that were not shown yet, in the words of Hepti's answers; none where they are not wanted.
-    """
+    ignored = frozenset({"include_obfuscation"})
+    include_usage: bool = False
 
-    rest: str
-    calls: list[Call]
-    reason: str
-    prompt_tokens: int
-    tokens: int
-    logprobs: list[Asked]
+
+class TemplateOptions(Body):
+    """What a chat template is told."""
+
+    keys: ClassVar = {"enable_thinking": Key(OPTIONS["thinking"])}
+
+
+class Written(Body):
+    """What chats and completions have in common."""
+
+    keys: ClassVar = {**SAMPLED, "max_tokens": Key(OPTIONS["max_new_tokens"], bounded)}
+    ignored = frozenset(
+        {"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    )
+    neutral: ClassVar = {
+        "n": (1,), "best_of": (1,), "echo": (False,), "suffix": (), "prediction": (), "audio": (), "functions": (),
+        "function_call": ("none", "auto"), "modalities": (["text"],), "verbosity": ("medium",),
+        "web_search_options": (), "moderation": (),
+    }  # fmt: skip
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    def request(self) -> Fields:
+        """Return the options of a request."""
+        return {**self.chosen, "fit": True}
+
+
+class FunctionName(TypedDict):
+    """A function by its name."""
+
+    name: str
+
+
+class Demanded(TypedDict):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Format(TypedDict):
+    """What a text looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NotRequired[dict[str, Any]]
+
+
+Tools = Annotated[list[dict[str, Any]], AfterValidator(named_tools)]
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | Demanded,
+    Field(description="auto, none, required, or an object that names a function"),
+]
+#: what OpenAI's models take; the effort itself is not chosen
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def thinks(effort: Effort | None) -> bool | None:
+    """Return whether a model is asked for thoughts, None where it is not said."""
+    return None if effort is None else effort != "none"
+
+
+class ChatBody(Written):
+    """A conversation."""
+
+    keys: ClassVar = {**Written.keys, "max_completion_tokens": Key(OPTIONS["max_new_tokens"], bounded)}
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, description="a list of at least one message")]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELY)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Format | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Return the tokens as OpenAI counts them."""
-        both = self.prompt_tokens + self.tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": both}
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that may be called."""
+        return self.tools or None if self.tool_choice != "none" else None
+
+    def request(self) -> Fields:
+        """Return the request of MQTT."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs is for logprobs true; send both", "top_logprobs")
+        return {
+            **super().request(),
+            "messages": self.messages,
+            "tools": self.callable_tools,
+            "tool_choice": self.tool_choice if self.tool_choice not in ("auto", "none") else None,
+            "response_format": self.response_format,
+            "logprobs": self.top_logprobs or 0 if self.logprobs else None,
+            "thinking": self.chat_template_kwargs.chosen.get("thinking", thinks(self.reasoning_effort)),
+        }
 
 
-class Writing:
-    """A text as it comes: what of it may be shown, because no call of a tool begins there."""
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._tools = ToolText({tool["function"]["name"] for tool in tools or ()})
-        self._fed = 0
-        self._logprobs, self._taken = list[Asked](), 0
-
-    def add(self, token: Mapping[str, Any]) -> str:
-        """Take a token; return what may be shown now."""
-        self._logprobs += [token[LOGPROBS]] if LOGPROBS in token else []
-        self._fed += len(token["text"])
-        return self._tools.feed(token["text"])
-
-    def take_logprobs(self) -> list[Asked]:
-        """Return the probabilities of the tokens since the last call."""
-        taken, self._logprobs = self._logprobs, []
-        self._taken += len(taken)
-        return taken
-
-    def end(self, answer: Answer) -> Finished:
-        """Take the whole answer, in which no token is missing."""
-        result = answer.result
-        shown = self._tools.feed(result["text"][self._fed :])
-        rest, calls = self._tools.end()
-        reason = "tool_calls" if calls else result["finish"]
-        logprobs = result.get(LOGPROBS, [])[self._taken :]
-        return Finished(shown + rest, calls, reason, answer.tokens, len(result["ids"]), logprobs)
+def _prompts(value: Any) -> Any:
+    prompts = [value] if isinstance(value, str) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= PROMPTS or not all(isinstance(p, str) for p in prompts):
+        raise ValueError(f"send a text, or a list of 1 to {PROMPTS} texts; token ids are another tokenizer's")
+    return prompts
 
 
-def _options(asked: Asked) -> Asked:
-    """Return the options of a request that choose and end its tokens."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    most = asked.get("max_completion_tokens") or asked["max_tokens"]
-    bias = asked["logit_bias"] or None
-    return {name: asked[name] for name in (*names, "seed", "stop")} | {"max_new_tokens": most, "logit_bias": bias}
+class CompletionBody(Written):
+    """Texts to continue."""
+
+    keys: ClassVar = {**Written.keys, "logprobs": Key(OPTIONS["logprobs"])}
+    prompt: Annotated[list[str], BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
 
 
-async def chat(site: Site, asked: Asked) -> Any:
+async def chat(site: Site, body: ChatBody) -> Any:
     """The next message of a conversation."""
-    model = await site.model_named(asked["model"])
-    tools = asked["tools"] if asked["tool_choice"] != "none" else None
-    if asked["top_logprobs"] is not None and not asked["logprobs"]:
-        raise RequestError("top_logprobs is for logprobs true; send both")
-    choice = asked["tool_choice"] if asked["tool_choice"] not in ("auto", "none") else None
-    wanted = {
-        "tool_choice": choice,
-        "response_format": asked["response_format"],
-        "logprobs": asked["top_logprobs"] or 0 if asked["logprobs"] else None,
-    }
-    request = {"messages": asked["messages"], "tools": tools or None, **wanted, **_options(asked)}
-    writing, about = Writing(tools), _about("chat.completion", "chatcmpl", model)
-    if asked["stream"]:
+    model, request = await site.model_named(body.model), body.request()
+    writing = Writing(body.callable_tools, None if body.parallel_tool_calls else 1)
+    about = _about("chat.completion", "chatcmpl", model)
+    if body.stream:
         parts = await site.stream(model, request)
-        return Stream(_chat_events(parts, writing, about, asked["stream_options"]), EVENTS)
-    end = writing.end((await site.write(model, [request]))[0])
-    message: Asked = {"role": "assistant", "content": end.rest or (None if end.calls else "")}
-    if end.calls:
-        message["tool_calls"] = [call.to_dict() for call in end.calls]
+        return Stream(_chat_events(parts, writing, about, body.stream_options.include_usage), EVENTS)
+    (answer,) = await site.write(model, [request])
+    end = writing.end(answer)
+    message: Fields = {"role": "assistant", "content": end.rest.text or (None if end.calls else ""), "refusal": None}
+    message |= {"reasoning_content": end.rest.thinking} if end.rest.thinking else {}
+    message |= {"tool_calls": [call.to_dict() for call in end.calls]} if end.calls else {}
     choice = {"index": 0, "message": message, "logprobs": _chat_logprobs(end.logprobs), "finish_reason": end.reason}
     return {**about, "choices": [choice], "usage": end.usage}
 
 
-async def complete(site: Site, asked: Asked) -> Any:
-    """The continuation of a text."""
-    model = await site.model_named(asked["model"])
-    writing, about = Writing(None), _about("text_completion", "cmpl", model)
-    request = {"text": asked["prompt"], "logprobs": asked["logprobs"], **_options(asked)}
-    if asked["stream"]:
-        parts = await site.stream(model, request)
-        return Stream(_text_events(parts, writing, about, asked["stream_options"]), EVENTS)
-    end = writing.end((await site.write(model, [request]))[0])
-    choice = {"index": 0, "text": end.rest, "logprobs": TextOffsets().take(end.logprobs), "finish_reason": end.reason}
-    return {**about, "choices": [choice], "usage": end.usage}
+async def complete(site: Site, body: CompletionBody) -> Any:
+    """The continuation of texts."""
+    model = await site.model_named(body.model)
+    about = _about("text_completion", "cmpl", model)
+    requests = [{**body.request(), "text": prompt} for prompt in body.prompt]
+    if body.stream:
+        parts = await site.stream(model, requests[0])
+        return Stream(_text_events(site, requests, parts, about, body.stream_options.include_usage), EVENTS)
+    ends = [Writing().end(answer) for answer in await site.write(model, requests)]
+    choices = [
+        {"index": i, "text": end.rest.text, "logprobs": TextOffsets().take(end.logprobs), "finish_reason": end.reason}
+        for i, end in enumerate(ends)
+    ]
+    return {**about, "choices": choices, "usage": _summed(ends)}
 
 
-def _chat_logprobs(tokens: Sequence[Asked]) -> Asked | None:
+def _summed(ends: Sequence[Finished]) -> Fields:
+    """Return the tokens of several texts."""
+    counts = {name: sum(getattr(end, name) for end in ends) for name in ("prompt_tokens", "cached_tokens", "tokens")}
+    return ends[0]._replace(**counts).usage
+
+
+def _chat_logprobs(tokens: Sequence[Fields]) -> Fields | None:
     """Return tokens as OpenAI's chats have them with their probabilities, None without any."""
     found = [{**_in_bytes(one), "top_logprobs": [_in_bytes(other) for other in one["top"]]} for one in tokens]
     return {"content": found, "refusal": None} if found else None
 
 
-def _in_bytes(token: Asked) -> Asked:
+def _in_bytes(token: Fields) -> Fields:
     text = token["token"]
     return {"token": text, "logprob": token["logprob"], "bytes": token.get("bytes") or list(text.encode())}
 
@@ -134,7 +197,7 @@ class TextOffsets:
     def __init__(self) -> None:
         self._characters = 0
 
-    def take(self, tokens: Sequence[Asked]) -> Asked | None:
+    def take(self, tokens: Sequence[Fields]) -> Fields | None:
         """Return the next tokens, None without any."""
         texts = [one["token"] for one in tokens]
         ends = [*accumulate(map(len, texts), initial=self._characters)]
@@ -151,128 +214,129 @@ class TextOffsets:
         )
 
 
-def _about(kind: str, prefix: str, model: str) -> Asked:
+def _about(kind: str, prefix: str, model: str) -> Fields:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-async def _chat_events(
-    parts: AsyncIterator[Mapping[str, Any] | Answer | None], writing: Writing, about: Asked, options: Asked | None
-) -> AsyncIterator[str]:
-    about = {**about, "object": "chat.completion.chunk"}
-
-    def chunk(delta: Asked, reason: str | None = None, tokens: Sequence[Asked] = ()) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": _chat_logprobs(tokens), "finish_reason": reason}
-        return _event(about, choice)
-
-    yield chunk({"role": "assistant", "content": ""})
+async def written(
+    parts: Parts, writing: Writing, ping: str, show: Callable[[Piece], str]
+) -> AsyncIterator[str | Finished]:
+    """Yield the events of a text's parts, then its end; ping: for a pause, show: the event of what may be shown."""
     async for part in parts:
         if part is None:
-            yield PING
+            yield ping
+        elif isinstance(part, Answer):
+            yield writing.end(part)
+        elif any(piece := writing.add(part)):
+            yield show(piece)
+
+
+async def _chat_events(parts: Parts, writing: Writing, about: Fields, has_usage: bool) -> AsyncIterator[str]:
+    about = {**about, "object": "chat.completion.chunk", **({"usage": None} if has_usage else {})}
+
+    def chunk(delta: Fields, reason: str | None = None, tokens: Sequence[Fields] = ()) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": _chat_logprobs(tokens), "finish_reason": reason}
+        return event({**about, "choices": [choice]})
+
+    def delta_of(piece: Piece) -> Fields:
+        thinking = {"reasoning_content": piece.thinking} if piece.thinking else {}
+        return thinking | ({"content": piece.text} if piece.text else {})
+
+    yield chunk({"role": "assistant", "content": ""})
+    async for end in written(parts, writing, PING, lambda piece: chunk(delta_of(piece), None, writing.take_logprobs())):
+        if isinstance(end, str):
+            yield end
             continue
-        if not isinstance(part, Answer):
-            if text := writing.add(part):
-                yield chunk({"content": text}, tokens=writing.take_logprobs())
-            continue
-        end = writing.end(part)
-        if end.rest:
-            yield chunk({"content": end.rest}, tokens=end.logprobs)
+        if any(end.rest):
+            yield chunk(delta_of(end.rest), tokens=end.logprobs)
         for place, call in enumerate(end.calls):
             yield chunk({"tool_calls": [{"index": place, **call.to_dict()}]})
-        yield chunk({}, end.reason, () if end.rest else end.logprobs)
-        if (options or {}).get("include_usage"):
-            yield _event({**about, "usage": end.usage})
+        yield chunk({}, end.reason, () if any(end.rest) else end.logprobs)
+        if has_usage:
+            yield event({**about, "choices": [], "usage": end.usage})
     yield DONE
 
 
 async def _text_events(
-    parts: AsyncIterator[Mapping[str, Any] | Answer | None], writing: Writing, about: Asked, options: Asked | None
+    site: Site, requests: Sequence[Fields], parts: Parts, about: Fields, has_usage: bool
 ) -> AsyncIterator[str]:
-    offsets = TextOffsets()
+    """Yield the events of texts, one after the other; parts: of the first one."""
+    about, ends = {**about, **({"usage": None} if has_usage else {})}, list[Finished]()
+    for place, request in enumerate(requests):
+        offsets, writing = TextOffsets(), Writing()
 
-    def chunk(text: str, tokens: Sequence[Asked], reason: str | None = None) -> str:
-        return _event(about, {"index": 0, "text": text, "logprobs": offsets.take(tokens), "finish_reason": reason})
+        def chunk(text: str, tokens: Sequence[Fields], reason: str | None = None) -> str:
+            choice = {"index": place, "text": text, "logprobs": offsets.take(tokens), "finish_reason": reason}  # noqa: B023
+            return event({**about, "choices": [choice]})
 
-    async for part in parts:
-        if part is None:
-            yield PING
-            continue
-        if not isinstance(part, Answer):
-            if text := writing.add(part):
-                yield chunk(text, writing.take_logprobs())
-            continue
-        end = writing.end(part)
-        yield chunk(end.rest, end.logprobs, end.reason)
-        if (options or {}).get("include_usage"):
-            yield _event({**about, "usage": end.usage})
+        read = parts if not place else await site.stream(about["model"], request)
+        async for end in written(read, writing, PING, lambda piece: chunk(piece.text, writing.take_logprobs())):  # noqa: B023
+            if isinstance(end, str):
+                yield end
+                continue
+            yield chunk(end.rest.text, end.logprobs, end.reason)
+            ends.append(end)
+    if has_usage:
+        yield event({**about, "choices": [], "usage": _summed(ends)})
     yield DONE
 
 
-def _event(about: Asked, *choices: Asked) -> str:
-    return event({**about, "choices": list(choices)})
+class CachedTokens(TypedDict):
+    """Tokens of a prompt that were computed before."""
+
+    cached_tokens: int
 
 
-def _only(value: Any, why: str) -> s.Schema:
-    """Return the schema of a key whose other values would change the answer."""
-    return {**value, "description": why}
+class CompletionUsage(TypedDict):
+    """Tokens of prompt and text."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
 
 
-_STREAM_OPTIONS: Final = s.body({}, {"include_usage": s.FLAG, "include_obfuscation": s.IGNORED})
-_ONE: Final = _only({"type": "integer", "minimum": 1, "maximum": 1}, "1: one answer is written")
-_LIKELY: Final[s.Schema] = {"type": "integer", "minimum": 0, "maximum": 20}
-_KIND: Final = {"type": "string", "enum": ["text", "json_object", "json_schema"]}
-_FORMAT: Final = s.body({"type": _KIND}, {"json_schema": s.OBJECT})
-_DEMANDED: Final = {"type": "object", "properties": {"function": s.OBJECT}, "required": ["function"]}
-_CHOICE_OF_TOOLS: Final = {
-    "anyOf": [{"type": "string", "enum": ["auto", "none", "required"]}, _DEMANDED],
-    "default": "auto",
-    "description": "auto, none, required, or an object that names a function",
-}
-_SAMPLED: Final[Mapping[str, s.Schema]] = {
-    "model": MODEL,
-    "max_tokens": s.COUNT,
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), s.NUMBER
-    ),
-    "top_k": s.COUNT,
-    "seed": s.INTEGER,
-    "stop": {"anyOf": [s.TEXT, s.array(s.TEXT, "", 0, 16)], "description": "a text or a list of up to 16 texts"},
-    "logit_bias": s.OBJECT,
-    "stream": s.FLAG,
-    "stream_options": _STREAM_OPTIONS,
-    "n": _ONE,
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"), s.IGNORED),
-}
-_USAGE: Final = s.answer(
-    "CompletionUsage", prompt_tokens=s.INTEGER, completion_tokens=s.INTEGER, total_tokens=s.INTEGER
-)
-_NAMED: Final = {"id": s.TEXT, "object": s.TEXT, "created": s.INTEGER, "model": s.TEXT}
-_CHOICE: Final = s.answer("ChatChoice", index=s.INTEGER, message=s.OBJECT, finish_reason=s.TEXT)
-_TEXT_CHOICE: Final = s.answer("TextChoice", index=s.INTEGER, text=s.TEXT, finish_reason=s.TEXT)
+class ChatChoice(TypedDict):
+    """A message."""
+
+    index: int
+    message: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatCompletion(TypedDict):
+    """The next message of a conversation."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+class TextChoice(TypedDict):
+    """A text."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class Completion(TypedDict):
+    """The continuation of texts."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: CompletionUsage
+
+
 OPERATIONS: Final = (
-    Operation(
-        "POST",
-        "/v1/chat/completions",
-        chat,
-        {JSON: s.answer("ChatCompletion", **_NAMED, choices=s.array(_CHOICE), usage=_USAGE), EVENTS: s.ANY},
-        s.body(
-            {"messages": s.array(s.OBJECT, "a list of at least one message", 1)},
-            {
-                **_SAMPLED,
-                "max_completion_tokens": s.COUNT,
-                "logprobs": s.FLAG,
-                "top_logprobs": _LIKELY,
-                "tools": s.array(TOOL),
-                "tool_choice": _CHOICE_OF_TOOLS,
-                "parallel_tool_calls": s.IGNORED,
-                "response_format": _FORMAT,
-            },
-        ),
-    ),
-    Operation(
-        "POST",
-        "/v1/completions",
-        complete,
-        {JSON: s.answer("Completion", **_NAMED, choices=s.array(_TEXT_CHOICE), usage=_USAGE), EVENTS: s.ANY},
-        s.body({"prompt": _only(s.TEXT, "one text")}, {**_SAMPLED, "logprobs": _LIKELY}),
-    ),
+    Operation("POST", "/v1/chat/completions", chat, {JSON: ChatCompletion, EVENTS: str}, ChatBody),
+    Operation("POST", "/v1/completions", complete, {JSON: Completion, EVENTS: str}, CompletionBody),
 )

@@ -16,6 +16,8 @@ _STATUS: Final[Mapping[str, int]] = {
     "bad_name": 400,
     "config": 400,
     "unauthorized": 401,
+    "forbidden": 403,
+    "context_length_exceeded": 400,
     "unknown_model": 404,
     "slow_body": 408,
     "id_in_use": 409,
@@ -33,6 +35,7 @@ LATER: Final = frozenset({429, 503})
 MEANINGS: Final[Mapping[int, str]] = {
     400: "the request is wrong; the message names the key",
     401: "no key, or a wrong one",
+    403: "a page of another site asks a gateway without keys",
     404: "the model is not served; the message lists those that are",
     405: "the path has another method",
     408: "the body came too slowly",
@@ -82,25 +85,21 @@ def status_of(error: HeptiError) -> int:
     return _STATUS.get(error.code, 502)
 
 
-def openai_error(error: HeptiError, param: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's shape; param: the key of the body at fault, if it is one."""
+def openai_error(error: HeptiError) -> dict[str, Any]:
+    """Return an error in OpenAI's shape."""
     status = status_of(error)
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if error.code == "unknown_model" else error.code
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}
 
 
-def ollama_error(error: HeptiError, _param: str | None = None) -> dict[str, Any]:
+def ollama_error(error: HeptiError) -> dict[str, Any]:
     """Return an error in Ollama's shape."""
     return {"error": str(error)}
 
 
-def error_response(
-    error: HeptiError,
-    param: str | None = None,
-    as_body: Callable[[HeptiError, str | None], dict[str, Any]] = openai_error,
-) -> JSONResponse:
+def error_response(error: HeptiError, as_body: Callable[[HeptiError], dict[str, Any]] = openai_error) -> JSONResponse:
     """Return the response to an error; as_body: its shape."""
     status = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in LATER else {}
@@ -108,4 +107,13 @@ def error_response(
         headers["WWW-Authenticate"] = "Bearer"
     if status == 504:  # a client that asks again would begin the same work again
         headers["x-should-retry"] = "false"
-    return JSONResponse(as_body(error, param), status, headers)
+    return JSONResponse(as_body(error), status, headers)
+
+
+def renamed(error: HeptiError, names: Mapping[str, str]) -> HeptiError:
+    """Return an error in the client's words; names: its keys, by MQTT's."""
+    if error.param is None or (name := names.get(error.param)) is None:
+        return error
+    found = type(error)(str(error).replace(error.param, name, 1))
+    found.param = name
+    return found

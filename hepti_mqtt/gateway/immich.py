@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, NotRequired
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway import schemas as s
+from hepti_mqtt.gateway.bodies import FORM, Body
 from hepti_mqtt.gateway.errors import UnprocessableError
-from hepti_mqtt.gateway.operations import FORM, JSON, Operation
+from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site, Vectors, unit
 from hepti_mqtt.ids import valid_name
 
@@ -22,17 +24,34 @@ _TYPES: Final = {"visual": "image", "textual": "text"}
 _DIGITS: Final = 9  # which distinguish any two f32
 
 
-async def predict_form(site: Site, asked: dict[str, Any]) -> Any:
+class PhotoBody(Body):
+    """A photo or a searched text, and what is asked of it."""
+
+    model_config: ClassVar = {"strict": False}
+    entries: str | None = None
+    image: Annotated[bytes | None, Field(description="a picture's file", json_schema_extra={"format": "binary"})] = None
+    text: str | None = None
+
+
+class ImmichPrediction(TypedDict):
+    """A vector, as a list in a string, and the size of the photo."""
+
+    clip: str
+    imageHeight: NotRequired[int]
+    imageWidth: NotRequired[int]
+
+
+async def predict_form(site: Site, body: PhotoBody) -> Any:
     """Vectors of a photo or a searched text, of length 1, as Immich's machine learning gives them."""
-    image, text = asked["image"], asked["text"]
-    name, reads = _asked(asked["entries"])
+    image, text = body.image, body.text
+    name, reads = _asked(body.entries)
     if image is None and text is None:
         raise RequestError("the form has neither an image nor a text")
     if (image is None) == (reads == "image"):
         raise RequestError(f"the form brings {'a text' if image is None else 'an image'}, and {reads} is asked for")
     model = await site.model_named(valid_name(name), f"{name!r} is served as --model {valid_name(name)}=DIRECTORY")
     if image is None:
-        found = await site.embed(model, [text], truncate=True)
+        found = await site.embed(model, [text or ""], truncate=True)
         return {TASK: _written(found.vectors)}
     width, height = await asyncio.to_thread(_size, image)
     found = await site.embed_pictures(model, [image])
@@ -78,13 +97,4 @@ def _written(vectors: Vectors) -> str:
     return f"[{','.join(np.format_float_positional(x, _DIGITS, fractional=False, trim='0') for x in unit(vectors)[0])}]"
 
 
-_FORM: Final = s.form(
-    {}, {"entries": s.TEXT, "image": {"type": "file", "description": "a picture's file"}, "text": s.TEXT}
-)
-_ANSWER: Final = {
-    "title": "ImmichPrediction",
-    "type": "object",
-    "properties": {TASK: s.TEXT, "imageHeight": s.INTEGER, "imageWidth": s.INTEGER},
-    "required": [TASK],
-}
-OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: _ANSWER}, _FORM, FORM),)
+OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: ImmichPrediction}, PhotoBody, FORM),)

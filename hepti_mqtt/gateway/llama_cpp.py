@@ -4,26 +4,59 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway import schemas as s
-from hepti_mqtt.gateway.operations import JSON, MODEL, VECTOR, Operation
+from hepti_mqtt.gateway.bodies import Body
+from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site, unit
 
 MARKER: Final = "<__media__>"  # where a picture stands in a prompt
 
 
-async def props(_site: Site, _asked: dict[str, Any]) -> Any:
+class PromptBody(Body):
+    """A text, or the mark of a picture."""
+
+    prompt_string: str
+    multimodal_data: list[str] = Field(default_factory=list)
+
+
+class ContentBody(Body):
+    """Texts and pictures."""
+
+    content: Annotated[
+        str | PromptBody | Annotated[list[str | PromptBody], Field(min_length=1)],
+        Field(description="a list of texts, or of objects with a prompt_string and perhaps multimodal_data"),
+    ]
+    model: str | None = None
+
+
+class LlamaCppProps(TypedDict):
+    """What stands for a picture."""
+
+    media_marker: str
+
+
+class LlamaCppVector(TypedDict):
+    """A vector in a list."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+async def props(_site: Site, _body: None) -> Any:
     """What stands for a picture in a prompt."""
     return {"media_marker": MARKER}
 
 
-async def multimodal_embeddings(site: Site, asked: dict[str, Any]) -> Any:
+async def multimodal_embeddings(site: Site, body: ContentBody) -> Any:
     """Vectors of texts, and of pictures as multimodal_data in base64, of length 1."""
-    content = asked["content"]
+    content = body.content
     read = [_item(item) for item in (content if isinstance(content, list) else [content])]
-    model = await site.model_named(asked["model"])
+    model = await site.model_named(body.model)
     texts = [value for value in read if isinstance(value, str)]
     pictures = [value for value in read if isinstance(value, bytes)]
     rows = unit((await site.embed(model, texts)).vectors).tolist() if texts else []
@@ -32,11 +65,11 @@ async def multimodal_embeddings(site: Site, asked: dict[str, Any]) -> Any:
     return [{"index": i, "embedding": [row]} for i, row in enumerate(ordered)]
 
 
-def _item(item: Any) -> str | bytes:
+def _item(item: str | PromptBody) -> str | bytes:
     """Return a text, or a picture; raises RequestError."""
     if isinstance(item, str):
         return item
-    data, prompt = item["multimodal_data"], str(item["prompt_string"])
+    data, prompt = item.multimodal_data, item.prompt_string
     if not data:
         return prompt
     if len(data) != 1 or prompt.strip() != MARKER:
@@ -47,16 +80,7 @@ def _item(item: Any) -> str | bytes:
         raise RequestError(f"multimodal_data is not base64 ({error})") from None
 
 
-_ITEM: Final = {"anyOf": [s.TEXT, s.body({"prompt_string": s.TEXT}, {"multimodal_data": s.array(s.TEXT)})]}
-_ITEMS: Final = s.array(_ITEM, "a list of texts, or of objects with a prompt_string and perhaps multimodal_data", 1)
-_VECTOR: Final = s.answer("LlamaCppVector", index=s.INTEGER, embedding=s.array(VECTOR))
 OPERATIONS: Final = (
-    Operation("GET", "/props", props, {JSON: s.answer("LlamaCppProps", media_marker=s.TEXT)}),
-    Operation(
-        "POST",
-        "/embeddings",
-        multimodal_embeddings,
-        {JSON: s.array(_VECTOR)},
-        s.body({"content": {"anyOf": [_ITEMS, *_ITEM["anyOf"]]}}, {"model": MODEL}),
-    ),
+    Operation("GET", "/props", props, {JSON: LlamaCppProps}),
+    Operation("POST", "/embeddings", multimodal_embeddings, {JSON: list[LlamaCppVector]}, ContentBody),
 )

@@ -1,100 +1,329 @@
-"""The routes of Ollama."""
+"""The routes of Ollama, as its command line, its libraries, Open WebUI, VS Code and Home Assistant use them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, NotRequired
 
-from hepti_mqtt import __version__
+from pydantic import Field
+from typing_extensions import TypedDict
+
 from hepti_mqtt.client import Answer
-from hepti_mqtt.gateway.chat import Writing
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.bodies import Body, Key, Texts
+from hepti_mqtt.gateway.chat import Tools
 from hepti_mqtt.gateway.errors import ollama_error
-from hepti_mqtt.gateway.operations import INPUT, JSON, MODEL, TOOL, VECTOR, Operation, texts_of
-from hepti_mqtt.gateway.schemas import COUNT, FLAG, IGNORED, INTEGER, NUMBER, OBJECT, TEXT, Schema, answer, array, body
+from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.gateway.streams import LINES, Stream, line
 from hepti_mqtt.gateway.tool_calls import Call
+from hepti_mqtt.gateway.writing import SAMPLED, Piece, Writing, bounded
+from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
+
+#: of Ollama's interface that is answered here: its clients ask for 0.6.4 and later
+VERSION: Final = "0.12.6"
+Fields = dict[str, Any]
+_FOR_EVER: Final = "2318-01-01T00:00:00Z"  # as Ollama says it of a model that stays loaded
 
 
-async def embed(site: Site, asked: dict[str, Any]) -> Any:
+class SamplingOptions(Body):
+    """Ollama's options."""
+
+    keys: ClassVar = {
+        **{name: key for name, key in SAMPLED.items() if name not in ("repetition_penalty", "logit_bias")},
+        "repeat_penalty": SAMPLED["repetition_penalty"],
+        "num_predict": Key(OPTIONS["max_new_tokens"], bounded),
+    }
+    #: they change how Ollama computes, and no token
+    ignored = frozenset(
+        {"num_ctx", "num_thread", "num_gpu", "num_batch", "num_keep", "main_gpu", "use_mmap", "use_mlock", "numa",
+         "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only", "num_gqa", "rope_frequency_base",
+         "rope_frequency_scale", "penalize_newline", "num_parallel"}
+    )  # fmt: skip
+    neutral: ClassVar = {
+        "mirostat": (0,), "mirostat_tau": (5, 5.0), "mirostat_eta": (0.1,), "tfs_z": (1, 1.0), "typical_p": (1, 1.0),
+        "repeat_last_n": (64, -1), "draft_num_predict": (0,),
+    }  # fmt: skip
+
+
+class Loaded(Body):
+    """What all bodies with a model have; keep_alive: models stay loaded."""
+
+    model: Annotated[str | None, Field(description="the name of a served model")] = None
+    keep_alive: float | str | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Return whether the model is to be unloaded."""
+        return self.keep_alive is not None and str(self.keep_alive).rstrip("smh") in ("0", "0.0")
+
+
+class OllamaBody(Loaded):
+    """What chat and generate have in common."""
+
+    neutral: ClassVar = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (True,), "shift": (True,)}
+    ignored = frozenset({"_debug_render_only"})
+    stream: bool = True
+    options: SamplingOptions = SamplingOptions()
+    format: Annotated[Literal["", "json"] | dict[str, Any] | None, Field(description='"json", or a JSON schema')] = None
+    think: Annotated[
+        bool | Literal["low", "medium", "high"] | None, Field(description="whether thoughts come before the answer")
+    ] = None
+
+    def request(self) -> Fields:
+        """Return the request of MQTT without its input."""
+        about: Fields = {**self.options.chosen, "fit": True}
+        if self.think is not None:
+            about["thinking"] = bool(self.think)
+        if self.format == "json":
+            about["response_format"] = {"type": "json_object"}
+        elif self.format:
+            about["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        return about
+
+
+class ChatBody(OllamaBody):
+    """A conversation; without messages the model is loaded."""
+
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Tools | None = None
+
+
+class GenerateBody(OllamaBody):
+    """A text; without one the model is loaded."""
+
+    neutral: ClassVar = {
+        **OllamaBody.neutral, "suffix": (), "context": (), "template": (), "images": (), "width": (0,), "height": (0,),
+        "steps": (0,),
+    }  # fmt: skip
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+
+
+class EmbedBody(Loaded):
+    """Texts to embed."""
+
+    keys: ClassVar = {"dimensions": Key(OPTIONS["dimensions"])}
+    ignored = frozenset({"options"})
+    input: Texts
+    truncate: bool = True
+
+
+class EmbeddingsBody(Loaded):
+    """A text to embed, as Ollama had it before `/api/embed`."""
+
+    ignored = frozenset({"options"})
+    prompt: str
+
+
+class ShowBody(Body):
+    """A model; name: as older clients call it."""
+
+    ignored = frozenset({"verbose", "options", "system", "template"})
+    model: str | None = None
+    name: str | None = None
+
+
+class Card(NamedTuple):
+    """What the planner says of a model."""
+
+    name: str
+    about: Mapping[str, Any]
+
+    @property
+    def details(self) -> Fields:
+        """Return it in Ollama's words."""
+        about = self.about
+        family = str(about.get("architecture", ""))
+        billions = about.get("parameters", 0) / 1e9
+        size = f"{billions:.1f}B" if billions >= 1 else f"{1e3 * billions:.1f}M"
+        dtype = str(about.get("dtype", "")).upper()
+        return {
+            "parent_model": "",
+            "format": "gguf" if "_" in dtype else "safetensors",
+            "family": family,
+            "families": [family],
+            "parameter_size": size,
+            "quantization_level": dtype,
+        }
+
+    def to_dict(self) -> Fields:
+        """Return an entry of Ollama's lists."""
+        return {
+            "name": f"{self.name}:latest",
+            "model": f"{self.name}:latest",
+            "modified_at": _moment(self.about.get("modified", 0.0)),
+            "size": self.about.get("bytes", 0),
+            "digest": self.about.get("digest", ""),
+            "details": self.details,
+        }
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Return what the model does, in Ollama's words."""
+        about = self.about
+        task = about.get("task")
+        found = {
+            "completion": task == "generation",
+            "tools": about.get("tools"),
+            "thinking": about.get("thinking"),
+            "embedding": task == "embedding",
+        }
+        return [name for name, has in found.items() if has]
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+async def tags(site: Site, _body: None) -> Any:
+    """The served models, as Ollama lists them."""
+    return {"models": [Card(name, await site.card(name)).to_dict() for name in await site.models()]}
+
+
+async def loaded(site: Site, _body: None) -> Any:
+    """The models that devices hold."""
+    models = [Card(name, await site.card(name)) for name in await site.models() if await site.is_loaded(name)]
+    return {
+        "models": [
+            {**one.to_dict(), "expires_at": _FOR_EVER, "size_vram": 0, "context_length": one.about.get("context", 0)}
+            for one in models
+        ]
+    }
+
+
+async def show(site: Site, body: ShowBody) -> Any:
+    """What a model is and can do."""
+    model = await site.model_named(body.model or body.name)
+    card = Card(model, await site.card(model))
+    family, about = card.details["family"], card.about
+    return {
+        "license": "",
+        "modelfile": f"FROM {model}\n",
+        "parameters": "",
+        "template": "{{ .Prompt }}",
+        "details": card.details,
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": model,
+            "general.parameter_count": about.get("parameters", 0),
+            f"{family}.context_length": about.get("context", 0),
+        },
+        "capabilities": card.capabilities,
+        "modified_at": _moment(about.get("modified", 0.0)),
+    }
+
+
+async def version(_site: Site, _body: None) -> Any:
+    """The version of Ollama's interface."""
+    return {"version": VERSION}
+
+
+async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as Ollama gives them; durations in nanoseconds."""
     begun = time.perf_counter()
-    model = await site.model_named(asked["model"])
-    found = await site.embed(model, texts_of(asked["input"]), asked["truncate"], dimensions=asked["dimensions"])
-    spent_ns = int((time.perf_counter() - begun) * 1e9)
+    model = await site.model_named(body.model)
+    found = await site.embed(model, body.input, body.truncate, **body.chosen)
     return {
-        "model": asked["model"] or model,
+        "model": body.model or model,
         "embeddings": found.vectors.tolist(),
-        "total_duration": spent_ns,
+        "total_duration": _since(begun),
         "load_duration": 0,
         "prompt_eval_count": found.tokens,
     }
 
 
-async def tags(site: Site, _asked: dict[str, Any]) -> Any:
-    """The served models, as Ollama lists them."""
-    return {"models": [{"name": name, "model": name, "size": 0, "details": {}} for name in await site.models()]}
+async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
+    """One embedding, as Ollama gave it before `/api/embed`."""
+    found = await site.embed(await site.model_named(body.model), [body.prompt], True)
+    return {"embedding": found.vectors[0].tolist()}
 
 
-async def version(_site: Site, _asked: dict[str, Any]) -> Any:
-    """The version of Hepti."""
-    return {"version": __version__}
-
-
-async def chat(site: Site, asked: dict[str, Any]) -> Any:
+async def chat(site: Site, body: ChatBody) -> Any:
     """The next message of a conversation, as Ollama gives it: by default line by line."""
-    tools, options = asked["tools"] or None, asked["options"] or {}
-    request = {"messages": asked["messages"], "tools": tools, **_format(asked["format"]), **_sampled(options)}
 
-    def as_fields(text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+    def as_fields(piece: Piece, calls: Sequence[Call] = ()) -> Fields:
+        message: Fields = {"role": "assistant", "content": piece.text}
+        message |= {"thinking": piece.thinking} if piece.thinking else {}
         if calls:
             made = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
             message["tool_calls"] = [{"function": one} for one in made]
         return {"message": message}
 
-    return await _write(site, asked, request, Writing(tools), as_fields)
+    if not body.messages:
+        return await _load(site, body, as_fields(Piece("")))
+    messages = [_message(place, one) for place, one in enumerate(body.messages)]
+    request = {**body.request(), "messages": messages, "tools": body.tools or None}
+    return await _write(site, body, request, Writing(body.tools), as_fields)
 
 
-async def generate(site: Site, asked: dict[str, Any]) -> Any:
+def _message(place: int, message: Mapping[str, Any]) -> Fields:
+    """Return a message in OpenAI's words, without what is empty; raises RequestError for pictures."""
+    if message.get("images"):
+        raise RequestError(f"messages[{place}] has images, and the model takes no pictures; leave them out", "messages")
+    names = {"thinking": "reasoning_content", "tool_name": "name"}
+    return {names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")}
+
+
+async def generate(site: Site, body: GenerateBody) -> Any:
     """The continuation of a text, as Ollama gives it: with `raw` as it is, else as the answer to a message."""
-    options = asked["options"] or {}
-    system = [{"role": "system", "content": asked["system"]}] if asked["system"] else []
-    messages = [*system, {"role": "user", "content": asked["prompt"]}]
-    request = {"text": asked["prompt"]} if asked["raw"] else {"messages": messages}
 
-    def as_fields(text: str, _calls: Sequence[Call] = ()) -> dict[str, Any]:
-        return {"response": text}
+    def as_fields(piece: Piece, _calls: Sequence[Call] = ()) -> Fields:
+        return {"response": piece.text} | ({"thinking": piece.thinking} if piece.thinking else {})
 
-    request |= {**_format(asked["format"]), **_sampled(options)}
-    return await _write(site, asked, request, Writing(None), as_fields)
+    if not body.prompt:
+        return await _load(site, body, as_fields(Piece("")))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    source = {"text": body.prompt} if body.raw else {"messages": messages}
+    request = {"max_new_tokens": MAX_NEW_TOKENS, **body.request(), **source}
+    return await _write(site, body, request, Writing(), as_fields)
+
+
+async def _load(site: Site, body: OllamaBody, fields: Fields) -> Fields:
+    """Return the answer to a body without a text: Hepti's planner keeps models loaded, whatever a client asks."""
+    model = await site.model_named(body.model)
+    reason = "unload" if body.unloads else "load"
+    return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": True} | {
+        "done_reason": reason
+    }
+
+
+def _since(begun: float) -> int:
+    """Return the nanoseconds since a time of `perf_counter`."""
+    return int((time.perf_counter() - begun) * 1e9)
 
 
 async def _write(
-    site: Site,
-    asked: dict[str, Any],
-    request: dict[str, Any],
-    writing: Writing,
-    as_fields: Callable[..., dict[str, Any]],
+    site: Site, body: OllamaBody, request: Fields, writing: Writing, as_fields: Callable[..., Fields]
 ) -> Any:
     begun = time.perf_counter()
-    model = await site.model_named(asked["model"])
+    model = await site.model_named(body.model)
+    first: list[int] = []  # nanoseconds until the first token
 
-    def part_of(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return {"model": asked["model"] or model, "created_at": now, **fields, "done": False, **more}
+    def part_of(fields: Fields, **more: Any) -> Fields:
+        return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": False, **more}
 
-    def last(answer: Answer) -> dict[str, Any]:
-        end = writing.end(answer)
-        spent_ns = int((time.perf_counter() - begun) * 1e9)
-        reason = "length" if end.reason == "length" else "stop"
-        counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": end.tokens}
-        return part_of(as_fields(end.rest, end.calls), done=True, done_reason=reason, total_duration=spent_ns, **counts)
+    def last(answer: Answer) -> Fields:
+        end, spent = writing.end(answer), _since(begun)
+        prompt = first[0] if first else spent // (1 + end.tokens)
+        return part_of(
+            as_fields(end.rest, end.calls),
+            done=True,
+            done_reason="length" if end.reason == "length" else "stop",
+            total_duration=spent,
+            load_duration=0,
+            prompt_eval_count=end.prompt_tokens,
+            prompt_eval_duration=prompt,
+            eval_count=end.tokens,
+            eval_duration=spent - prompt,
+        )
 
-    if not asked["stream"]:
+    if not body.stream:
         return last((await site.write(model, [request]))[0])
     parts = await site.stream(model, request)
 
@@ -103,101 +332,79 @@ async def _write(
             if isinstance(part, Answer):
                 yield line(last(part))
             elif part is None:
-                yield line(part_of(as_fields("")))  # lines have no comments
-            elif text := writing.add(part):
-                yield line(part_of(as_fields(text)))
+                yield line(part_of(as_fields(Piece(""))))  # lines have no comments
+            else:
+                first[:] = first or [_since(begun)]
+                if any(piece := writing.add(part)):
+                    yield line(part_of(as_fields(piece)))
 
     return Stream(lines(), LINES)
 
 
-def _format(asked: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return Ollama's `format` as a request has it."""
-    if not asked:
-        return {}
-    if asked == "json":
-        return {"response_format": {"type": "json_object"}}
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": asked}}}
+class Whole(TypedDict):
+    """A text, or its last line."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
 
 
-def _sampled(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of Ollama that choose and end tokens under their names here; -1 tokens are all."""
-    names = {"repeat_penalty": "repetition_penalty", "num_predict": "max_new_tokens"}
-    found = {names.get(key, key): value for key, value in options.items() if value is not None and key in _SAMPLED}
-    if (found.get("max_new_tokens") or 0) < 0:
-        del found["max_new_tokens"]
-    return found
+class OllamaMessage(Whole):
+    """The next message."""
+
+    message: dict[str, Any]
 
 
-_SAMPLED: Final[dict[str, Schema]] = {
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"), NUMBER
-    ),
-    "top_k": COUNT,
-    "seed": INTEGER,
-    "num_predict": INTEGER,
-    "stop": {"anyOf": [TEXT, array(TEXT, "", 0, 16)]},
-}
-# They change how Ollama computes, and no token.
-_COMPUTES: Final = ("num_ctx", "num_thread", "num_gpu", "num_batch", "num_keep", "main_gpu", "use_mmap", "low_vram")
-_WRITTEN: Final[dict[str, Schema]] = {
-    "model": MODEL,
-    "stream": {**FLAG, "default": True},
-    "options": body({}, {**_SAMPLED, **dict.fromkeys(_COMPUTES, IGNORED)}),
-    "keep_alive": IGNORED,
-    "format": {"anyOf": [{"type": "string", "enum": ["", "json"]}, OBJECT], "description": '"json", or a JSON schema'},
-    "think": {"type": "boolean", "enum": [False], "description": "false: the model's text is not divided"},
-}
-_WHOLE: Final = {"model": TEXT, "created_at": TEXT, "done": FLAG, "total_duration": INTEGER, "eval_count": INTEGER}
+class OllamaText(Whole):
+    """A continuation."""
+
+    response: str
+    thinking: NotRequired[str]
+
+
+class OllamaEmbeddings(TypedDict):
+    """Vectors in the order of the texts."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaModel(TypedDict):
+    """A model of a list."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+
+
+class OllamaModels(TypedDict):
+    """The served models."""
+
+    models: list[OllamaModel]
+
+
+_ANY: Final = {JSON: dict[str, Any]}
 _OPERATIONS: Final = (
-    Operation(
-        "POST",
-        "/api/chat",
-        chat,
-        {JSON: answer("OllamaMessage", message=OBJECT, **_WHOLE), LINES: TEXT},
-        body({"messages": array(OBJECT, "a list of at least one message", 1)}, {"tools": array(TOOL), **_WRITTEN}),
-    ),
-    Operation(
-        "POST",
-        "/api/generate",
-        generate,
-        {JSON: answer("OllamaText", response=TEXT, **_WHOLE), LINES: TEXT},
-        body({"prompt": TEXT}, {"system": TEXT, "raw": FLAG, **_WRITTEN}),
-    ),
-    Operation(
-        "POST",
-        "/api/embed",
-        embed,
-        {
-            JSON: answer(
-                "OllamaEmbeddings",
-                model=TEXT,
-                embeddings=array(VECTOR),
-                total_duration=INTEGER,
-                load_duration=INTEGER,
-                prompt_eval_count=INTEGER,
-            )
-        },
-        body(
-            {"input": INPUT},
-            {
-                "model": MODEL,
-                "truncate": {**FLAG, "default": True},
-                "dimensions": COUNT,
-                "keep_alive": IGNORED,
-                "options": IGNORED,
-            },
-        ),
-    ),
-    Operation(
-        "GET",
-        "/api/tags",
-        tags,
-        {
-            JSON: answer(
-                "OllamaModels", models=array(answer("OllamaModel", name=TEXT, model=TEXT, size=INTEGER, details=OBJECT))
-            )
-        },
-    ),
-    Operation("GET", "/api/version", version, {JSON: answer("OllamaVersion", version=TEXT)}),
+    Operation("POST", "/api/chat", chat, {JSON: OllamaMessage, LINES: str}, ChatBody),
+    Operation("POST", "/api/generate", generate, {JSON: OllamaText, LINES: str}, GenerateBody),
+    Operation("POST", "/api/embed", embed, {JSON: OllamaEmbeddings}, EmbedBody),
+    Operation("POST", "/api/embeddings", embeddings, {JSON: dict[str, list[float]]}, EmbeddingsBody),
+    Operation("POST", "/api/show", show, _ANY, ShowBody),
+    Operation("GET", "/api/tags", tags, {JSON: OllamaModels}),
+    Operation("GET", "/api/ps", loaded, _ANY),
+    Operation("GET", "/api/version", version, {JSON: dict[str, str]}),
 )
 OPERATIONS: Final = tuple(one._replace(as_error=ollama_error) for one in _OPERATIONS)

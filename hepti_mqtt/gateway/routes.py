@@ -1,50 +1,152 @@
-"""The routes of OpenAI, of Jina for reranking, and Hepti's own: a body in, requests of the site, the answer."""
+"""The routes of OpenAI, of Jina and Cohere for reranking, and Hepti's own."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway import schemas as s
-from hepti_mqtt.gateway.operations import (
-    FORM,
-    INPUT,
-    JSON,
-    LABEL,
-    MODEL,
-    PLAIN,
-    TEXTS_AT_ONCE,
-    USAGE,
-    VECTOR,
-    Operation,
-    texts_of,
-)
+from hepti_mqtt.gateway.bodies import FORM, TEXTS_AT_ONCE, Body, Count, Key, Picture, TextList, Texts
+from hepti_mqtt.gateway.operations import JSON, PLAIN, Label, Operation, Usage
 from hepti_mqtt.gateway.site import Site, Spoken, Vectors
+from hepti_mqtt.service.languages import NAMES
+from hepti_mqtt.service.options import OPTIONS
 
-Asked = dict[str, Any]
+#: Cohere's names of prompts
+_PROMPTS: Final = {"search_query": "query", "search_document": "document"}
 
 
-async def list_models(site: Site, _asked: Asked) -> Any:
+class ModelName(Body):
+    """A model in the path."""
+
+    name: str
+
+
+class EmbeddingsBody(Body):
+    """Texts to embed."""
+
+    keys: ClassVar = {
+        "dimensions": Key(OPTIONS["dimensions"]),
+        "prompt_name": Key(OPTIONS["prompt"]),
+        "input_type": Key(OPTIONS["prompt"], lambda name: _PROMPTS.get(name, name)),
+    }
+    ignored = frozenset({"user"})
+    model: str | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class PictureBody(Body):
+    """A picture."""
+
+    image: Picture
+
+
+class ClassifyBody(Body):
+    """Texts or pictures to classify."""
+
+    keys: ClassVar = {"top_k": Key(OPTIONS["top_k"])}
+    ignored = frozenset({"user"})
+    model: str | None = None
+    input: Annotated[
+        str | TextList | Annotated[list[PictureBody], Field(min_length=1, max_length=TEXTS_AT_ONCE)],
+        Field(description=f'a text, a list of 1 to {TEXTS_AT_ONCE} texts, or one of {{"image": "<base64>"}}'),
+    ]
+
+
+class DocumentBody(Body):
+    """A document of a ranking."""
+
+    text: str
+
+
+Documents = Annotated[list[str | DocumentBody], Field(min_length=1, max_length=TEXTS_AT_ONCE)]
+
+
+class RerankBody(Body):
+    """A query, and documents to rank, as Jina's and Cohere's interfaces have them."""
+
+    ignored = frozenset({"user"})
+    #: documents are read as far as the model reads
+    neutral: ClassVar = {
+        "max_chunks_per_doc": (),
+        "max_tokens_per_doc": (4096,),
+        "return_embeddings": (),
+        "priority": (0,),
+    }
+    model: str | None = None
+    query: str
+    documents: Documents
+    top_n: Count | None = None
+    return_documents: bool = True
+
+
+class CohereBody(RerankBody):
+    """The same; documents are returned where that is said."""
+
+    return_documents: bool = False
+
+
+class InferBody(Body):
+    """One text, or one picture."""
+
+    model: str | None = None
+    text: str | None = None
+    image: Picture | None = None
+
+
+#: the forms of a transcript
+Form = Literal["json", "text", "verbose_json", "srt", "vtt"]
+
+
+class RecordingBody(Body):
+    """A recording."""
+
+    model_config: ClassVar = {"strict": False}  # the fields of a form are texts
+    ignored = frozenset({"user"})
+    neutral: ClassVar = {"stream": ("false", "False"), "chunking_strategy": ("auto",), "include[]": ()}
+    file: Annotated[bytes, Field(json_schema_extra={"format": "binary"})]
+    model: str | None = None
+    language: str | None = None
+    response_format: Form = "json"
+    prompt: Annotated[str | None, Field(description="text before the recording, or names to expect")] = None
+    temperature: Annotated[
+        float | None, Field(ge=0, le=1, description="a number from 0 to 1; without it, higher ones are tried in doubt")
+    ] = None
+    granularities: Annotated[
+        list[Literal["segment"]] | None,
+        Field(alias="timestamp_granularities[]", description="segment: words have no times"),
+    ] = None
+
+
+async def list_models(site: Site, _body: None) -> Any:
     """The served models."""
     return {"object": "list", "data": [_model_object(name) for name in await site.models()]}
+
+
+async def one_model(site: Site, body: ModelName) -> Any:
+    """A served model."""
+    return _model_object(await site.model_named(body.name))
 
 
 def _model_object(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "hepti"}
 
 
-async def embeddings(site: Site, asked: Asked) -> Any:
+async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """Embeddings as lists of numbers, or as base64 of little-endian f32."""
-    model = await site.model_named(asked["model"])
-    found = await site.embed(model, texts_of(asked["input"]), dimensions=asked["dimensions"])
-    write = _base64 if asked["encoding_format"] == "base64" else _floats
+    model = await site.model_named(body.model)
+    found = await site.embed(model, body.input, **body.chosen)
+    write = _base64 if body.encoding_format == "base64" else _floats
     data = [{"object": "embedding", "index": i, "embedding": write(row)} for i, row in enumerate(found.vectors)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
 
 
-def _usage(tokens: int) -> dict[str, int]:
+def _usage(tokens: int) -> Usage:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -57,41 +159,33 @@ def _base64(row: Vectors) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-async def classify(site: Site, asked: Asked) -> Any:
+async def classify(site: Site, body: ClassifyBody) -> Any:
     """Labels with scores of texts, or of pictures in base64, best first."""
-    value = asked["input"]
-    pictures = [one["image"] for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-    for picture in pictures:
-        refuse_address(picture)
-    model = await site.model_named(asked["model"])
-    options = {} if asked["top_k"] is None else {"top_k": asked["top_k"]}
-    inputs, key = (pictures, "images") if pictures else (texts_of(value), "texts")
-    found = await site.classify(model, inputs, key, **options)
-    data = [{"index": i, "label": each[0]["label"], "labels": each} for i, each in enumerate(found.labels)]
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    values = [one.image if isinstance(one, PictureBody) else one for one in inputs]
+    model = await site.model_named(body.model)
+    key = "images" if isinstance(inputs[0], PictureBody) else "texts"
+    found = await site.classify(model, values, key, **body.chosen)
+    data = [{"index": i, "label": labels[0]["label"], "labels": labels} for i, labels in enumerate(found.labels)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
 
 
-async def transcriptions(site: Site, asked: Asked) -> Any:
+async def transcriptions(site: Site, body: RecordingBody) -> Any:
     """The text of a recording, in its own language."""
-    return await _transcribe(site, asked, "transcribe")
+    return await _transcribe(site, body, "transcribe")
 
 
-async def translations(site: Site, asked: Asked) -> Any:
+async def translations(site: Site, body: RecordingBody) -> Any:
     """The text of a recording, in English."""
-    return await _transcribe(site, asked, "translate")
+    return await _transcribe(site, body, "translate")
 
 
-async def _transcribe(site: Site, asked: Asked, task: str) -> Any:
-    options = {key: asked[key] or None for key in ("language", "prompt")}
-    try:
-        drawn = float(asked["temperature"] or 0)
-    except ValueError:
-        raise RequestError(f"'temperature' is {asked['temperature'][:40]!r}, which is no number") from None
-    form = asked["response_format"]
-    timed = form not in ("json", "text")
-    model = await site.model_named(asked["model"])
-    found = await site.transcribe(model, asked["file"], timed=timed, task=task, temperature=drawn or None, **options)
-    return TRANSCRIPT_FORMATS[form](found, task)
+async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
+    timed = body.response_format not in ("json", "text")
+    options = {"language": body.language, "prompt": body.prompt, "temperature": body.temperature or None}
+    model = await site.model_named(body.model)
+    found = await site.transcribe(model, body.file, timed=timed, task=task, **options)
+    return TRANSCRIPT_FORMATS[body.response_format](found, task)
 
 
 def _verbose(found: Spoken, task: str) -> dict[str, Any]:
@@ -110,7 +204,7 @@ def _verbose(found: Spoken, task: str) -> dict[str, Any]:
         }
         for number, piece in enumerate(found.segments)
     ]
-    about = {"task": task, "language": found.language, "duration": found.seconds}
+    about = {"task": task, "language": NAMES.get(found.language, found.language), "duration": found.seconds}
     return {**about, "text": found.text, "segments": segments}
 
 
@@ -136,143 +230,144 @@ TRANSCRIPT_FORMATS: Final[Mapping[str, Callable[[Spoken, str], Any]]] = {
 }
 
 
-def refuse_address(picture: str) -> None:
-    """Raise RequestError for a picture's address."""
-    if picture.startswith(("http://", "https://")):
-        raise RequestError("Hepti fetches nothing: send the picture itself in base64, not its address")
-
-
-async def rerank(site: Site, asked: Asked) -> Any:
+async def rerank(site: Site, body: RerankBody) -> Any:
     """Documents by their score for a query, best first."""
-    texts = [one["text"] if isinstance(one, dict) else one for one in asked["documents"]]
-    model = await site.model_named(asked["model"])
-    found = await site.rank(model, asked["query"], texts)
+    return await ranked(site, body)
+
+
+async def cohere_rerank(site: Site, body: CohereBody) -> Any:
+    """The same, as Cohere has it."""
+    return await ranked(site, body)
+
+
+async def ranked(site: Site, body: RerankBody) -> dict[str, Any]:
+    """Return a ranking as Jina and Cohere give it."""
+    texts = [one.text if isinstance(one, DocumentBody) else one for one in body.documents]
+    model = await site.model_named(body.model)
+    found = await site.rank(model, body.query, texts)
     results = [
         {"index": one["index"], "relevance_score": one["score"]}
-        | ({"document": {"text": texts[one["index"]]}} if asked["return_documents"] else {})
-        for one in found.ranking[: asked["top_n"]]
+        | ({"document": {"text": texts[one["index"]]}} if body.return_documents else {})
+        for one in found.ranking[: body.top_n]
     ]
     return {"model": model, "results": results, "usage": _usage(found.tokens)}
 
 
-async def infer(site: Site, asked: Asked) -> Any:
+async def infer(site: Site, body: InferBody) -> Any:
     """The answer to one text, or one picture in base64, as MQTT gives it, with what it took."""
-    text, image = asked.get("text"), asked.get("image")
-    refuse_address(image or "")
-    request = {"image": image} if text is None else {"text": text, "truncate": site.truncate or None}
-    answer = await site.infer(await site.model_named(asked["model"]), request)
+    if (body.text is None) == (body.image is None):
+        raise RequestError("send either 'text' or 'image'")
+    request = {"image": body.image} if body.text is None else {"text": body.text, "truncate": site.truncate or None}
+    answer = await site.infer(await site.model_named(body.model), request)
     return {**answer.raw, "latency_ms": answer.latency_ms}
 
 
-def _list_of(name: str, item: s.Schema) -> s.Schema:
-    return s.answer(name, object=s.TEXT, data=s.array(item), model=s.TEXT, usage=USAGE)
+class Model(TypedDict):
+    """A served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
 
 
-_MODELS: Final = s.answer(
-    "Models",
-    object=s.TEXT,
-    data=s.array(s.answer("Model", id=s.TEXT, object=s.TEXT, created=s.INTEGER, owned_by=s.TEXT)),
-)
-_EMBEDDING: Final = s.answer(
-    "Embedding", object=s.TEXT, index=s.INTEGER, embedding={"anyOf": [VECTOR, {**s.TEXT, "contentEncoding": "base64"}]}
-)
-_PICTURE: Final = {"type": "string", "description": "a picture in base64, not its address"}
-_PICTURES: Final = s.array(s.body({"image": _PICTURE}), "", 1, TEXTS_AT_ONCE)
-_CLASSIFIED: Final = s.answer("Classification", index=s.INTEGER, label=s.TEXT, labels=s.array(LABEL))
-_DOCUMENT: Final[s.Schema] = {"anyOf": [s.TEXT, s.body({"text": s.TEXT})]}
-_RANKED: Final = s.answer("Ranked", index=s.INTEGER, relevance_score=s.NUMBER)
-_SEGMENT: Final = s.answer(
-    "Segment",
-    **dict.fromkeys(("id", "seek"), s.INTEGER),
-    **dict.fromkeys(("start", "end", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob"), s.NUMBER),
-    text=s.TEXT,
-    tokens=s.array(s.INTEGER),
-)
-_TRANSCRIPT: Final[s.Schema] = {
-    "anyOf": [
-        s.answer(
-            "VerboseTranscript",
-            **dict.fromkeys(("task", "language", "text"), s.TEXT),
-            duration=s.NUMBER,
-            segments=s.array(_SEGMENT),
-        ),
-        s.answer("Transcript", text=s.TEXT),
-    ]
-}
+class Models(TypedDict):
+    """The served models."""
+
+    object: str
+    data: list[Model]
 
 
-def _only(why: str, *values: str) -> s.Schema:
-    """Return the schema of a form's field whose other values would change the answer."""
-    return {"type": "string", "enum": ["", *values], "description": why}
+class Embedding(TypedDict):
+    """A vector: numbers, or base64 of little-endian f32."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
 
 
-_RECORDING: Final = s.form(
-    {"file": {"type": "file"}},
-    {
-        "model": MODEL,
-        "language": s.TEXT,
-        "response_format": {"type": "string", "enum": [*TRANSCRIPT_FORMATS], "default": "json"},
-        "prompt": {**s.TEXT, "description": "what was said before"},
-        "temperature": {**s.TEXT, "description": "a number from 0 to 1; without it, higher ones are tried in doubt"},
-        "timestamp_granularities[]": s.array(
-            {"type": "string", "enum": ["segment"]}, "segments are timed, words are not"
-        ),
-        "stream": _only("false: the text comes as a whole", "false", "False"),
-        "user": s.TEXT,
-    },
-)
-_TRANSCRIPTS: Final = {JSON: _TRANSCRIPT, PLAIN: s.TEXT}
+class Embeddings(TypedDict):
+    """Vectors in the order of the texts."""
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class Classification(TypedDict):
+    """Labels of an input, best first."""
+
+    index: int
+    label: str
+    labels: list[Label]
+
+
+class Classifications(TypedDict):
+    """Labels in the order of the inputs."""
+
+    object: str
+    data: list[Classification]
+    model: str
+    usage: Usage
+
+
+class Ranked(TypedDict):
+    """A document's place."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, str]]
+
+
+class Ranking(TypedDict):
+    """Documents, best first."""
+
+    model: str
+    results: list[Ranked]
+    usage: Usage
+
+
+class Segment(TypedDict):
+    """A part of a transcript."""
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class VerboseTranscript(TypedDict):
+    """What is said, and when."""
+
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[Segment]
+
+
+class Transcript(TypedDict):
+    """What is said."""
+
+    text: str
+
+
+_TRANSCRIPTS: Final = {JSON: VerboseTranscript | Transcript, PLAIN: str}
 OPERATIONS: Final = (
-    Operation("GET", "/v1/models", list_models, {JSON: _MODELS}),
-    Operation(
-        "POST",
-        "/v1/embeddings",
-        embeddings,
-        {JSON: _list_of("Embeddings", _EMBEDDING)},
-        s.body(
-            {"input": INPUT},
-            {
-                "model": MODEL,
-                "encoding_format": {"type": "string", "enum": ["float", "base64"], "default": "float"},
-                "dimensions": s.COUNT,
-                "user": s.IGNORED,
-            },
-        ),
-    ),
-    Operation(
-        "POST",
-        "/v1/classify",
-        classify,
-        {JSON: _list_of("Classifications", _CLASSIFIED)},
-        s.body(
-            {"input": {"anyOf": [*INPUT["anyOf"], _PICTURES]}}, {"model": MODEL, "top_k": s.COUNT, "user": s.IGNORED}
-        ),
-    ),
-    Operation(
-        "POST",
-        "/v1/rerank",
-        rerank,
-        {JSON: s.answer("Ranking", model=s.TEXT, results=s.array(_RANKED), usage=USAGE)},
-        s.body(
-            {"query": s.TEXT, "documents": s.array(_DOCUMENT, "", 1, TEXTS_AT_ONCE)},
-            {
-                "model": MODEL,
-                "top_n": s.COUNT,
-                "return_documents": {**s.FLAG, "default": True},
-                "user": s.IGNORED,
-            },
-        ),
-    ),
-    Operation(
-        "POST",
-        "/infer",
-        infer,
-        {JSON: s.OBJECT},
-        {
-            "anyOf": [s.body({"text": s.TEXT}, {"model": MODEL}), s.body({"image": _PICTURE}, {"model": MODEL})],
-            "description": "an object with either 'text' or 'image', and with 'model'",
-        },
-    ),
-    Operation("POST", "/v1/audio/transcriptions", transcriptions, _TRANSCRIPTS, _RECORDING, FORM),
-    Operation("POST", "/v1/audio/translations", translations, _TRANSCRIPTS, _RECORDING, FORM),
+    Operation("GET", "/v1/models", list_models, {JSON: Models}),
+    Operation("GET", "/v1/models/{name}", one_model, {JSON: Model}, ModelName),
+    Operation("POST", "/v1/embeddings", embeddings, {JSON: Embeddings}, EmbeddingsBody),
+    Operation("POST", "/v1/classify", classify, {JSON: Classifications}, ClassifyBody),
+    Operation("POST", "/v1/rerank", rerank, {JSON: Ranking}, RerankBody),
+    Operation("POST", "/v2/rerank", cohere_rerank, {JSON: Ranking}, CohereBody),
+    Operation("POST", "/infer", infer, {JSON: dict[str, Any]}, InferBody),
+    Operation("POST", "/v1/audio/transcriptions", transcriptions, _TRANSCRIPTS, RecordingBody, FORM),
+    Operation("POST", "/v1/audio/translations", translations, _TRANSCRIPTS, RecordingBody, FORM),
 )

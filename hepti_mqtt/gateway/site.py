@@ -62,6 +62,8 @@ class Client(Protocol):
 
 
 Vectors = NDArray[np.float32]
+#: tokens of a text, None for a pause, and at the end the whole answer
+Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
 
 
 def unit(vectors: Vectors) -> Vectors:
@@ -157,6 +159,14 @@ class Site:
             )
         return wanted
 
+    async def card(self, model: str) -> Mapping[str, Any]:
+        """Return what the planner's record says that a model is; nothing of a planner of an older version."""
+        return dict((await asyncio.to_thread(self.client.plan, model)).get("card") or {})
+
+    async def is_loaded(self, model: str) -> bool:
+        """Return whether a plan of a model is active."""
+        return (await asyncio.to_thread(self.client.plan, model))["active"] is not None
+
     async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any) -> Embedded:
         """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none.
 
@@ -241,7 +251,7 @@ class Site:
         """Return a decoder's answers; raises as `embed` does."""
         return await self._ask_all(model, bodies, self._text_timeout_s)
 
-    async def stream(self, model: str, body: dict[str, Any]) -> AsyncIterator[Mapping[str, Any] | Answer | None]:
+    async def stream(self, model: str, body: dict[str, Any]) -> Parts:
         """Return a decoder's tokens as they come, then the whole answer, and None after each `PING_S` without either.
 
         Raises the planner's error here if it comes first and within `PING_S`, else from the iterator.
@@ -317,7 +327,7 @@ class Site:
 
 async def _joined(
     first: Mapping[str, Any] | Answer | None, rest: AsyncGenerator[Mapping[str, Any] | Answer | None, None]
-) -> AsyncIterator[Mapping[str, Any] | Answer | None]:
+) -> Parts:
     async with contextlib.aclosing(rest):
         yield first
         async for part in rest:

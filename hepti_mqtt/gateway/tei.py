@@ -2,65 +2,134 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.operations import (
-    INPUT,
-    JSON,
-    LABEL,
-    PLAIN,
-    TEXTS,
-    TEXTS_AT_ONCE,
-    VECTOR,
-    Operation,
-    texts_of,
-)
-from hepti_mqtt.gateway.schemas import COUNT, FLAG, INTEGER, NUMBER, TEXT, Schema, answer, array, body
+from hepti_mqtt.gateway.bodies import TEXTS_AT_ONCE, Body, Count, Key, TextList, Texts, checked
+from hepti_mqtt.gateway.operations import JSON, PLAIN, Label, Operation
+from hepti_mqtt.gateway.routes import Documents, RerankBody, ranked
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.service.options import OPTIONS
 
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
-_CUT: Final[dict[str, Schema]] = {
-    "truncate": FLAG,
-    "truncation_direction": {
-        "type": "string",
-        "enum": ["Right", "right"],
-        "default": "Right",
-        "description": "'Right': texts are cut at their end only",
-    },
-}
-_PROMPT: Final[dict[str, Schema]] = {"prompt_name": TEXT}
 
 
-async def embed(site: Site, asked: dict[str, Any]) -> Any:
+class Cut(Body):
+    """How long texts are cut: at their end only."""
+
+    truncate: bool = False
+    truncation_direction: Annotated[
+        Literal["Right", "right"], Field(description="'Right': texts are cut at their end only")
+    ] = "Right"
+
+
+class EmbedAllBody(Cut):
+    """Texts whose tokens are embedded."""
+
+    keys: ClassVar = {"prompt_name": Key(OPTIONS["prompt"])}
+    inputs: Texts
+
+
+class EmbedBody(EmbedAllBody):
+    """Texts to embed."""
+
+    keys: ClassVar = {**EmbedAllBody.keys, "dimensions": Key(OPTIONS["dimensions"])}
+    normalize: bool = True
+
+
+Words = Annotated[list[str], Field(min_length=1, max_length=2)]
+Inputs = Annotated[
+    str | Words | Annotated[list[Words], Field(min_length=1, max_length=TEXTS_AT_ONCE)],
+    Field(description="a text, a list of one or two texts, or a list of such lists"),
+]
+
+
+class ClassifyParameters(Body):
+    """Hugging Face's parameters of a text classification."""
+
+    top_k: Count | None = None
+    function_to_apply: Literal["none"] | None = None
+
+
+class PredictBody(Cut):
+    """Texts or pairs to classify."""
+
+    inputs: Inputs
+    raw_scores: bool = False
+    parameters: ClassifyParameters = ClassifyParameters()
+
+
+class RankBody(Cut):
+    """A query, and texts or documents to rank, as TEI's or as Jina's interface has them."""
+
+    ignored = frozenset({"user"})
+    neutral: ClassVar = RerankBody.neutral
+    query: str
+    texts: TextList | None = None
+    raw_scores: bool = False
+    return_text: bool = False
+    model: str | None = None
+    documents: Documents | None = None
+    top_n: Count | None = None
+    return_documents: bool = True
+
+
+class SimilarityInputs(Body):
+    """A sentence, and those that are compared with it."""
+
+    source_sentence: str
+    sentences: TextList
+
+
+class SimilarityBody(Body):
+    """Sentences to compare."""
+
+    inputs: SimilarityInputs
+    parameters: Cut = Cut()
+
+
+class AnyBody(Body):
+    """What the model's own route reads."""
+
+    inputs: Annotated[str | list[Any] | dict[str, Any], Field(description="what the model's own route reads")]
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    #: Hugging Face's: whether an answer may be of another process, and whether to wait
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as TEI gives them."""
     model = await site.model_named(None)
-    options = {"dimensions": asked["dimensions"], "prompt": asked["prompt_name"]}
-    found = await site.embed(model, texts_of(asked["inputs"]), asked["truncate"], **options)
+    found = await site.embed(model, body.inputs, body.truncate, **body.chosen)
     lengths = np.linalg.norm(found.vectors, axis=1, keepdims=True)
-    if asked["normalize"]:
+    if body.normalize:
         return (found.vectors / np.maximum(lengths, np.finfo(np.float32).tiny)).tolist()
     if np.all(np.abs(lengths - 1) < UNIT):
         raise RequestError("normalize false: this model normalises its embeddings itself; leave normalize out")
     return found.vectors.tolist()
 
 
-async def embed_all(site: Site, asked: dict[str, Any]) -> Any:
+async def embed_all(site: Site, body: EmbedAllBody) -> Any:
     """The final hidden states of all tokens of each text."""
     model = await site.model_named(None)
-    found = await site.hidden(model, texts_of(asked["inputs"]), asked["truncate"], prompt=asked["prompt_name"])
+    found = await site.hidden(model, body.inputs, body.truncate, **body.chosen)
     return [states.tolist() for states in found]
 
 
-async def predict(site: Site, asked: dict[str, Any]) -> Any:
+async def predict(site: Site, body: PredictBody) -> Any:
     """Labels with scores of one text or pair, or of each of a list of lists of one or two texts."""
-    inputs = asked["inputs"]
+    inputs = body.inputs
     several = isinstance(inputs, list) and isinstance(inputs[0], list)
     items = inputs if several else [[inputs] if isinstance(inputs, str) else inputs]
-    model, options = await site.model_named(None), {key: asked[key] or None for key in ("truncate", "raw_scores")}
+    model = await site.model_named(None)
+    raw = body.raw_scores or body.parameters.function_to_apply == "none"
+    options = {"truncate": body.truncate or None, "raw_scores": raw or None, "top_k": body.parameters.top_k}
     found: dict[int, Any] = {}
     for size, key in ((1, "texts"), (2, "pairs")):
         places = [place for place, one in enumerate(items) if len(one) == size]
@@ -71,29 +140,49 @@ async def predict(site: Site, asked: dict[str, Any]) -> Any:
     return labels if several else labels[0]
 
 
-async def rerank(site: Site, asked: dict[str, Any]) -> Any:
-    """Texts by their score for a query: sigmoids of the logits, whatever the model's files say, or the logits."""
-    texts = asked["texts"]
-    found = await site.rank(await site.model_named(None), asked["query"], texts, asked["truncate"], raw_scores=True)
+async def rerank(site: Site, body: RankBody) -> Any:
+    """Texts by their score for a query: sigmoids of the logits, or the logits; or documents, as Jina has them."""
+    if body.documents is not None:
+        ranking = RerankBody.model_construct(
+            model=body.model, query=body.query, documents=body.documents, top_n=body.top_n,
+            return_documents=body.return_documents,
+        )  # fmt: skip
+        return await ranked(site, ranking)
+    if body.texts is None:
+        raise RequestError("the body lacks 'texts' (or, as Jina has it, 'documents')", "texts")
+    texts = body.texts
+    found = await site.rank(await site.model_named(None), body.query, texts, body.truncate, raw_scores=True)
     return [
         {
             "index": one["index"],
-            "score": one["score"] if asked["raw_scores"] else float(0.5 * (1 + np.tanh(one["score"] / 2))),
+            "score": one["score"] if body.raw_scores else float(0.5 * (1 + np.tanh(one["score"] / 2))),
         }
-        | ({"text": texts[one["index"]]} if asked["return_text"] else {})
-        for one in found.ranking
+        | ({"text": texts[one["index"]]} if body.return_text else {})
+        for one in found.ranking[: body.top_n]
     ]
 
 
-async def similarity(site: Site, asked: dict[str, Any]) -> Any:
+async def similarity(site: Site, body: SimilarityBody) -> Any:
     """Of each sentence to the source sentence, in their order."""
-    source, sentences = asked["inputs"]["source_sentence"], asked["inputs"]["sentences"]
-    truncate = (asked["parameters"] or {}).get("truncate")
-    found = await site.rank(await site.model_named(None), source, sentences, truncate)
-    return [one["score"] for one in sorted(found.ranking, key=lambda one: int(one["index"]))]
+    source, sentences = body.inputs.source_sentence, body.inputs.sentences
+    found = await site.rank(await site.model_named(None), source, sentences, body.parameters.truncate)
+    # A cosine in f32 may be above 1 by its rounding.
+    bound = 1.0 if max(one["score"] for one in found.ranking) < 1 + UNIT else np.inf
+    return [min(one["score"], bound) for one in sorted(found.ranking, key=lambda one: int(one["index"]))]
 
 
-async def info(site: Site, _asked: dict[str, Any]) -> Any:
+async def by_task(site: Site, body: AnyBody) -> Any:
+    """What the model's own route answers, as Hugging Face's clients ask at the address itself."""
+    card = await site.card(await site.model_named(None))
+    compares = isinstance(body.inputs, dict) and "sentences" in body.inputs
+    reads, handler = (
+        (SimilarityBody, similarity) if compares else _BY_TASK.get(str(card.get("task")), (EmbedBody, embed))
+    )
+    values = {"inputs": body.inputs, **(body.parameters if reads is EmbedBody else {"parameters": body.parameters})}
+    return await handler(site, checked(reads, values))
+
+
+async def info(site: Site, _body: None) -> Any:
     """What is served, as far as the gateway knows it."""
     return {
         "model_id": await site.model_named(None),
@@ -103,71 +192,43 @@ async def info(site: Site, _asked: dict[str, Any]) -> Any:
     }
 
 
-async def health(site: Site, _asked: dict[str, Any]) -> Any:
+async def health(site: Site, _body: None) -> Any:
     """Whether a planner answers."""
     await site.models()
     return "ok"
 
 
-_WORDS: Final = array(TEXT, "a list of one or two texts", 1, 2)
+_BY_TASK: Final[dict[str, tuple[type[Body], Callable[[Site, Any], Awaitable[Any]]]]] = {
+    "embedding": (EmbedBody, embed),
+    "classification": (PredictBody, predict),
+}
+
+
+class TeiRank(TypedDict):
+    """A text's place."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+class TeiInfo(TypedDict):
+    """What is served."""
+
+    model_id: str
+    version: str
+    max_client_batch_size: int
+    auto_truncate: bool
+
+
+Vectors = list[list[float]]
 OPERATIONS: Final = (
-    Operation(
-        "POST",
-        "/embed",
-        embed,
-        {JSON: array(VECTOR)},
-        body({"inputs": INPUT}, {"normalize": {**FLAG, "default": True}, "dimensions": COUNT, **_PROMPT, **_CUT}),
-    ),
-    Operation(
-        "POST", "/embed_all", embed_all, {JSON: array(array(VECTOR))}, body({"inputs": INPUT}, {**_PROMPT, **_CUT})
-    ),
-    Operation(
-        "POST",
-        "/predict",
-        predict,
-        {JSON: {"anyOf": [array(LABEL), array(array(LABEL))]}},
-        body(
-            {
-                "inputs": {
-                    "anyOf": [TEXT, _WORDS, array(_WORDS, "", 1, TEXTS_AT_ONCE)],
-                    "description": "a text, a list of one or two texts, or a list of such lists",
-                }
-            },
-            {"raw_scores": FLAG, **_CUT},
-        ),
-    ),
-    Operation(
-        "POST",
-        "/rerank",
-        rerank,
-        {
-            JSON: array(
-                {
-                    "title": "TeiRank",
-                    "type": "object",
-                    "properties": {"index": INTEGER, "score": NUMBER, "text": TEXT},
-                    "required": ["index", "score"],
-                }
-            )
-        },
-        body({"query": TEXT, "texts": TEXTS}, {"raw_scores": FLAG, "return_text": FLAG, **_CUT}),
-    ),
-    Operation(
-        "POST",
-        "/similarity",
-        similarity,
-        {JSON: VECTOR},
-        body({"inputs": body({"source_sentence": TEXT, "sentences": TEXTS})}, {"parameters": body({}, _CUT)}),
-    ),
-    Operation(
-        "GET",
-        "/info",
-        info,
-        {
-            JSON: answer(
-                "TeiInfo", model_id=TEXT, version=TEXT, max_client_batch_size=INTEGER, auto_truncate={"type": "boolean"}
-            )
-        },
-    ),
-    Operation("GET", "/health", health, {PLAIN: TEXT}, is_open=True),
+    Operation("POST", "/embed", embed, {JSON: Vectors}, EmbedBody),
+    Operation("POST", "/embed_all", embed_all, {JSON: list[Vectors]}, EmbedAllBody),
+    Operation("POST", "/predict", predict, {JSON: list[Label] | list[list[Label]]}, PredictBody),
+    Operation("POST", "/rerank", rerank, {JSON: list[TeiRank] | dict[str, Any]}, RankBody),
+    Operation("POST", "/similarity", similarity, {JSON: list[float]}, SimilarityBody),
+    Operation("POST", "/", by_task, {JSON: list[Any]}, AnyBody),
+    Operation("GET", "/info", info, {JSON: TeiInfo}),
+    Operation("GET", "/health", health, {PLAIN: str}, is_open=True),
 )

@@ -1,16 +1,30 @@
-"""Calls of tools in a model's text, as Hermes and Qwen write them, or Llama 3."""
+"""Calls of tools in a model's text, as Hermes, Qwen, Llama 3, Mistral, Phi and Gemma write them.
+
+Tokenizers with special tokens for a call leave them out of the text, so a call may also come without its mark.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-_TAG: Final = "<tool_call>"
-_TAGGED: Final = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_PYTHON: Final = "<|python_tag|>"
+#: a call may begin at one of these anywhere in the text
+_MARKS: Final = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<start_function_call>", "functools[")
+#: and at one of these at the beginning of the text: Llama 3's mark, JSON, fenced JSON, and Gemma's word
+_STARTS: Final = ("<|python_tag|>", "{", "[", "```", "call:")
+#: what stands around calls
+_AROUND: Final = re.compile(
+    r"</?tool_call>|<\|/?tool_call\|>|\[TOOL_CALLS\]|\[CALL_ID\]\w*|\[ARGS\]|<\|python_tag\|>|functools(?=\[)|```(?:json)?"
+    r"|<(?:start|end)_function_call>"
+)
+_BETWEEN: Final = re.compile(r"[\s;,]*")
+_NAMED: Final = re.compile(r"(?:call:)?([\w.-]+)\s*(?=\{)")
+_ESCAPED: Final = re.compile(r"<escape>(.*?)<escape>", re.DOTALL)
+_BARE_KEY: Final = re.compile(r"([{,])\s*([A-Za-z_]\w*)\s*:")
+_JSON: Final = json.JSONDecoder()
 
 
 class Call(NamedTuple):
@@ -26,10 +40,13 @@ class Call(NamedTuple):
 
 
 class ToolText:
-    """A text as it grows, divided into what may be shown and calls of tools; names: of the tools, none for no calls."""
+    """A text as it grows, divided into what may be shown and calls of tools."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, tools: Iterable[Mapping[str, Any]] | None) -> None:
+        """tools: as OpenAI's interface has them; none for no calls."""
+        functions = [tool["function"] for tool in tools or ()]
+        #: whether a tool takes arguments, by name
+        self._tools = {one["name"]: "parameters" in one for one in functions}
         self._text, self._shown = "", 0
 
     def feed(self, text: str) -> str:
@@ -39,8 +56,9 @@ class ToolText:
 
     def end(self) -> tuple[str, list[Call]]:
         """Return what is left to be shown, and the calls; a text that only looked like a call is shown."""
-        start, calls = self._calls()
-        rest = self._show(start)
+        start = self._safe() if self._tools else len(self._text)
+        calls = self._calls(self._text[start:])
+        rest = self._show(start if calls else len(self._text))
         return (rest.rstrip() if calls else rest), calls
 
     def _show(self, stop: int) -> str:
@@ -49,37 +67,91 @@ class ToolText:
         return shown
 
     def _safe(self) -> int:
-        if not self._names:
+        """Return up to where the text is no call."""
+        if not self._tools:
             return len(self._text)
-        if self._text.lstrip().startswith(("{", _PYTHON)) or _PYTHON.startswith(self._text.lstrip()):
+        begun = self._text.lstrip()
+        if any(begun.startswith(start) or start.startswith(begun) for start in _STARTS):
             return 0
-        if (start := self._text.find(_TAG)) >= 0:
-            return start
-        ends = (n for n in range(min(len(_TAG), len(self._text)), 0, -1) if self._text.endswith(_TAG[:n]))
-        return len(self._text) - next(ends, 0)
+        if any(_may_name(begun, name) for name in self._tools):
+            return 0
+        if places := [at for mark in _MARKS if (at := self._text.find(mark)) >= 0]:
+            return min(places)
+        longest = max(map(len, _MARKS))
+        ends = range(max(len(self._text) - longest, 0), len(self._text))
+        return next((at for at in ends if any(m.startswith(self._text[at:]) for m in _MARKS)), len(self._text))
 
-    def _calls(self) -> tuple[int, list[Call]]:
-        """Return where the text before the calls ends, and the calls."""
-        whole = len(self._text)
-        if not self._names:
-            return whole, []
-        if (start := self._text.find(_TAG)) >= 0:
-            found = [self._call(body) for body in _TAGGED.findall(self._text)]
-            calls = [call for call in found if call is not None]
-            return (start, calls) if len(calls) == len(found) else (whole, [])
-        call = self._call(self._text.strip().removeprefix(_PYTHON))
-        return (0, [call]) if call is not None else (whole, [])
-
-    def _call(self, body: str) -> Call | None:
-        """Return a call that is well formed and names one of the tools."""
+    def _calls(self, text: str) -> list[Call]:
+        """Return the calls that a text is made of; none if a part of it is no call of one of the tools."""
         try:
-            call = json.loads(body)
-            name, given = call["name"], call.get("arguments", call.get("parameters", {}))
-            arguments = json.loads(given) if isinstance(given, str) else given
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            calls = [self._call(*one) for one in _written(_AROUND.sub(" ", text))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return []
+        return [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, name: Any, given: Any) -> Call | None:
+        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
             return None
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
-            return None
+        if not self._tools[name]:  # models invent arguments of a function that takes none
+            arguments = {}
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         whole = text.encode(errors="replace").decode()  # half a character, as an escape may be, cannot be sent
         return Call(f"call_{uuid.uuid4().hex[:24]}", name, whole)
+
+
+def _may_name(text: str, name: str) -> bool:
+    """Return whether a text may begin with a name before its arguments."""
+    return name.startswith(text) or (text.startswith(name) and text[len(name) :].lstrip()[:1] in ("", "{", "["))
+
+
+def _written(text: str) -> Iterator[tuple[Any, Any]]:
+    """Yield name and arguments of each call in a text of nothing else; raises ValueError, KeyError, TypeError."""
+    at = _skipped(text, 0)
+    while at < len(text):
+        if named := _NAMED.match(text, at):  # a name before its arguments, which Gemma writes without quotes
+            end = _closed(text, named.end())
+            yield named[1], _loaded(text[named.end() : end])
+        else:
+            value, end = _JSON.raw_decode(text, at)
+            for one in value if isinstance(value, list) else [value]:
+                function = one.get("function", one)
+                function = one if isinstance(function, str) else function
+                yield function["name"], function.get("arguments", function.get("parameters", {}))
+        at = _skipped(text, end)
+
+
+def _skipped(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    return at if found is None else found.end()
+
+
+def _loaded(body: str) -> Any:
+    """Return an object of JSON, or as Gemma writes it: with bare keys, and texts between `<escape>`."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        parts = _ESCAPED.split(body)  # every second one is a text
+        parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+        parts[1::2] = map(json.dumps, parts[1::2])
+        return json.loads("".join(parts))
+
+
+def _closed(text: str, at: int) -> int:
+    """Return where the object that begins at a place ends; raises ValueError."""
+    depth, quoted, place = 0, "", at
+    while place < len(text):
+        if quoted:
+            if text.startswith("\\", place) and quoted == '"':
+                place += 1
+            elif text.startswith(quoted, place):
+                place += len(quoted) - 1
+                quoted = ""
+        elif start := next((one for one in ('"', "<escape>") if text.startswith(one, place)), ""):
+            quoted, place = start, place + len(start) - 1
+        else:
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                return place + 1
+        place += 1
+    raise ValueError("an object does not end")

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.discovery import SPEECH, registered
+from hepti_mqtt.discovery import EVERYWHERE, SPEECH, registered
 from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.transport import is_loopback
@@ -272,6 +272,8 @@ async def serve(service: Wyoming, bind: str, port: int, name: str, listening: Ca
     listening()
     with contextlib.ExitStack() as announced:
         if not is_loopback(bind):  # registering takes a second
-            await asyncio.to_thread(announced.enter_context, registered(SPEECH, f"Hepti {name} speech", port, {}))
+            interfaces = None if bind in EVERYWHERE else (bind,)
+            announcement = registered(SPEECH, f"Hepti {name} speech", port, {}, interfaces)
+            await asyncio.to_thread(announced.enter_context, announcement)
         await stopped.wait()
     server.close()  # and wait for nobody: a client may keep its connection for hours

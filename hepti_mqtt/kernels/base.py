@@ -52,7 +52,8 @@ def reference_norm(x: Array, weights: Sequence[Array], attrs: Mapping[str, Any])
     x = x.astype(np.float64)
     mean = x.mean(axis=-1, keepdims=True) * (not attrs.get("rms", False))
     var = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
-    gamma, beta = weights[0] + attrs.get("gamma_offset", 0.0), weights[1] if len(weights) > 1 else 0.0
+    gamma = (weights[0] + attrs.get("gamma_offset", 0.0)) / attrs.get("divisor", 1.0)
+    beta = weights[1] if len(weights) > 1 else 0.0
     return np.asarray((x - mean) / np.sqrt(var + attrs["eps"]) * gamma + beta)
 
 
@@ -266,12 +267,13 @@ def norm_of(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], np.float32, int]:
     """Return (gamma [h], beta [h], eps, 1 where rows are centred) of an op that norms rows.
 
-    weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred) and gamma_offset
-    (added to gamma).
+    weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred), gamma_offset (added
+    to gamma) and divisor (of gamma, behind that).
     """
     attrs = check.op.attrs
     check.that(1 <= len(weights) <= 2, f"needs gamma and perhaps beta, got {len(weights)} weights")
     gamma = check.plain(weights[0], (h,)) + np.float32(attrs.get("gamma_offset", 0.0))
+    gamma /= np.float32(attrs.get("divisor", 1.0))
     beta = check.plain(weights[1], (h,)) if len(weights) > 1 else np.zeros(h, np.float32)
     return gamma, beta, np.float32(attrs["eps"]), int(not attrs.get("rms", False))
 

@@ -469,17 +469,20 @@ class Gate(Op):
 
 
 class Norm(NamedTuple):
-    """How rows are normed: layer norm, or by their root mean square alone; gamma_offset is added to gamma."""
+    """How rows are normed: layer norm, or by their root mean square alone."""
 
     eps: float
     rms: bool = False
+    #: is added to gamma
     gamma_offset: float = 0.0
+    #: divides gamma, behind the offset
+    divisor: float = 1.0
 
     @property
     def attrs(self) -> dict[str, Any]:
         """Return the attributes of kernels that norm."""
         more = {"rms": True, "gamma_offset": self.gamma_offset} if self.rms else {}
-        return {"eps": self.eps, **more}
+        return {"eps": self.eps, **more} | ({"divisor": self.divisor} if self.divisor != 1 else {})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import SHARED, graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -60,17 +60,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-_ALBERT: Final = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
-_TINY: Final = TINY | _ALBERT | {"embedding_size": 24, "num_hidden_layers": 7}
-KINDS: Final = {
-    "albert-base": make_kind(
-        "AlbertModel", "albert", BASE, _ALBERT, embedding_size=128, vocab_size=30000, max_position_embeddings=512
-    ),
-    "tiny-albert": make_kind("AlbertModel", "albert", _TINY),
-    "tiny-albert-classifier": make_kind("AlbertForSequenceClassification", "albert", _TINY, labels=3),
-    "tiny-albert-entities": make_kind("AlbertForTokenClassification", "albert", _TINY, labels=5),
-    "tiny-albert-answers": make_kind("AlbertForQuestionAnswering", "albert", _TINY),
-    "tiny-albert-mlm": make_kind("AlbertForMaskedLM", "albert", _TINY),
-}
+KINDS: Final = kinds_of("albert")
 
 __all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, Kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 from hepti_mqtt.spec import Pooling, Task, TaskHead
@@ -73,18 +73,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 graph = patches.graph
 reference = patches.reference
 
-_BEIT: Final = {"layer_scale_init_value": 0.1, "use_mean_pooling": True}
-_PIXELS: Final = {"image_processor_type": "BeitImageProcessor", "do_center_crop": False}
 
-
-def _kind(architecture: str, *sizes: Mapping[str, Any], **more: Any) -> Kind:
-    return patches.image_kind(architecture, "beit", *sizes, _BEIT, pixels=_PIXELS, **more)
-
-
-KINDS: Final = {
-    "beit-base": _kind("BeitForImageClassification", BASE, patches.REAL, labels=1000, **{_OWN: True}),
-    "tiny-beit": _kind(
-        "BeitModel", patches.TINY, use_mean_pooling=False, use_absolute_position_embeddings=True, **{_SHARED: True}
-    ),
-    "tiny-beit-classifier": _kind("BeitForImageClassification", patches.TINY, labels=7, **{_OWN: True}),
-}
+KINDS: Final = kinds_of("beit")

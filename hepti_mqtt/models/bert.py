@@ -7,13 +7,12 @@ m tokens, h hidden, f MLP width, V vocabulary, B sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, LARGE, TINY, Kind, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
@@ -135,56 +134,4 @@ def reference(
     return heads.reference_head(spec, tensors, x, shape)
 
 
-_BERT: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
-_WORDS: Final = {"vocab_size": 30522, "max_position_embeddings": 512}
-_SIGMOID: Final = "torch.nn.modules.activation.Sigmoid"
-_MINILM: Final = {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536}
-_TINY_ROBERTA: Final = TINY | {
-    "layer_norm_eps": 1e-5,
-    "pad_token_id": 1,
-    "type_vocab_size": 1,
-    "max_position_embeddings": 42,
-}
-
-
-def _sentence(*sizes: Mapping[str, Any]) -> Kind:
-    """Return the kind of a sentence-transformers directory: the mean over the tokens, of length 1."""
-    made = make_kind("BertModel", "bert", *sizes)
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
-        for i, (module, path) in enumerate(
-            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
-        )
-    ]
-    pooling = {
-        "word_embedding_dimension": made.config["hidden_size"],
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
-    }
-    return replace(made, extras={"modules.json": modules, "1_Pooling/config.json": pooling})
-
-
-KINDS: Final = {
-    "bert-base": make_kind("BertModel", "bert", BASE, _BERT, _WORDS),
-    "bert-large": make_kind("BertModel", "bert", LARGE, _BERT, _WORDS),
-    "minilm": _sentence(BASE, _MINILM, _BERT, _WORDS),
-    "tiny-bert": make_kind("BertModel", "bert", TINY, _BERT),
-    "tiny-bert-classifier": make_kind("BertForSequenceClassification", "bert", TINY, _BERT, labels=5),
-    "tiny-bert-ranker": make_kind(
-        "BertForSequenceClassification",
-        "bert",
-        TINY,
-        _BERT,
-        labels=1,
-        sentence_transformers={"activation_fn": _SIGMOID},
-    ),
-    "tiny-bert-entities": make_kind("BertForTokenClassification", "bert", TINY, _BERT, labels=5),
-    "tiny-bert-answers": make_kind("BertForQuestionAnswering", "bert", TINY, _BERT),
-    "tiny-bert-mlm": make_kind("BertForMaskedLM", "bert", TINY, _BERT),
-    "tiny-minilm": _sentence(TINY, _BERT),
-    "tiny-roberta": make_kind("RobertaModel", "roberta", _TINY_ROBERTA),
-    "tiny-roberta-classifier": make_kind("RobertaForSequenceClassification", "roberta", _TINY_ROBERTA, labels=3),
-    "tiny-roberta-entities": make_kind("RobertaForTokenClassification", "roberta", _TINY_ROBERTA, labels=5),
-    "tiny-roberta-answers": make_kind("RobertaForQuestionAnswering", "roberta", _TINY_ROBERTA),
-    "tiny-roberta-mlm": make_kind("RobertaForMaskedLM", "roberta", _TINY_ROBERTA),
-}
+KINDS: Final = kinds_of("bert")

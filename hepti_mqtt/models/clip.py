@@ -14,7 +14,7 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import TINY_SPREAD, Kind, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Matching, Towers
@@ -182,33 +182,4 @@ def preprocessor(side: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_TINY: Final = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 72,
-    "hidden_act": "quick_gelu", "projection_dim": 24, "initializer_range": TINY_SPREAD,
-}  # fmt: skip
-# The end of a text is the tokenizer's [SEP].
-_TINY_TEXT: Final = _TINY | {"vocab_size": 211, "max_position_embeddings": 40, "eos_token_id": 3}
-_TINY_IMAGE: Final = _TINY | {"hidden_size": 40, "num_attention_heads": 5, "image_size": 20, "patch_size": 5}
-
-
-def _pictured(made: Kind, side: int) -> Kind:
-    return replace(made, extras={"preprocessor_config.json": preprocessor(side)})
-
-
-KINDS: Final = {
-    "clip-vit-base-patch32": _pictured(
-        make_kind(
-            "CLIPModel", "clip", text_config=_TEXT, vision_config=_IMAGE, projection_dim=512, initializer_range=0.02
-        ),
-        224,
-    ),
-    "tiny-clip": _pictured(
-        make_kind(
-            "CLIPModel", "clip", text_config=_TINY_TEXT, vision_config=_TINY_IMAGE, projection_dim=24,
-            initializer_range=TINY_SPREAD,
-        ),
-        20,
-    ),
-    "tiny-clip-text": make_kind("CLIPTextModelWithProjection", "clip_text_model", _TINY_TEXT),
-    "tiny-clip-image": _pictured(make_kind("CLIPVisionModelWithProjection", "clip_vision_model", _TINY_IMAGE), 20),
-}  # fmt: skip
+KINDS: Final = kinds_of("clip")

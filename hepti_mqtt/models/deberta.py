@@ -14,7 +14,7 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import Projected, TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import DISENTANGLED, BlockSpec, ModelSpec
@@ -96,28 +96,6 @@ def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:
     return replace(source, projected=Projected(matrix, bias, gamma, beta, spec.norm_eps))
 
 
-_DEBERTA: Final = {
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-7,
-    "max_relative_positions": -1,
-    "norm_rel_ebd": "layer_norm",
-    "pad_token_id": 0,
-    "pooler_hidden_act": "gelu",
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-    "position_buckets": 256,
-    "relative_attention": True,
-    "share_att_key": True,
-    "type_vocab_size": 0,
-}
-_TINY: Final = TINY | _DEBERTA | {"position_buckets": 8}
-KINDS: Final = {
-    "deberta-v3-base": make_kind(
-        "DebertaV2Model", "deberta-v2", BASE, _DEBERTA, vocab_size=128100, max_position_embeddings=512
-    ),
-    "tiny-deberta": make_kind("DebertaV2Model", "deberta-v2", _TINY),
-    "tiny-deberta-entities": make_kind("DebertaV2ForTokenClassification", "deberta-v2", _TINY, labels=5),
-    "tiny-deberta-classifier": make_kind("DebertaV2ForSequenceClassification", "deberta-v2", _TINY, labels=3),
-}
+KINDS: Final = kinds_of("deberta")
 
 __all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

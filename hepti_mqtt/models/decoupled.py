@@ -20,7 +20,7 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, patches, plain, text, vit
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, LARGE, TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
@@ -136,16 +136,4 @@ def reference(
     return heads.reference_head(spec, tensors, x, shape)
 
 
-_WORDS: Final = {"hidden_act": "gelu", "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
-_VIT: Final = "DecoupledViTForImageClassification"
-_SMALL: Final = {"num_hidden_layers": 4, "num_groups": 2, "num_parts": 4, "type_vocab_size": 2}
-
-KINDS: Final = {
-    "debert-base": make_kind("DecoupledBertModel", "decoupled", BASE, _WORDS, num_groups=4, num_parts=4),
-    "debert-large": make_kind("DecoupledBertModel", "decoupled", LARGE, _WORDS, num_groups=6, num_parts=4),
-    "devit-base": patches.image_kind(_VIT, "decoupled", BASE, patches.REAL, labels=1000, num_groups=4, num_parts=4),
-    "tiny-devit": patches.image_kind(
-        _VIT, "decoupled", patches.TINY, labels=7, num_hidden_layers=4, num_groups=2, num_parts=2
-    ),
-    "tiny-debert": make_kind("DecoupledBertModel", "decoupled", TINY, _SMALL),
-}
+KINDS: Final = kinds_of("decoupled")

@@ -16,7 +16,7 @@ from hepti_mqtt.lowering.ops import Reshape
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import heads, patches, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, Kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
@@ -86,19 +86,4 @@ def reference(
     return hidden, np.mean(logits, axis=0)
 
 
-_PIXELS: Final = {"image_processor_type": "DeiTImageProcessor", "do_center_crop": True, "resample": 3}
-_SMALL: Final = {"size": {"height": 24, "width": 24}, "crop_size": {"height": 20, "width": 20}}
-
-
-def _tiny(architecture: str, labels: int = 0) -> Kind:
-    return patches.image_kind(architecture, "deit", patches.TINY, labels=labels, pixels=_PIXELS | _SMALL)
-
-
-KINDS: Final = {
-    "deit-base": patches.image_kind(
-        TEACHER, "deit", BASE, patches.REAL, labels=1000, pixels=_PIXELS | {"size": 256, "crop_size": 224}
-    ),
-    "tiny-deit": _tiny("DeiTModel"),
-    "tiny-deit-classifier": _tiny("DeiTForImageClassification", labels=7),
-    "tiny-deit-teacher": _tiny(TEACHER, labels=7),
-}
+KINDS: Final = kinds_of("deit")

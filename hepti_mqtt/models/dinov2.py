@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, Kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task, TaskHead
@@ -73,24 +73,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 graph = patches.graph
 reference = patches.reference
 
-_REAL: Final = {"image_size": 518, "patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4}
-_PIXELS: Final = {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "resample": 3}
-_CROP: Final = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
-_SMALL: Final[dict[str, Any]] = {"size": {"shortest_edge": 24}, "crop_size": {"height": 20, "width": 20}}
-_TINY: Final = patches.TINY | {"image_size": 30, "mlp_ratio": 2, "layer_norm_eps": 1e-6}
 
-
-def _tiny(architecture: str, pixels: dict[str, Any] = _SMALL, **more: Any) -> Kind:
-    kind = "dinov2_with_registers" if _has_registers(architecture) else "dinov2"
-    return patches.image_kind(architecture, kind, _TINY, pixels=_PIXELS | pixels, **more)
-
-
-KINDS: Final = {
-    "dinov2-base": patches.image_kind("Dinov2Model", "dinov2", BASE, _REAL, pixels=_PIXELS | _CROP),
-    "tiny-dinov2": _tiny("Dinov2Model", {"size": {"shortest_edge": 36}, "crop_size": {"height": 35, "width": 35}}),
-    "tiny-dinov2-classifier": _tiny("Dinov2ForImageClassification", labels=7),
-    "tiny-dinov2-registers": _tiny("Dinov2WithRegistersModel", num_register_tokens=3),
-    "tiny-dinov2-registers-classifier": _tiny(
-        "Dinov2WithRegistersForImageClassification", num_register_tokens=2, use_swiglu_ffn=True, labels=7
-    ),
-}
+KINDS: Final = kinds_of("dinov2")

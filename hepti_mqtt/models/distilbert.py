@@ -8,7 +8,7 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -53,19 +53,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
 
 
-_TINY: Final = {"activation": "gelu", "dim": 32, "hidden_dim": 72, "initializer_range": 0.15} | {
-    "n_heads": 4, "n_layers": 3, "vocab_size": 211, "max_position_embeddings": 40,
-}  # fmt: skip
-KINDS: Final = {
-    "tiny-distilbert": make_kind("DistilBertModel", "distilbert", _TINY, depth="n_layers"),
-    "tiny-distilbert-classifier": make_kind(
-        "DistilBertForSequenceClassification", "distilbert", _TINY, depth="n_layers", labels=3
-    ),
-    "tiny-distilbert-entities": make_kind(
-        "DistilBertForTokenClassification", "distilbert", _TINY, depth="n_layers", labels=5
-    ),
-    "tiny-distilbert-answers": make_kind("DistilBertForQuestionAnswering", "distilbert", _TINY, depth="n_layers"),
-    "tiny-distilbert-mlm": make_kind("DistilBertForMaskedLM", "distilbert", _TINY, depth="n_layers"),
-}
+KINDS: Final = kinds_of("distilbert")
 
 __all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

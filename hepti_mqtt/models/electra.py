@@ -8,7 +8,7 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER, graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -47,15 +47,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-_TINY: Final = TINY | {"embedding_size": 24, "layer_norm_eps": 1e-12, "pad_token_id": 0, "type_vocab_size": 2}
-KINDS: Final = {
-    "tiny-electra": make_kind("ElectraModel", "electra", _TINY),
-    "tiny-electra-classifier": make_kind(
-        "ElectraForSequenceClassification", "electra", _TINY, embedding_size=32, labels=3
-    ),
-    "tiny-electra-entities": make_kind("ElectraForTokenClassification", "electra", _TINY, labels=5),
-    "tiny-electra-answers": make_kind("ElectraForQuestionAnswering", "electra", _TINY),
-    "tiny-electra-mlm": make_kind("ElectraForMaskedLM", "electra", _TINY),
-}
+KINDS: Final = kinds_of("electra")
 
 __all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

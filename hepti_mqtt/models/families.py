@@ -23,20 +23,16 @@ from hepti_mqtt.models import (
     causal,
     clip,
     deberta,
+    decoder,
     decoupled,
     deit,
     dinov2,
     distilbert,
     electra,
-    gemma3,
     gpt2,
-    llama,
     modernbert,
     mpnet,
     nomic_bert,
-    phi3,
-    qwen2,
-    qwen3,
     siglip,
     vit,
     whisper,
@@ -68,7 +64,8 @@ class Family(Protocol):
     `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
     begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
     transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
-    `translated` returns the files that another library wrote in the words of Hugging Face's.
+    `MODEL_TYPES` are the types of its architectures, where their names do not tell. `translated` returns the files
+    that another library wrote in the words of Hugging Face's.
     """
 
     @property
@@ -110,12 +107,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deberta": deberta,
     "modernbert": modernbert,
     "nomic_bert": nomic_bert,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "gemma3": gemma3,
+    "decoder": decoder,
     "gpt2": gpt2,
-    "llama": llama,
-    "phi3": phi3,
     "clip": clip,
     "siglip": siglip,
     "decoupled": decoupled,
@@ -324,6 +317,8 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
 def _is_of_type(architecture: str, model_type: str) -> bool:
     """Return whether an architecture is named after a type, or the type is the name of all of its family."""
     letters, family = sub("[^a-z0-9]", "", model_type.lower()), _FAMILY_OF[architecture]
+    if types := getattr(family, "MODEL_TYPES", None):
+        return bool(types[architecture] == model_type)
     if architecture.lower().startswith(letters):
         return True
     if _TYPES.get(model_type) is not family:

@@ -1,7 +1,4 @@
-"""What a model's files say of the text that it generates: where it ends, and what else would change it.
-
-Unless a request asks for other tokens, the most likely one follows, so what only shapes a sampled text has no effect.
-"""
+"""What a model's files say of the text that it generates: where it ends, and how tokens are drawn by default."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "penalty_alpha": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "sequence_bias": ({}, []),
     "stop_strings": ([],),
     "suppress_tokens": ([],),
@@ -46,20 +42,31 @@ _WITHOUT_EFFECT: Final = frozenset({
     "_from_model_config", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_ensemble_weight", "assistant_lookbehind",
     "bos_token_id", "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
-    "decoder_start_token_id", "disable_compile", "do_sample", "early_stopping", "epsilon_cutoff", "eta_cutoff",
+    "decoder_start_token_id", "disable_compile", "early_stopping", "epsilon_cutoff", "eta_cutoff",
     "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length", "max_matching_ngram_size",
-    "max_new_tokens", "max_time", "min_p", "monitor_progress", "name_or_path", "num_assistant_tokens",
+    "max_new_tokens", "max_time", "monitor_progress", "name_or_path", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "num_return_sequences", "output_attentions", "output_hidden_states",
     "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size", "prompt_lookup_num_tokens",
     "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "speculation_type", "target_lookbehind",
-    "temperature", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "use_cache", "use_mtp",
+    "top_h", "transformers_version", "typical_p", "use_cache", "use_mtp",
 })  # fmt: skip
-_KEYS: Final = KeyTable(frozenset({"eos_token_id"}), _WITHOUT_EFFECT, _NEUTRAL)
+# From where to where a number of generation_config.json may be, as of a request.
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.1, 10.0),
+}  # fmt: skip
+_KEYS: Final = KeyTable(frozenset({"eos_token_id", "do_sample", "top_k", *_RANGES}), _WITHOUT_EFFECT, _NEUTRAL)
+# Of a text whose tokens are drawn.
+_DRAWN: Final = KeyTable(
+    frozenset(),
+    only={"typical_p": (1, 1.0), "epsilon_cutoff": (0, 0.0), "eta_cutoff": (0, 0.0), "top_h": ()},
+    closed=False,
+)
+_ONCE: Final[Mapping[str, tuple[Any, ...]]] = {**_NEUTRAL, "repetition_penalty": (1, 1.0)}
 _STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # a request says what is forced
 _SPEECH_KEYS: Final = KeyTable(
-    frozenset(), only={key: values for key, values in _NEUTRAL.items() if key not in _STEERING}, closed=False
+    frozenset(), only={key: values for key, values in _ONCE.items() if key not in _STEERING}, closed=False
 )
-_OLD_KEYS: Final = KeyTable(frozenset(), only=_NEUTRAL, closed=False)  # where config.json has them
+_OLD_KEYS: Final = KeyTable(frozenset(), only=_ONCE, closed=False)  # where config.json has them
 
 
 class Verdict(NamedTuple):
@@ -447,6 +454,25 @@ def _log_probability(row: npt.NDArray[Any], token: int) -> float:
     return float(wide[token] - top - np.log(np.exp(wide - top).sum()))
 
 
+def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the options of requests that say nothing of them, by generation_config.json, as transformers reads it.
+
+    Without a temperature the likeliest token follows. Raises ModelError, UnsupportedModelError.
+    """
+    config = JsonConfig(FILE, extras.get(FILE, {}))
+    defaults: dict[str, float] = {}
+    if config.flag("do_sample", False):
+        config.check_keys(_DRAWN)
+        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+    defaults = {key: config.at_least_zero(key, value) for key, value in {**defaults, "repetition_penalty": 1.0}.items()}
+    for key in defaults.keys() & _RANGES.keys():
+        low, high = _RANGES[key]
+        if not low <= defaults[key] <= high:
+            raise config.bad_value(key, f"a number from {low:g} to {high:g}", defaults[key])
+    neutral = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    return {key: value for key, value in defaults.items() if value != neutral.get(key)}
+
+
 def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
     """Return the file that says which tokens of speech are left out; raises UnsupportedModelError for what else would
     change the likeliest text."""
@@ -464,6 +490,7 @@ def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tup
     if FILE in extras:
         config = JsonConfig(FILE, extras[FILE])
         config.check_keys(_KEYS)
+        sampling_defaults(extras)  # a wrong one is refused now, not at the first request
     else:
         config.check_keys(_OLD_KEYS)
     named = config.get("eos_token_id", [])

@@ -15,7 +15,7 @@ from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import causal, heads, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
-from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, conv1d, norm, prefixed, table, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
@@ -140,36 +140,4 @@ def reference(
     return x, x if rows is None else x[list(rows)] @ tensors["head.decoder.weight"]  # [B, V]
 
 
-_BASE: Final = {
-    "n_layer": 12,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_inner": 3072,
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "initializer_range": 0.02,
-}
-_TINY: Final = {
-    "n_layer": 3,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_inner": 72,
-    "vocab_size": 211,
-    "n_positions": 96,
-    "initializer_range": TINY_SPREAD,
-}
-
-
-# The ends of a text are the tokenizer's [CLS] and [SEP].
-_GPT2: Final = {
-    "activation_function": "gelu_new",
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
-
-KINDS: Final = {
-    "gpt2": make_kind("GPT2LMHeadModel", "gpt2", _BASE, _GPT2, depth="n_layer"),
-    "tiny-gpt2": make_kind("GPT2LMHeadModel", "gpt2", _TINY, _GPT2, depth="n_layer"),
-}
+KINDS: Final = kinds_of("gpt2")

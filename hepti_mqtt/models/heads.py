@@ -43,7 +43,8 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
     """
     x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
     if "final_norm.weight" in refs:
-        x = _norm(net, spec, x, "final_norm", refs)
+        scaled = spec.norm if shape.want == "hidden" else spec.norm._replace(divisor=spec.head.logits_scaling)
+        x = net.norm("final_norm", x, TASK, "final_norm", scaled, bias="final_norm.bias" in refs)
     if shape.want == "hidden":
         return x
     head = spec.head
@@ -106,7 +107,7 @@ def reference_head(spec: ModelSpec, tensors: Tensors, x: Array, shape: PackedBat
         x = norm(tensors, "head.transform_norm", x, spec.norm)
         return hidden, linear(tensors, "head.decoder", x)  # [masks, V]
     if head.task == "generation":
-        return hidden, linear(tensors, "head.decoder", x)  # [1, V]
+        return hidden, linear(tensors, "head.decoder", x / x.dtype.type(head.logits_scaling))  # [1, V]
     return hidden, linear(tensors, "head.classifier", x) if head.outputs else x
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import sentences, text
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
-from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
@@ -112,31 +112,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 
-_MODERN: Final = {"hidden_activation": "gelu", "norm_eps": 1e-5, "pad_token_id": 0, "classifier_pooling": "mean"}
-_BASE: Final = _MODERN | {
-    "num_hidden_layers": 22,
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "intermediate_size": 1152,
-    "initializer_range": 0.02,
-    "vocab_size": 50368,
-    "max_position_embeddings": 8192,
-}
-_TINY: Final = _MODERN | {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "initializer_range": TINY_SPREAD,
-    "vocab_size": 211,
-    "max_position_embeddings": 40,
-    "local_attention": 8,
-}
-KINDS: Final = {
-    "modernbert-base": make_kind("ModernBertModel", "modernbert", _BASE),
-    "tiny-modernbert": make_kind("ModernBertModel", "modernbert", _TINY),
-    "tiny-modernbert-classifier": make_kind("ModernBertForSequenceClassification", "modernbert", _TINY, labels=3),
-    "tiny-modernbert-mlm": make_kind("ModernBertForMaskedLM", "modernbert", _TINY),
-}
+KINDS: Final = kinds_of("modernbert")
 
 __all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, add_layers
@@ -83,11 +83,4 @@ def reference(
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
 
 
-_MPNET: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "pad_token_id": 1, "relative_attention_num_buckets": 32}
-_TINY: Final = TINY | _MPNET | {"max_position_embeddings": 160}
-KINDS: Final = {
-    "mpnet-base": make_kind("MPNetModel", "mpnet", BASE, _MPNET, vocab_size=30527, max_position_embeddings=514),
-    "tiny-mpnet": make_kind("MPNetModel", "mpnet", _TINY),
-    "tiny-mpnet-classifier": make_kind("MPNetForSequenceClassification", "mpnet", _TINY, labels=3),
-    "tiny-mpnet-mlm": make_kind("MPNetForMaskedLM", "mpnet", _TINY),
-}
+KINDS: Final = kinds_of("mpnet")

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.models.kinds import BASE, TINY, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
@@ -129,19 +129,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *prefixed(("lm_head.",), "dense", "norm", "decoder"))
 
 
-_WORDS: Final = {"vocab_size": 30528, "max_position_embeddings": 2048}
-_TYPES: Final = {"pad_token_id": 0, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
-_SMALL: Final = TINY | {"intermediate_size": 48}
-_TINY_NOMIC: Final = _SMALL | _TYPES | {"hidden_act": "silu"}
-_TINY_GTE: Final = _SMALL | {"type_vocab_size": 1, "pad_token_id": 1}
-KINDS: Final = {
-    "nomic-base": make_kind("NomicBertModel", "nomic_bert", BASE, _WORDS, _TYPES, hidden_act="silu"),
-    "tiny-gte": make_kind("GteModel", "gte", _TINY_GTE),
-    "tiny-gte-classifier": make_kind("GteForSequenceClassification", "gte", _TINY_GTE, labels=3),
-    "tiny-gte-mlm": make_kind("GteForMaskedLM", "gte", _TINY_GTE),
-    "tiny-nomic": make_kind("NomicBertModel", "nomic_bert", _TINY_NOMIC),
-    "tiny-nomic-classifier": make_kind("NomicBertForSequenceClassification", "nomic_bert", _TINY_NOMIC, labels=3),
-    "tiny-nomic-mlm": make_kind("NomicBertForMaskedLM", "nomic_bert", _TINY_NOMIC),
-}
+KINDS: Final = kinds_of("nomic_bert")
 
 __all__ = ["ARCHITECTURES", "KINDS", "KNOWN_CODE", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

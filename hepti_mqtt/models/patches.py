@@ -17,7 +17,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import TINY_SPREAD, Kind, make_kind
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import (
     Resized,
@@ -211,41 +210,3 @@ def reference(
     """Return (final hidden states [m, h], the task's output) for pixels [B, C, S, S], in plain NumPy."""
     x = reference_embed(spec, tensors, pixels)  # [m, h]
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
-
-
-_USUAL: Final = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_channels": 3, "qkv_bias": True}
-REAL: Final = {"image_size": 224, "patch_size": 16}
-TINY: Final = {
-    "num_hidden_layers": 2,
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "intermediate_size": 100,
-    "initializer_range": TINY_SPREAD,
-    "image_size": 20,
-    "patch_size": 5,
-}
-
-
-def image_kind(
-    architecture: str,
-    model_type: str,
-    *sizes: Mapping[str, Any],
-    labels: int = 0,
-    pixels: Mapping[str, Any] = {},
-    **more: Any,
-) -> Kind:
-    """Return a kind that reads pictures; see `kind`. pixels: keys of the preprocessor's file."""
-    made = make_kind(architecture, model_type, *sizes, _USUAL, labels=labels, **more)
-    side = made.config["image_size"]
-    preprocessor: dict[str, Any] = {
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_processor_type": "ViTImageProcessor",
-        "image_std": [0.5, 0.5, 0.5],
-        "resample": 2,
-        "rescale_factor": 1 / 255,
-        "size": {"height": side, "width": side},
-    }
-    return replace(made, extras={pictures.FILE: preprocessor | dict(pixels)})

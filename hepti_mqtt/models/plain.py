@@ -34,11 +34,11 @@ def linear(tensors: Tensors, name: str, x: Array) -> Array:
 
 def norm(tensors: Tensors, name: str, x: Array, how: Norm | float) -> Array:
     """Return the norm of each row of x [m, h]; how: eps for layer norm."""
-    eps, rms, offset = how if isinstance(how, Norm) else Norm(how)
+    eps, rms, offset, divisor = how if isinstance(how, Norm) else Norm(how)
     centred = x if rms else x - x.mean(axis=-1, keepdims=True)
     variance = np.square(centred).mean(axis=-1, keepdims=True)
     scaled = centred / np.sqrt(variance + x.dtype.type(eps))
-    gamma = tensors[f"{name}.weight"] + x.dtype.type(offset)
+    gamma = (tensors[f"{name}.weight"] + x.dtype.type(offset)) / x.dtype.type(divisor)
     return np.asarray(scaled * gamma + tensors.get(f"{name}.bias", x.dtype.type(0)))
 
 

@@ -85,7 +85,7 @@ def read_rope(config: JsonConfig, d: int, default: float, key: str = "rope_theta
         kinds = ["default", *(name for name in _KEPT if not (kind and name == "yarn"))]
         if how is not None and how not in kinds:
             raise UnsupportedModelError(
-                f"{config.file}: {place} of type {str(how)[:40]!r} is not supported; supported: {', '.join(kinds)}"
+                f"{config.file}: {place}: rope_type {str(how)[:40]!r} is not supported; supported: {', '.join(kinds)}"
             )
         if how not in _KEPT:
             continue

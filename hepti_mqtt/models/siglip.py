@@ -17,7 +17,7 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import causal, clip, patches, plain
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import TINY_SPREAD, make_kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.sentences import TOKENIZER
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, vector
@@ -137,35 +137,4 @@ def reference(
     return x, y + plain.linear(tensors, "head.mlp_down", plain.activate(spec.activation, up))
 
 
-_PIXELS: Final = {
-    "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
-    "image_processor_type": "SiglipImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-}  # fmt: skip
-_TINY: Final = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 72,
-    "initializer_range": TINY_SPREAD,
-}  # fmt: skip
-_TINY_TEXT: Final = _TINY | {"vocab_size": 211, "max_position_embeddings": 24}
-_TINY_IMAGE: Final = _TINY | {"image_size": 20, "patch_size": 5}
-
-
-def _pixels(side: int) -> dict[str, Any]:
-    return {"preprocessor_config.json": {**_PIXELS, "size": {"height": side, "width": side}}}
-
-
-KINDS: Final = {
-    "siglip-base-patch16-224": replace(
-        make_kind("SiglipModel", "siglip", text_config=_TEXT, vision_config=_IMAGE, initializer_range=0.02),
-        extras=_pixels(224),
-    ),
-    "tiny-siglip": replace(
-        make_kind(
-            "SiglipModel", "siglip", text_config=_TINY_TEXT, vision_config=_TINY_IMAGE, initializer_range=TINY_SPREAD
-        ),
-        extras=_pixels(20),
-    ),
-    "tiny-siglip-text": make_kind("SiglipTextModel", "siglip_text_model", _TINY_TEXT),
-    "tiny-siglip-image": replace(
-        make_kind("SiglipVisionModel", "siglip_vision_model", _TINY_IMAGE), extras=_pixels(20)
-    ),
-}
+KINDS: Final = kinds_of("siglip")

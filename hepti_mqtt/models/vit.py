@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import BASE, LARGE
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.spec import Task
@@ -39,9 +39,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 graph = patches.graph
 reference = patches.reference
 
-KINDS: Final = {
-    "vit-base": patches.image_kind("ViTForImageClassification", "vit", BASE, patches.REAL, labels=1000),
-    "vit-large": patches.image_kind("ViTForImageClassification", "vit", LARGE, patches.REAL, labels=1000),
-    "tiny-vit": patches.image_kind("ViTModel", "vit", patches.TINY),
-    "tiny-vit-classifier": patches.image_kind("ViTForImageClassification", "vit", patches.TINY, labels=7),
-}
+KINDS: Final = kinds_of("vit")

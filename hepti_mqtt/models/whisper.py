@@ -18,9 +18,9 @@ from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import TINY_SPREAD, Kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mel import check_preprocessor
-from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered, last_tokens
+from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
 from hepti_mqtt.program import WeightRef
@@ -192,50 +192,4 @@ def reference(
 # Kinds.
 
 
-def _kind(layers: int, h: int, heads: int, mlp: int, vocab: int, bands: int = 80, **more: Any) -> Kind:
-    end = vocab - len(last_tokens(vocab, more.get("max_source_positions", 1500)))
-    text = {"is_multilingual": True, "suppress_tokens": [0], "begin_suppress_tokens": [1, end]}
-    config = {
-        "architectures": ["WhisperForConditionalGeneration"],
-        "model_type": "whisper",
-        "is_encoder_decoder": True,
-        "encoder_layers": layers,
-        "decoder_layers": layers,
-        "d_model": h,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": mlp,
-        "decoder_ffn_dim": mlp,
-        "activation_function": "gelu",
-        "vocab_size": vocab,
-        "num_mel_bins": bands,
-        "max_source_positions": 1500,
-        "max_target_positions": 448,
-        "initializer_range": 0.02,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), end),
-        "decoder_start_token_id": end + 1,
-    }
-    return Kind(config | more, {"generation_config.json": text}, depth="encoder_layers")
-
-
-KINDS: Final = {
-    "whisper-tiny": _kind(4, 384, 6, 1536, 51865),
-    "whisper-base": _kind(6, 512, 8, 2048, 51865),
-    "whisper-small": _kind(12, 768, 12, 3072, 51865),
-    "whisper-turbo": _kind(32, 1280, 20, 5120, 51866, 128, decoder_layers=4),
-    "tiny-whisper": _kind(
-        2, 32, 4, 48, 61, 8, max_source_positions=24, max_target_positions=12, initializer_range=TINY_SPREAD
-    ),
-    "tiny-whisper-turbo": _kind(  # bands of large-v3, and fewer layers of the decoder
-        2,
-        32,
-        4,
-        48,
-        97,
-        128,
-        decoder_layers=1,
-        max_source_positions=24,
-        max_target_positions=12,
-        initializer_range=TINY_SPREAD,
-    ),
-}
+KINDS: Final = kinds_of("whisper")

@@ -50,11 +50,21 @@ def held_bytes(nbytes: int) -> int:
 # nothing is allocated before every size is checked. The normative text is docs/reference/wire.md.
 
 
-FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe"]
+FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused"]
 Body = bytes | bytearray | memoryview
 
 # Indices of these stand in the header, so only append.
-KINDS: Final[tuple[FrameKind, ...]] = ("tensor", "work", "output", "done", "tile", "probe")
+KINDS: Final[tuple[FrameKind, ...]] = (
+    "tensor",
+    "work",
+    "output",
+    "done",
+    "tile",
+    "probe",
+    "held",
+    "wanted",
+    "refused",
+)
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates")
 
@@ -309,7 +319,7 @@ def _body_view(frame: Frame) -> memoryview:
 # -- requests --------------------------------------------------------------------------------------------------------
 #
 # The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
-# final, source, takes over] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the
+# flags, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the
 # inputs are: index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block
 # from which on, node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from
 # another one's answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind
@@ -340,6 +350,9 @@ class Followed(NamedTuple):
 
 
 _COUNTS: Final = 4  # numbers before the lengths
+_SESSION_NUMBERS: Final = 3  # of each session: its number, flags and source
+_FINAL: Final = 1
+_TAKES_OVER: Final = 2
 _DRAW: Final = np.dtype(list(zip(Draw._fields, ("<u4", "<u8", "<f8", "<u4", "<f4", "<f4"), strict=True)))
 MAX_TOGETHER: Final = 8  # sessions of one run
 
@@ -381,7 +394,7 @@ def encode_work(
     size = _work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows, len(draws))
     head = np.zeros(size // 4, NUMPY_DTYPE["i32"])
     counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows)
-    fields = (*counts, *plain.sizes, *plain.mask_rows, *chain.from_iterable(sessions))
+    fields = (*counts, *plain.sizes, *plain.mask_rows, *chain.from_iterable(map(_session_fields, sessions)))
     head[: len(fields)] = fields
     head[len(fields) : len(fields) + len(draws) // 4] = np.frombuffer(draws, NUMPY_DTYPE["i32"])
     body = b"".join((head.tobytes(), np.ascontiguousarray(inputs).tobytes()))
@@ -435,10 +448,14 @@ def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
     body = _body_view(frame)
     _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
     first, count = 4 * (_COUNTS + sequences + masks), _session_numbers(sequences, cache)
-    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, 4).tolist()
-    if any(flag not in (0, 1) for _, final, _, takes_over in numbers for flag in (final, takes_over)):
-        raise WireError("a run can be the last one of a session, or take its source over, 1, or not, 0")
-    return tuple(DecoderSession(n, bool(final), source, bool(takes_over)) for n, final, source, takes_over in numbers)
+    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, _SESSION_NUMBERS).tolist()
+    if any(flags not in range(_FINAL + _TAKES_OVER + 1) for _, flags, _ in numbers):
+        raise WireError("a session's flags are those of its last run, 1, and of taking its source over, 2")
+    return tuple(DecoderSession(n, bool(f & _FINAL), source, bool(f & _TAKES_OVER)) for n, f, source in numbers)
+
+
+def _session_fields(session: DecoderSession) -> tuple[int, int, int]:
+    return session.number, _FINAL * session.final + _TAKES_OVER * session.takes_over, session.source
 
 
 def decode_continued(frame: Frame) -> Continued | None:
@@ -482,7 +499,7 @@ def _work_header_bytes(sequences: int, masks: int, cache: int, draw_bytes: int =
 
 
 def _session_numbers(sequences: int, cache: int) -> int:
-    return len(DecoderSession._fields) * sequences if cache else 0
+    return _SESSION_NUMBERS * sequences if cache else 0
 
 
 def check_shape(shape: PlainShape) -> None:

@@ -319,6 +319,17 @@ class RequestTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedTiles:
+    """Agent to planner: the tiles of a model in its cache, and how fast it loads tiles with its whole processor."""
+
+    model: str
+    manifest: bytes  #: SHA-256 of the manifest that gives the tiles their order
+    tiles: bytes  #: a bit for each tile, the first in the highest bit of the first byte
+    read_bytes_per_s: float = 0.0  #: from the cache: read, verify, pack; 0: not measured
+    receive_bytes_per_s: float = 0.0  #: over the network: verify, store, pack; 0: not measured
+
+
+@dataclass(frozen=True, slots=True)
 class RunFailed:
     """Agent to planner: one request cannot be answered here. sessions: of it, that the device has lost."""
 
@@ -351,7 +362,7 @@ class RunProgress:
 
 
 Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver | EndSessions
-Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress
+Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress | CachedTiles
 Message = Command | Report
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
@@ -371,6 +382,7 @@ CODES: Final[Mapping[int, type[Any]]] = {
     104: RunFailed,
     105: TaskDone,
     106: RunProgress,
+    107: CachedTiles,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 

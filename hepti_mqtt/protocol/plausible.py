@@ -21,6 +21,7 @@ Check = Callable[[Any], Any]
 U32: Final = 2**32 - 1
 U63: Final = 2**63 - 1
 MAX_REAL: Final = 1e15
+MAX_BITMAP_BYTES: Final = 131_072  # of a million tiles: 256 GB
 MAX_TEXT: Final = 65_536
 MAX_HASHES: Final = 16_384
 MAX_COUNTERS: Final = 256
@@ -98,6 +99,13 @@ def text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ValueError(f"not a text of at most {MAX_TEXT} characters")
     return encodable(value)
+
+
+def bitmap(value: Any) -> bytes:
+    """Return the bits of the tiles of a manifest."""
+    if type(value) is not bytes or len(value) > MAX_BITMAP_BYTES:
+        raise ValueError(f"not at most {MAX_BITMAP_BYTES} bytes")
+    return value
 
 
 def sendable(value: str) -> str:
@@ -206,6 +214,9 @@ FIELDS: Final[Mapping[str, Check]] = {
     "missing_bytes": BYTES,
     "code": text,
     "text": text,
+    "tiles": bitmap,
+    "read_bytes_per_s": real("bytes/s", 0, MAX_REAL),
+    "receive_bytes_per_s": real("bytes/s", 0, MAX_REAL),
     "hashes": bounded("hashes", MAX_HASHES, Octets(HASH_BYTES), least=1),
     "task": COUNT,
     "block": Number("", 0, MAX_LAYER),

@@ -4,7 +4,7 @@
     hepti/v1/<site>/planner/status[/<group>]
     hepti/v1/<site>/plan/<model>[/<group>]
     hepti/v1/<site>/work/<model>/<first>
-    hepti/v1/<site>/weights/<id or all>
+    hepti/v1/<site>/weights/<id>
     hepti/v1/<site>/x/<model>/<layer>/<from>/<to or all>
     hepti/v1/<site>/infer/<model>/req|text/<client>
     hepti/v1/<site>/infer/<model>/res/<client>[/<request>]
@@ -139,9 +139,9 @@ class Topics:
         """Return the topic on which the planner hands out requests to a plan's devices; first: the first of them."""
         return f"{self._root}/work/{check_model(model)}/{check_name('device', first)}"
 
-    def weights(self, to: str) -> str:
-        """Return the topic of weight tiles for one device, or for `all`."""
-        return f"{self._root}/weights/{_receiver(to)}"
+    def weights(self, device: str) -> str:
+        """Return the topic of weight tiles for one device."""
+        return f"{self._root}/weights/{check_name('device', device)}"
 
     def activation(self, model: str, layer: int, source: str, to: str) -> str:
         """Return the topic of what `source` sends to a device, to the planner or to `all` at a layer."""
@@ -228,10 +228,6 @@ class Topics:
         root = f"{self._root}/x/{check_model(model)}/+/{check_source(source)}"
         return f"{root}/{check_source(me)}", f"{root}/{ALL_DEVICES}"
 
-    def weights_for(self, device: str) -> tuple[str, str]:
-        """Return the two filters for weight tiles sent to a device and to all."""
-        return self.weights(check_name("device", device)), self.weights(ALL_DEVICES)
-
     def responses(self, client: str, model: str | None = None) -> str:
         """Return the filter for every answer to a client, of one model or of all."""
         return self._response_root(model, client) + "+"
@@ -316,7 +312,7 @@ def _parse_levels(levels: list[str]) -> ParsedTopic | None:
         case ["work", model, first]:
             return ParsedTopic("work", model=check_model(model), to=check_name("device", first))
         case ["weights", to]:
-            return ParsedTopic("weights", to=_receiver(to))
+            return ParsedTopic("weights", to=check_name("device", to))
         case ["x", model, layer, source, to]:
             return ParsedTopic(
                 "activation",

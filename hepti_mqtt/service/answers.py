@@ -14,7 +14,7 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput

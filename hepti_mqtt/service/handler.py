@@ -24,9 +24,11 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY, THINKING
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
-from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares

@@ -106,10 +106,12 @@ _TABLE: Final = (
            "answer comes when the plan's weights are loaded, with `result` null and the prediction for this request",
            choices=("task", "hidden", "plan")),
     Option("top_k", "integer", "how many labels or tokens to name: 5 by default, at most 1000; of rankings and your "
-           "own labels all by default. Of a decoder: tokens are drawn from that many", low=1, high=MAX_TOP_K),
+           "own labels all by default. Of a decoder: tokens are drawn from that many, from all with 0", low=0,
+           high=MAX_TOP_K),
     Option("temperature", "number", "of a decoder, from 0 to 2: tokens are drawn by their probabilities, changed as "
-           "transformers does, by temperature, `top_k`, `top_p` and `min_p` in this order; without a temperature, or "
-           "with 0, the likeliest one follows. Of [speech](../guide/speech.md#ask): from 0 to 1, or a list", **_BOTH,
+           "transformers does, by temperature, `top_k`, `top_p` and `min_p` in this order; with 0 the likeliest one "
+           "follows. Without it, the model's `generation_config.json` says it, "
+           "else 0. Of [speech](../guide/speech.md#ask): from 0 to 1, or a list", **_BOTH,
            low=0, high=2, takes_list=True),
     Option("top_p", "number", "of a decoder: tokens are drawn from the likeliest ones with this probability in all",
            **_WRITES, low=0, high=1),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.errors import (
     ConfigError,
     HeptiError,
@@ -36,6 +37,7 @@ from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.runtime.machinery import Publish
+from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
 from hepti_mqtt.service.decoder import (
     MessageDecoder,
@@ -174,7 +176,14 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
         served = tuple(
-            ServedModel(m.name, m.checkpoint.spec, m.checkpoint.manifest.digest, pins=m.pins, batching=config.batching)
+            ServedModel(
+                m.name,
+                m.checkpoint.spec,
+                m.checkpoint.manifest.digest,
+                pins=m.pins,
+                batching=config.batching,
+                tiles=TileMap(m.checkpoint.manifest),
+            )
             for m in models.values()
         )
         broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
@@ -577,9 +586,11 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
-        machines = self.session.fleet.machines()
-        known, zero_s = checkpoint.languages, time.time() - now
-        record = encode_record(served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines)
+        machines, zero_s = self.session.fleet.machines(), time.time() - now
+        known, card = checkpoint.languages, model_card(checkpoint)
+        record = encode_record(
+            served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines, card
+        )
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)

@@ -28,6 +28,7 @@ def encode_record(
     evidence: Mapping[str, Sequence[str]] = MappingProxyType({}),
     languages: Sequence[str] = (),
     machines: Mapping[str, str] = MappingProxyType({}),
+    card: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
@@ -42,7 +43,8 @@ def encode_record(
     the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
     first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. needs: bytes that the
     active plan needs, by device. languages: that a model of speech knows; others have no such key. machines: addresses
-    of devices that share a machine, by device: predictions for several of them hold for idle cores.
+    of devices that share a machine, by device: predictions for several of them hold for idle cores. card: what the
+    model is (`service/card.py`).
     `protocol/messages.py` names all keys that users read.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
@@ -57,6 +59,7 @@ def encode_record(
         "spec": spec.to_dict(),
         "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
         "in_flight": shown.in_flight,
+        "card": dict(card),
         **({"languages": list(languages)} if languages else {}),
         "unused": dict(unused),
         "clocks": dict(clocks),

@@ -26,7 +26,8 @@ from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
-from hepti_mqtt.runtime.coordinator.requests import Batch, Pins
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
@@ -186,6 +187,8 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
     form = _form(checkpoint, request, beside)
     want, computes = _want(request)
     top_k = request.get("top_k", DEFAULT_TOP_K)
+    if not top_k and not isinstance(reads, DecoderInput):  # of a decoder, 0 takes back what its files say
+        raise RequestError("top_k must be at least 1", "top_k")
     several = _is_several(form, request)
     if isinstance(reads, SpeechInput):
         return _speech(checkpoint, reads, request, want, computes)
@@ -344,7 +347,7 @@ def _decoded(
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
     rules, stop = sampling.read_sampling(
-        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab, request.get("top_k") or 0
+        checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab
     )
     if schema is not None:
         rules = with_schema(checkpoint, rules, schema, reads.vocab)

@@ -20,13 +20,16 @@ MAX_BIASED: Final = 1024
 
 
 def read_sampling(
-    checkpoint: Checkpoint, request: Mapping[str, Any], rules: TokenRules, prompt: Sequence[int], vocab: int, top_k: int
+    checkpoint: Checkpoint, request: Mapping[str, Any], rules: TokenRules, prompt: Sequence[int], vocab: int
 ) -> tuple[TokenRules, tuple[str, ...]]:
     """Return the rules of a text and the texts at which it stops; raises RequestError naming what is wrong.
 
-    request: with options that were checked. prompt: its tokens. top_k: 0 for all. Without a temperature the likeliest
-    token follows.
+    request: with options that were checked; the model's files have the others. prompt: its tokens.
     """
+    defaults = checkpoint.sampling_defaults
+    if request.get("temperature") == 0:  # the likeliest token follows, so that nothing is left out
+        defaults = {key: value for key, value in defaults.items() if key == "repetition_penalty"}
+    request = {**defaults, **request}
     if request.get("top_p") == 0:
         raise RequestError("top_p must be above 0", "top_p")
     if isinstance(request.get("temperature"), list):
@@ -37,7 +40,7 @@ def read_sampling(
         presence=float(request.get("presence_penalty", 0.0)),
         frequency=float(request.get("frequency_penalty", 0.0)),
         bias=_bias(request.get("logit_bias"), vocab),
-        top_k=top_k,
+        top_k=int(request.get("top_k", 0)),
         top_p=float(request.get("top_p", 1.0)),
         min_p=float(request.get("min_p", 0.0)),
         prompt=tuple(prompt) if repetition != 1.0 else (),

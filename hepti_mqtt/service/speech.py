@@ -17,8 +17,9 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.texts import is_int
 
 if TYPE_CHECKING:
@@ -48,9 +49,15 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     tokens = checkpoint.speech
     language, task = request.get("language"), request.get("task", TASKS[0])
     known = tokens.languages or {"en": 0}
-    if language is not None and language not in known:
+    if language in ("", ANY):
+        language = None
+    if language is not None and (code := language_code(str(language), known)) is not None:
+        language = code
+    elif language is not None:
         some = ", ".join(sorted(known)[:120])
-        raise RequestError(f"language must be one of {some}, not {str(language)[:40]!r}; leave it out to have it found")
+        raise RequestError(
+            f"language must be one of {some}, not {str(language)[:40]!r}; leave it out to have it detected", "language"
+        )
     if task not in TASKS or (task != TASKS[0] and not tokens.tasks):
         allowed = TASKS if tokens.tasks else TASKS[:1]
         raise RequestError(f"task must be one of {', '.join(allowed)} for model {checkpoint.model}")

@@ -1,4 +1,4 @@
-"""Publish tiles of weights to the devices that request them: one at a time, once for all that wait for it."""
+"""Publish tiles of weights to the devices that request them, one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import HeptiError, ModelError, NetworkError, WeightsChangedError
-from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.topics import Topics
 
@@ -35,22 +35,21 @@ class TilePace:
         """Set the rate of tiles to a device during runs."""
         self._rates[device] = bytes_per_s
 
-    def due_s(self, devices: Iterable[str]) -> float:
-        """Return when all of some devices may get a tile; 0: at once."""
-        return max((self._free_s.get(device, 0.0) for device in devices), default=0.0) if self.serving else 0.0
+    def due_s(self, device: str) -> float:
+        """Return when a device may get a tile; 0: at once."""
+        return self._free_s.get(device, 0.0) if self.serving else 0.0
 
-    def record(self, devices: Iterable[str], nbytes: int, now: float) -> None:
-        """Record a tile to some devices."""
-        for device in devices:
-            if (rate := self._rates.get(device)) is not None:
-                self._free_s[device] = now + nbytes / rate
+    def record(self, device: str, nbytes: int, now: float) -> None:
+        """Record a tile to a device."""
+        if (rate := self._rates.get(device)) is not None:
+            self._free_s[device] = now + nbytes / rate
 
 
 class TileServer:
     """Publishes requested tiles: those of one device in order, those of several devices in turn.
 
     So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung. Beside
-    runs each gets its tiles at the pace of `TilePace`.
+    runs each gets its tiles at the pace of `TilePace`. Devices pass tiles on to each other, so each is requested once.
 
     publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which bounds the tiles in memory.
     unreadable(model, device, error): the weights can no longer be read. changed(error): they are others than those that
@@ -70,8 +69,8 @@ class TileServer:
         self._epoch = PlanVersion(boot, 0)
         self._checkpoints = checkpoints
         self._publish, self._unreadable, self._weights_changed = publish, unreadable, changed
-        self._wanted: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
-        self._sent: dict[str, int] = {}  # by device: number of its last tile since the queue was empty
+        #: Models and hashes by device; the device that got a tile last is last.
+        self._wanted: OrderedDict[str, OrderedDict[tuple[str, bytes], None]] = OrderedDict()
         self._pace = TilePace()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -86,8 +85,7 @@ class TileServer:
         """
         with self._changed:
             self._pace.set_rate(device, max(share, BACKGROUND_SHARE) * bytes_per_s)
-            for digest in hashes:
-                self._wanted.setdefault((model, digest), set()).add(device)
+            self._wanted.setdefault(device, OrderedDict()).update(((model, digest), None) for digest in hashes)
             self._changed.notify()
 
     def set_serving(self, is_serving: bool) -> None:
@@ -100,26 +98,25 @@ class TileServer:
     def run(self) -> None:
         """Publish requested tiles until `close`; the body of a thread."""
         while (wanted := self._next()) is not None:
-            (model, digest), devices = wanted
+            device, (model, digest) = wanted
             try:
                 payload = self._payload(model, digest)
             except KeyError:
                 self.counters["unknown"] += 1
-                _log.warning("%s asked for a tile that %s does not have; update it", ", ".join(sorted(devices)), model)
+                _log.warning("%s asked for a tile that %s does not have; update it", device, model)
             except WeightsChangedError as error:
                 self._weights_changed(error)
             except (HeptiError, OSError) as error:
                 self.counters["unreadable"] += 1
                 _log.warning("the weights of %s cannot be sent: %s", model, error)
                 found = error if isinstance(error, HeptiError) else ModelError(f"the weights cannot be read: {error}")
-                for device in devices:
-                    self._unreadable(model, device, found)
+                self._unreadable(model, device, found)
             else:
-                to = ALL_DEVICES if len(devices) > 1 else next(iter(devices))
-                self.counters["to_all" if to == ALL_DEVICES else "to_one"] += 1
-                self._send(self._topics.weights(to), payload)
+                self.counters["sent"] += 1
+                self.counters["sent_bytes"] += len(payload)
+                self._send(self._topics.weights(device), payload)
                 with self._changed:
-                    self._pace.record(devices, len(payload), time.monotonic())
+                    self._pace.record(device, len(payload), time.monotonic())
 
     def close(self) -> None:
         """End `run`."""
@@ -127,23 +124,23 @@ class TileServer:
             self._closed.set()
             self._changed.notify()
 
-    def _next(self) -> tuple[tuple[str, bytes], set[str]] | None:
+    def _next(self) -> tuple[str, tuple[str, bytes]] | None:
         with self._changed:
-            while not (ready := self._ready()) and not self._closed.is_set():
-                due_s = min(map(self._pace.due_s, self._wanted.values()), default=inf)
+            while (device := self._ready()) is None and not self._closed.is_set():
+                due_s = min(map(self._pace.due_s, self._wanted), default=inf)
                 self._changed.wait(None if due_s == inf else max(due_s - time.monotonic(), 0.0))
-            if self._closed.is_set():
+            if device is None or self._closed.is_set():
                 return None
-            # Ties go to the first requested.
-            key = min(ready, key=lambda wanted: min(self._sent.get(d, 0) for d in self._wanted[wanted]))
-            devices = self._wanted.pop(key)
-            number = 1 + max(self._sent.values(), default=0)
-            self._sent = self._sent | dict.fromkeys(devices, number) if self._wanted else {}
-            return key, devices
+            wanted, _ = self._wanted[device].popitem(last=False)
+            self._wanted.move_to_end(device)
+            if not self._wanted[device]:
+                del self._wanted[device]
+            return device, wanted
 
-    def _ready(self) -> list[tuple[str, bytes]]:
+    def _ready(self) -> str | None:
+        """Return the device whose turn it is."""
         now = time.monotonic()
-        return [wanted for wanted, devices in self._wanted.items() if self._pace.due_s(devices) <= now]
+        return next((device for device in self._wanted if self._pace.due_s(device) <= now), None)
 
     def _payload(self, model: str, digest: bytes) -> bytes:
         checkpoint = self._checkpoints[model]

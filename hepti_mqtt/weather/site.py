@@ -30,8 +30,9 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_continued
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec

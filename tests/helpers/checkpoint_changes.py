@@ -766,7 +766,7 @@ def requests_of(kind, mask):
         picture().save(file, "PNG")
         return [{"image": base64.b64encode(file.getvalue()).decode(), "top_k": 300}]
     if kind in DECODERS:
-        return [{"text": text, "max_new_tokens": 8, "truncate": True} for text in (*PLAIN, LONG)]
+        return [{"text": text, "max_new_tokens": 8, "truncate": True, "temperature": 0} for text in (*PLAIN, LONG)]
     if kind.endswith("-mlm"):
         return [{"text": f"the {mask} of {text}", "truncate": True, "top_k": 300} for text in (*PLAIN, LONG[:20])]
     return [{"text": text, "truncate": True, "top_k": 300} for text in (*PLAIN, LONG, *CONTROLS)]

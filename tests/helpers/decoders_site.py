@@ -13,7 +13,9 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.requests import Batch, Generation, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.runtime.coordinator.texts import Generation
 
 PROMPT = (3, 1, 4, 1)
 

@@ -8,9 +8,10 @@ from collections import Counter, deque
 
 import numpy as np
 
-from device_agent.loader import TileCache, WeightLoader
+from device_agent.loader import WeightLoader
+from device_agent.tile_cache import TileCache
 from hepti_mqtt.cost.memory import matrices
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid, tile_hash
@@ -86,16 +87,16 @@ def check_weights(model, weights, refs=None):
 
 
 class Device:
-    """A loader with what it emits and asks for; `now` is whatever the test says."""
+    """A loader with what it emits and asks for; `now` is whatever the test says. how: as for `WeightLoader`."""
 
-    def __init__(self, directory, limit_bytes=1 << 30):
+    def __init__(self, directory, limit_bytes=1 << 30, **how):
         self.counters = Counter()
         self.cache = TileCache(directory, limit_bytes, self.counters)
         self.events = []
         self.asks = deque()
         self.now = 100.0
         self.loader = WeightLoader(
-            self.cache, self.events.append, lambda _, hashes, share: self.asks.extend(hashes), self.counters
+            self.cache, self.events.append, lambda _, hashes, share: self.asks.extend(hashes), self.counters, **how
         )
 
     def settle(self):
@@ -106,7 +107,7 @@ class Device:
         """Answer what was asked for, `most` of it, until nothing more is asked."""
         self.settle()
         while self.asks and (most is None or most > 0):
-            self.loader.on_tile(model.blobs[self.asks.popleft()], True, self.now)
+            self.loader.on_tile(model.blobs[self.asks.popleft()], PLANNER, self.now)
             self.settle()
             most = None if most is None else most - 1
 

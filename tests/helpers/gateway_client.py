@@ -100,3 +100,20 @@ class Client:
         ]
         future.set_result(Answer({"result": {"results": parts}, "tokens": 3 * len(inputs)}, 1.0))
         return future
+
+
+CARD = {
+    "task": "generation", "architecture": "llama", "context": 2048, "parameters": 135_000_000, "bytes": 270_000_000,
+    "dtype": "q8_0", "digest": "ab" * 32, "modified": 1.7e9, "chat": True, "tools": True, "thinking": False,
+}  # fmt: skip
+
+
+class Described(Client):
+    """The same, with a planner that says what its models are."""
+
+    def __init__(self, error: HeptiError | None = None, **card: Any) -> None:
+        super().__init__(error)
+        self.card = {**CARD, **card}
+
+    def plan(self, model: str, timeout: float = 5.0) -> dict[str, Any]:
+        return {"active": {"id": "1.1"}, "card": self.card}

@@ -197,7 +197,7 @@ def converted(
         values, how = (array.T if array.ndim == 2 and own != "stem.word" else array), "f32"
         if own.startswith("layers."):
             _, layer, part = own.split(".")
-            if part in ("query", "key") and architecture == "llama":
+            if part in ("query", "key") and architecture in ("llama", "smollm3", "granite"):
                 values = permuted(values, spec.heads if part == "query" else spec.kv_heads)
             own = f"blk.{layer}.{LAYER[part]}"
         else:
@@ -228,7 +228,7 @@ def converted(
         f"{architecture}.attention.head_count": spec.heads,
         f"{architecture}.attention.head_count_kv": spec.kv_heads,
         f"{architecture}.attention.key_length": spec.head_dim,
-        f"{architecture}.attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        f"{architecture}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{architecture}.rope.freq_base": float(config["rope_theta"]),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",

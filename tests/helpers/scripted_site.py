@@ -23,8 +23,10 @@ from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
 from hepti_mqtt.protocol.keys import Channel, FrameKey
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import TaskHead

@@ -68,6 +68,8 @@ FAMILIES |= {
     and type(spec := spec_of_kind(kinds[-1])) is ModelSpec
     and not isinstance(spec.input_spec, DecoderInput)
 }
+# Decoders that embed are rows of one family.
+FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-qwen3", "tiny-gemma3")}
 # And those that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 

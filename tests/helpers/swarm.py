@@ -34,8 +34,11 @@ from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.runtime.coordinator import interface as coordinator_interface
 from hepti_mqtt.runtime.coordinator import interface as planner_commands
 from hepti_mqtt.runtime.coordinator import session as coordinator_session
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import interface, programs
 from hepti_mqtt.runtime.worker import session as worker_session
 from hepti_mqtt.runtime.worker.executor import pack

@@ -11,13 +11,24 @@ from math import exp, inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hepti_mqtt import __version__
+from hepti_mqtt.cost.loads import LoadRates, Mask
 from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
 from hepti_mqtt.ids import Start
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.estimates import SiteEstimates
 from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
-from hepti_mqtt.protocol.messages import Caps, Endpoint, Heartbeat, Message, Peer, Status, encode, is_compatible
+from hepti_mqtt.protocol.messages import (
+    CachedTiles,
+    Caps,
+    Endpoint,
+    Heartbeat,
+    Message,
+    Peer,
+    Status,
+    encode,
+    is_compatible,
+)
 from hepti_mqtt.runtime.coordinator.interface import (
     BrokerConnection,
     CoordinatorCommand,
@@ -26,11 +37,11 @@ from hepti_mqtt.runtime.coordinator.interface import (
     LogEvent,
     Tick,
 )
-from hepti_mqtt.runtime.coordinator.requests import Run
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
-    from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+    from hepti_mqtt.runtime.coordinator.plans import PlanRecord, ServedModel
     from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
@@ -95,6 +106,9 @@ class Member:
     unreliable: bool = False
     channel: Channel | None = None
     contradiction_reported: bool = False
+    #: Tiles in its cache, by model; what it has not reported is not there.
+    cached: dict[str, Mask] = field(default_factory=dict)
+    load_rates: LoadRates = field(default_factory=LoadRates)
 
     @property
     def boot(self) -> int:
@@ -214,6 +228,7 @@ class Fleet:
         member.start, member.starting_s = start, None
         if not member.unreliable:
             member.quarantined_until_s = None
+        member.cached.clear()  # another start may have another disk
         self._forget_unreachable(member)  # it may have another endpoint, and another way to those of others
         caps, member.other_caps = member.other_caps, None
         if caps is not None:
@@ -324,6 +339,26 @@ class Fleet:
         if member.mute:
             member.quarantined_until_s = None
         return "joined" if member.usable and not was else None
+
+    def record_tiles(self, name: str, message: CachedTiles, served: ServedModel) -> None:
+        """Take the tiles in a device's cache and its rates; ignore those of another manifest."""
+        member = self.members.get(name)
+        if member is None or served.tiles is None or message.manifest != served.manifest:
+            return
+        mask = served.tiles.unpack(message.tiles)
+        if mask is not None:
+            member.cached[served.name] = mask
+        read, received = message.read_bytes_per_s, message.receive_bytes_per_s
+        defaults = member.load_rates
+        member.load_rates = LoadRates(read or defaults.read_bytes_per_s, received or defaults.receive_bytes_per_s)
+
+    def cached(self, model: str) -> dict[str, Mask]:
+        """Return the tiles of a model in the caches of devices, by position in its manifest."""
+        return {name: member.cached[model] for name, member in self.members.items() if model in member.cached}
+
+    def load_rates(self) -> dict[str, LoadRates]:
+        """Return how fast devices load tiles."""
+        return {name: member.load_rates for name, member in self.members.items()}
 
     def quarantine(self, name: str, now: float, mute: bool) -> None:
         """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
@@ -483,8 +518,9 @@ class Fleet:
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
-    """Return the peers of a device under a mesh plan, with the tokens by which each lets the other in.
+    """Return the peers of a device under a plan, with the tokens by which each lets the other in.
 
+    Under every route they exchange tiles of weights; tensors go straight to them only under a plan of route `mesh`.
     Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
     """
 
@@ -496,7 +532,7 @@ def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
         said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
         return hmac.digest(secret, said.encode(), "sha256").hex()
 
-    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device) if plan.route == "mesh" else ()
+    ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
     found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
     return tuple(peer for peer in found if peer.token_in or peer.token_out)
 
@@ -626,7 +662,7 @@ class HangDetector:
         for group in self._groups:
             late: dict[str, HungDevice] = {}
             for run in group.runs.values():
-                if now <= run.probe_at_s:
+                if now <= run.times.probe_at_s:
                     continue
                 if run.probed_s is None:
                     out += self._probe_run(group, run, now)
@@ -658,19 +694,19 @@ class HangDetector:
         if record is not None and not self._standby.is_held(group):
             nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
             load_s = nbytes / self._groups.background.load_bytes_per_s
-        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
-        return min(max(run.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
+        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
-        late = [d for d in run.plan.devices if d not in run.reports]
+        late = [d for d in run.plan.devices if d not in run.answers.reports]
         text = f"A run of {run.plan.model} is late; probing {', '.join(late)}"
         return [LogEvent("doubt", text), *self._rollout.probe(group, run.plan, late)]
 
     def _silent_devices(self, run: Run) -> list[str]:
         assert run.probed_s is not None
         usable = self._fleet.usable()
-        late = [usable[d] for d in run.plan.devices if d not in run.reports and d in usable]
+        late = [usable[d] for d in run.plan.devices if d not in run.answers.reports and d in usable]
         return [m.name for m in late if m.last_message_s < run.probed_s]
 
     def _unprepared(self, record: PlanRecord, now: float) -> dict[str, HungDevice]:

@@ -20,24 +20,16 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
+from hepti_mqtt.runtime.coordinator.batches import concatenate
+from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.runtime.coordinator.requests import (
-    MAX_UNREPORTED_RUNS,
-    Expectation,
-    FairQueue,
-    FollowingStep,
-    Generation,
-    Pins,
-    Request,
-    Run,
-    WorkItem,
-    concatenate,
-    select_batch,
-)
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 
@@ -61,8 +53,7 @@ class PlanGroup:
     run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
     devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
     that were left, whose weights devices may have. recalled: the plan that served last, of this planner
-    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices. begun: rows
-    of steps that devices have begun by themselves, and that nobody has asked for yet.
+    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
     failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
     in the published record.
     """
@@ -91,7 +82,6 @@ class PlanGroup:
     pace: RequestPace = field(default_factory=RequestPace)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
-    begun: list[tuple[FollowingStep, ...]] = field(default_factory=list)
     error: HeptiError | None = None
     failed_preparations: int = 0
     missing_bytes: dict[str, int] = field(default_factory=dict)
@@ -300,12 +290,12 @@ class PlanGroup:
         """Learn how slow devices are from what they computed in a run; not from one beside loads."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
-        if record is None or run.before or run.beside_loads or run.task_queue is not None or len(run.items) > 1:
+        if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
         if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
             return
-        for device, report in run.reports.items():
+        for device, report in run.answers.reports.items():
             use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
             if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
                 continue
@@ -381,7 +371,9 @@ class PlanGroup:
         """Raise AssertionError if an invariant is broken."""
         self.plans.check()
         live = {plan_version for record in self.plans.serving for plan_version in record.versions}
-        assert all(run.plan_version in live and (run.waiting_requests or run.early_stats) for run in self.runs.values())
+        assert all(run.plan_version in live for run in self.runs.values())
+        for run in self.runs.values():
+            run.check()
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
         assert len(set(items)) == len(items), "a chunk runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"

@@ -35,7 +35,8 @@ from hepti_mqtt.planner.decisions import (
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Request, Run
+from hepti_mqtt.runtime.coordinator.requests import Request
+from hepti_mqtt.runtime.coordinator.runs import Run
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -151,7 +152,7 @@ class Moves:
         then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
-        fastest_s = min(run.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
         here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
         verdict = goes_on(then, ours, Border.of_run(blocks, here))
         if not verdict.goes:

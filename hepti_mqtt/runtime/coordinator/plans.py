@@ -15,6 +15,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Final, Literal, get_args
 
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
@@ -22,7 +23,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
 from hepti_mqtt.planner.decisions import MOST_SHARE
 from hepti_mqtt.protocol.messages import Ready
-from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
 from hepti_mqtt.spec import RequestShape, Spec
 
@@ -152,6 +154,8 @@ class ServedModel:
     default_length: int = 128
     pins: Pins = field(default_factory=Pins)
     batching: Batching = field(default_factory=Batching)
+    #: Tiles of its weights, None if nobody loads them.
+    tiles: TileMap | None = None
 
     def block_count(self, shape: RequestShape) -> int:
         """Return how many blocks the graph of a request has."""

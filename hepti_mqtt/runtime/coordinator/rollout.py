@@ -276,7 +276,7 @@ class Rollout:
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
-                out += self._scheduler.retry(group, run)
+                out += self._scheduler.retry(group, run, now)
             group.plans.request_search(due_s, now, message.text, forced=True)
         return out
 
@@ -392,7 +392,7 @@ class Rollout:
             oldest = next((slot for slot in others if slot.idle), None)
             if oldest is None:
                 text = f"All {MAX_PINNED_GROUPS} pinned plans of {name} are in use. Try again later, or send no pins."
-                return None, self._scheduler.refuse_overloaded(request, text)
+                return None, self._scheduler.admission.refuse_overloaded(request, text)
             out = self.close_group(oldest, now, f"for {pins}")
         group = self._groups.add(name, pins)
         group.plans.request_search(now, now, "a request has pinned it", forced=True)
@@ -450,7 +450,7 @@ class Rollout:
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
-                out += self._scheduler.fail_request(group, request, error)
+                out += self._scheduler.fail_request(group, request, error, now)
         if (standing := plans.in_use) is not None and standing.state == "suspect":
             plans.retire(standing, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]

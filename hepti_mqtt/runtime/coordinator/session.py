@@ -186,6 +186,7 @@ class CoordinatorSession:
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
+        self._scheduler.check()
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class CoordinatorSession:
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
-        changed += self._scheduler.retry_after_broker_loss() if self._online else []
+        changed += self._scheduler.retry_after_broker_loss(now) if self._online else []
         if wrong is None:
             return changed
         self.counters["implausible_heartbeat"] += 1
@@ -273,9 +274,9 @@ class CoordinatorSession:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in (run for group in self.groups for run in group.runs.values()):
-            run.beside_loads |= is_loading  # of any device, because the hub sends its tiles
-            run.beside_search |= searching
-            run.only_beside_search &= searching
+            run.beside.loads |= is_loading  # of any device, because the hub sends its tiles
+            run.beside.search |= searching
+            run.beside.only_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -349,14 +350,14 @@ class CoordinatorSession:
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.refuse_or_none(request, now)
+        turned_away = self._scheduler.admission.refuse_or_none(request, now)
         if turned_away is not None:
             return turned_away
         group, out = self._rollout.group_for(request, now)
-        return out if group is None else out + self._scheduler.enqueue(group, request, now)
+        return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
 
     def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        return self._scheduler.take_back(event.key, now)
+        return self._scheduler.cancel(event.key, now)
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         group = self.groups.default(event.model)
@@ -420,12 +421,14 @@ class CoordinatorSession:
                 return []
             plans.step(plans.searching, "outdated", now, "requests wait")
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
-        late = [r for r in group.runs.values() if r.is_late and r.may_go_on and not r.was_searched_for]
+        late = [
+            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
+        ]
         if (late or wanted.is_brief) and not wanted.plans and group.active is not None:
             # What needs no load and few prices is there at once; the whole search follows.
             question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
             for run in late:
-                run.was_searched_for = True
+                run.lateness.was_searched_for = True
         elif not wanted.plans:
             wanted.is_brief = False
         group.made_room = False
@@ -542,6 +545,10 @@ class CoordinatorSession:
         if isinstance(message, messages.RequestTiles):
             tiles = SendTiles(message.model, device, message.hashes, message.share)
             return [tiles] if message.model in self.groups else []
+        if isinstance(message, messages.CachedTiles):
+            if message.model in self.groups:
+                self.fleet.record_tiles(device, message, self.groups.default(message.model).served)
+            return []
         changed = self._handle_change(device, self.fleet.record_message(device, now), now)
         return changed + self._handle_report(device, message, now)
 
@@ -587,9 +594,9 @@ class CoordinatorSession:
         group = self.groups.default(message.model)
         blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
-        if run.beside_loads or now - run.dispatched_s <= LATE_FACTOR * run.expected_s * part:
+        if run.beside.loads or now - run.times.dispatched_s <= LATE_FACTOR * run.times.expected_s * part:
             return []  # a load slows down runs, and the rule has paid for it
-        run.is_late = True
+        run.lateness.is_late = True
         self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
@@ -599,9 +606,10 @@ class CoordinatorSession:
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
             asked = (active.version, run.progress)
-            if not run.may_go_on or run.asked == asked or run.plan_version in active.versions:
+            if not run.may_go_on or run.lateness.asked == asked or run.plan_version in active.versions:
                 continue
-            is_first, run.asked = run.asked is None or run.asked[0] != active.version, asked
+            last, run.lateness.asked = run.lateness.asked, asked
+            is_first = last is None or last[0] != active.version
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._tell_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
@@ -667,12 +675,12 @@ class CoordinatorSession:
         """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
         yield from self._rollout.tick(group, heard_s)
         for run in list(group.runs.values()):
-            if not run.beside_loads and heard_s - run.dispatched_s > LATE_FACTOR * run.expected_s:
+            if not run.beside.loads and heard_s - run.times.dispatched_s > LATE_FACTOR * run.times.expected_s:
                 self.fleet.estimates.record_overdue(run.plan.devices, now)
-            if heard_s > run.deadline_s and not run.broker_was_lost:
+            if heard_s > run.times.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")
                 yield from self._rollout.mark_suspect(group, run.plan, now)
-                yield from self._scheduler.retry(group, run)
+                yield from self._scheduler.retry(group, run, now)
         yield from self._scheduler.refuse_expired(group, now)
         if rested := group.crash_backoff.lift_expired(now):
             group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
@@ -700,7 +708,7 @@ class CoordinatorSession:
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
-            self._scheduler.expect_burst(now)
+            self._scheduler.admission.expect_burst(now)
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:
                     record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf

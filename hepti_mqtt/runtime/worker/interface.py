@@ -45,7 +45,7 @@ class Unsubscribe:
 class Load:
     """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
 
-    matrices: of each range the one that is resident for it. keep: as of `Unload`.
+    matrices: of each range the one that is resident for it. keep: as of `Unload`. devices: of the plan, in its order.
     """
 
     transaction_id: int
@@ -55,6 +55,7 @@ class Load:
     matrices: Mapping[WeightRef, WeightRef]
     keep: frozenset[Place]
     share: float = 0.0  #: of the device and its link that the load may take from runs
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,9 +312,8 @@ class WorkerSession:
         if resident.weights is not None:
             return [*out, *self._loaded_if_complete(resident, now)]
         keep = self.plans.keep(self.memory_bytes)
-        manifest, matrices = message.manifest, resident.matrices
-        load = Load(message.transaction_id, plan.model, plan.version, manifest, matrices, keep, message.share)
-        return [*out, load]
+        parts = plan.model, plan.version, message.manifest, resident.matrices, keep, message.share, plan.devices
+        return [*out, Load(message.transaction_id, *parts)]
 
     def _handle_loading(self, event: Loaded | LoadProgress | LoadFailed | Subscribed, now: float) -> list[Command]:
         resident = self.plans.get(event.model, event.plan_version)

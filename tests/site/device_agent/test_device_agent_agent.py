@@ -28,7 +28,6 @@ def test_directories_by_site_and_device(tmp_path):
     places = agent_directories(tmp_path, "home", "d1")
     assert places.state == tmp_path / "home" / "d1"
     assert places.state.is_dir()
-    assert places.tiles.is_dir()
     assert agent_directories(tmp_path, "home", "d2").state != places.state
 
 
@@ -47,8 +46,14 @@ def test_names_cannot_leave_the_directory(tmp_path, site, device):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+def test_state_that_cannot_be_written_goes_to_a_temporary_place(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    places = agent_directories(tmp_path, "home", "d1")
+    assert places.state.is_relative_to(tmp_path / "temporary")
+    assert places.state == agent_directories(tmp_path, "home", "d1").state, "the lock holds for both"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "home"))
     with pytest.raises(ConfigError):
         agent_directories(tmp_path, "home", "d1")
 

@@ -22,7 +22,7 @@ from wyoming.info import Describe, Info
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 

@@ -15,7 +15,7 @@ import pytest
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ModelError, RequestError
 from hepti_mqtt.models import reference
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 

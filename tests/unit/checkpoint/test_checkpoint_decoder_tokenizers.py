@@ -65,7 +65,7 @@ def test_gemma(tmp_path):
 
 def test_other_words_than_those_of_the_class_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="pre_tokenizer is not the one of its class"):
-        opened(tmp_path, qwen2(r"\s+"), ("", "<|endoftext|>"), {"tokenizer_class": "Qwen2Tokenizer"})
+        opened(tmp_path, qwen2("."), ("", "<|endoftext|>"), {"tokenizer_class": "Qwen2Tokenizer"})
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["tokenizer.json", "vocab.json"])
@@ -91,3 +91,24 @@ def test_clip(tmp_path, whole):
     start, end = vocab[ends[0]], vocab[ends[1]]
     assert tokenizer.encode(" The\n THE the4").ids == [start, *[vocab["the</w>"]] * 3, vocab["4</w>"], end]
     assert end not in tokenizer.encode("a <|endoftext|> b").ids[:-1]
+
+
+@pytest.mark.parametrize(("more", "same"), [([], True), ([("1", "2")], False), ([("\u0120", "1")], False)])
+def test_a_tokenizer_that_splits_differently_counts_if_its_ids_are_the_same(tmp_path, more, same):
+    """SmolLM2's directory names GPT-2's class, and its tokenizer.json takes digits one by one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "Th", *("".join(pair) for pair in more)])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("T", "h"), *more]))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    made.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    files = {"tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}}
+    how = {"masks": False, "lower": False, "generates": True}
+    if not same:
+        with pytest.raises(UnsupportedModelError):
+            open_tokenizer(tmp_path, {}, files, **how)
+        return
+    tokenizer = open_tokenizer(tmp_path, {}, files, **how).tokenizer
+    assert tokenizer.encode("Th 12").tokens == ["Th", "\u0120", "1", "2"]

@@ -63,6 +63,11 @@ FAMILIES = {
     "qwen3": ("tiny-qwen3-text", {}),
     "gemma3": ("tiny-gemma3-text", {**NEAR, "attention.sliding_window_pattern": 2}),
     "phi3": ("tiny-phi3", NEAR),
+    "smollm3": ("tiny-smollm3", {}),
+    "granite": (
+        "tiny-granite",
+        {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 4.0},
+    ),
 }
 
 
@@ -70,6 +75,9 @@ FAMILIES = {
 def test_other_architectures_are_their_originals(tmp_path: Path, architecture: str) -> None:
     kind, more = FAMILIES[architecture]
     original = make_model(kind, tmp_path / "original")
+    if architecture == "smollm3":  # of llama.cpp every fourth layer has no positions
+        config = json.loads((original / "config.json").read_text())
+        (original / "config.json").write_text(json.dumps({**config, "no_rope_layer_interval": 4}))
     if architecture == "gemma3":  # whose files do not say by what scores are divided
         config = json.loads((original / "config.json").read_text())
         (original / "config.json").write_text(json.dumps({**config, "query_pre_attn_scalar": config["head_dim"]}))

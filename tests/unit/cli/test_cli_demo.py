@@ -49,6 +49,28 @@ def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.M
     demo.require_no_devices("mqtt://h", "home")
 
 
+MEASURED = [
+    {"shares": {"attic": 1.0}, "latency_ms": 26.0, "max_abs_err": 2e-6},
+    {"shares": {"attic": 0.5, "kitchen": 0.5}, "latency_ms": 32.0, "max_abs_err": 1e-6},
+    {"shares": {"attic": 0.4, "kitchen": 0.6}, "latency_ms": 84.0, "max_abs_err": 0.3},
+]
+
+
+@pytest.mark.parametrize("devices", [{"attic": 1.0}, {"attic": 0.5, "kitchen": 0.5}])
+def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(
+    devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/hepti"])
+    lines = demo.summary({"devices": devices}, 30.0, MEASURED, (3300.0, 971.0))
+    assert len(lines) <= 5
+    assert all(len(line) <= 120 for line in lines)
+    text = " ".join(lines)
+    assert "predicted" not in text
+    assert "2 of 3" in text, "one method gave another answer"
+    assert "32 to 84 ms" in text
+    assert "3.4 times" in text
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_told_to_end_takes_its_processes_along(number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", WITH_A_CHILD], stdout=subprocess.PIPE, text=True)

@@ -17,22 +17,24 @@ from device_agent.budget import Budget
 from device_agent.loader import (
     MAX_MISMATCHES,
     PROGRESS_S,
-    RETRY_S,
-    WINDOW,
+    RATE_BYTES,
     LoaderThread,
+    Rate,
     RequestAgain,
-    TileCache,
     TileIn,
     WeightLoader,
 )
+from device_agent.tile_cache import TileCache
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import loading_bytes
 from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, PLANNER_WINDOW
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -76,8 +78,8 @@ def test_at_most_a_window_of_tiles_is_outstanding(device):
         device.settle()
         outstanding = len(device.asks)
         most = max(most, outstanding)
-        device.loader.on_tile(BIG.blobs[device.asks.popleft()], True, device.now)
-    assert most == WINDOW
+        device.loader.on_tile(BIG.blobs[device.asks.popleft()], PLANNER, device.now)
+    assert most == PLANNER_WINDOW
     check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
@@ -137,41 +139,27 @@ def test_release_while_loading_cancels_and_the_next_load_begins(device):
     check_weights(MODEL, loaded.weights)
 
 
-def test_a_tile_on_disk_that_comes_by_air_for_somebody_else_has_not_travelled_again(tmp_path):
-    model = Model()
-    first = Device(tmp_path)
-    first.loader.load(model.load(), first.now)
-    first.serve(model)
-    again = Device(tmp_path)
-    again.loader.load(model.load(), again.now)
-    for digest in sorted(model.needed()):  # before it has read them
-        again.loader.on_tile(model.blobs[digest], False, again.now)
-    again.settle()
-    assert (again.counters["tiles_received"], again.counters["tile_bytes_received"]) == (0, 0)
-    check_weights(model, again.of(Loaded)[0].weights)
-
-
 def test_damaged_tiles_are_asked_again_and_in_the_end_give_the_load_up(device):
     device.loader.load(MODEL.load(), device.now)
     for attempt in range(1, MAX_MISMATCHES):
         device.asks.clear()
-        device.loader.on_tile(b"damaged", True, device.now)
+        device.loader.on_tile(b"damaged", PLANNER, device.now)
         assert list(device.asks) == [MODEL.manifest.digest]
         assert device.counters["tiles_mismatched"] == attempt
-    device.loader.on_tile(b"damaged", True, device.now)
+    device.loader.on_tile(b"damaged", PLANNER, device.now)
     (failed,) = device.of(LoadFailed)
     assert isinstance(failed.error, WireError)
-    assert device.loader.deadline() is None
+    assert device.loader.deadline() == float("inf")
 
 
 def test_one_damaged_tile_does_no_harm(device):
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL, most=2)
     digest = device.asks.popleft()
-    device.loader.on_tile(b"?" + MODEL.blobs[digest][1:], True, device.now)
+    device.loader.on_tile(b"?" + MODEL.blobs[digest][1:], PLANNER, device.now)
     device.serve(MODEL)
     assert not device.of(Loaded)
-    device.now += RETRY_S
+    device.now += PLANNER_ANSWER_S
     device.loader.retry_if_due(device.now)
     device.serve(MODEL)
     check_weights(MODEL, device.of(Loaded)[0].weights)
@@ -217,7 +205,7 @@ def test_two_loads_end_where_every_answer_takes_longer_than_a_turn(tmp_path, lim
         device.now = device.loader.deadline() or device.now
         device.loader.retry_if_due(device.now)
         for digest in late:
-            device.loader.on_tile(blobs[digest], True, device.now)
+            device.loader.on_tile(blobs[digest], PLANNER, device.now)
         device.settle()
         if len(device.of(Loaded)) == 2:
             break
@@ -248,22 +236,9 @@ def test_a_load_that_does_not_move_tells_nothing_more(device):
     device.loader.load(MODEL.load(2), device.now)
     told = len(device.of(LoadProgress))
     for _ in range(10):
-        device.now += RETRY_S
+        device.now += PLANNER_ANSWER_S
         device.loader.retry_if_due(device.now)
     assert len(device.of(LoadProgress)) == told
-
-
-def test_tiles_that_wait_on_disk_for_older_ones_are_progress(device):
-    ref = WeightRef("up", (0, 4000), (0, 3000), weight_dtype="w8a8")
-    device.loader.load(WIDE.load(refs=(ref,)), device.now)
-    device.loader.on_tile(WIDE.blobs[WIDE.manifest.digest], True, device.now)
-    late = [tile.hash for tile in WIDE.manifest.tiles(ref)][::-1]
-    told = []
-    for digest in late[:10]:
-        device.now += PROGRESS_S
-        told.append(len(device.of(LoadProgress)))
-        device.loader.on_tile(WIDE.blobs[digest], False, device.now)
-    assert told == list(range(told[0], told[0] + 10)), "sent to another device, and of use here too"
 
 
 @pytest.mark.parametrize("damage", ["corrupt", "truncated", "removed"])
@@ -302,7 +277,7 @@ def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
 
     device.loader.load(replace(MODEL.load(), manifest=tile_hash(blob)), device.now)
     device.loader.load(MODEL.load(2), device.now)
-    device.loader.on_tile(blob, True, device.now)
+    device.loader.on_tile(blob, PLANNER, device.now)
     (failed,) = device.of(LoadFailed)
     assert type(failed.error) is error
     device.asks.popleft()
@@ -314,7 +289,7 @@ def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
 def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_weights(tmp_path_factory, data):
     device = Device(tmp_path_factory.mktemp("any"), data.draw(st.sampled_from([0, 300_000, 1 << 30])))
     device.loader.load(MODEL.load(), device.now)
-    under_way, everything = deque(), list(MODEL.blobs.values())
+    under_way = deque()
     for _ in range(400):
         device.settle()
         under_way.extend(device.asks)
@@ -325,48 +300,40 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
             device.now = device.loader.deadline()
             device.loader.retry_if_due(device.now)
             continue
-        what = data.draw(st.sampled_from(["answer", "answer", "answer", "late", "lose", "repeat", "overhear"]))
+        what = data.draw(st.sampled_from(["answer", "answer", "answer", "late", "lose", "repeat"]))
         if what == "late":
             under_way.rotate(-1)
         elif what == "lose":
             under_way.popleft()
-        elif what == "overhear":
-            device.loader.on_tile(data.draw(st.sampled_from(everything)), False, device.now)
         else:
             digest = under_way[0] if what == "repeat" else under_way.popleft()
-            device.loader.on_tile(MODEL.blobs[digest], True, device.now)
+            device.loader.on_tile(MODEL.blobs[digest], PLANNER, device.now)
     check_weights(MODEL, device.of(Loaded)[0].weights)
     assert not device.of(LoadFailed)
     assert device.counters["tiles_mismatched"] == 0
 
 
 @pytest.mark.parametrize("storage", ["w8a8", "w8a32"])
-@pytest.mark.parametrize("known", ["every second tile", "what others ask for"])
-def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage, known):
+def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage):
     # Ranges that no block and no panel begins with: every tile leaves blocks of which a part is missing.
     ref = WeightRef("up", (10, 3990), (5, 2985), "packed", storage)
     bound = loading_overhead_bytes([ref])
     assert bound < 0.4 * loading_bytes(ref)
     digests = [tile.hash for tile in WIDE.manifest.tiles(ref)]
-    if known == "every second tile":
-        for digest in digests[::2]:
-            device.cache.put(digest, WIDE.blobs[digest], set(digests))
+    for digest in digests[::2]:
+        device.cache.put(digest, WIDE.blobs[digest], set(digests))
     device.loader.load(WIDE.load(refs=(ref,)), device.now)
-    device.loader.on_tile(WIDE.blobs[device.asks.popleft()], True, device.now)
+    device.loader.on_tile(WIDE.blobs[device.asks.popleft()], PLANNER, device.now)
     held = []
 
     def look():
         buffers = device.loader._jobs[0].buffers.values() if device.loader._jobs else ()
         held.append(sum(block.nbytes for buffer in buffers for block in buffer._staged.values()))
 
-    if known == "what others ask for":
-        for digest in digests[::2]:
-            device.loader.on_tile(WIDE.blobs[digest], False, device.now)
-            look()
     while device.loader.step(device.now):
         look()
     while device.asks:
-        device.loader.on_tile(WIDE.blobs[device.asks.popleft()], True, device.now)
+        device.loader.on_tile(WIDE.blobs[device.asks.popleft()], PLANNER, device.now)
         look()
         while device.loader.step(device.now):
             look()
@@ -408,7 +375,7 @@ class Served:
             self.answer(digest)
 
     def answer(self, digest):
-        self.thread.post(TileIn(self.model.blobs[digest], True))
+        self.thread.post(TileIn(self.model.blobs[digest]))
 
     def wait(self):
         return self.ends.get(timeout=30)
@@ -438,14 +405,14 @@ def test_after_a_mistake_the_next_load_comes_from_disk_without_a_further_word(tm
     served.answer = asked.put
     served.thread.post(MODEL.load(1))
     served.thread.post(other.load(2))
-    served.thread.post(TileIn(MODEL.blobs[asked.get(timeout=30)], True))
+    served.thread.post(TileIn(MODEL.blobs[asked.get(timeout=30)]))
     tile = MODEL.blobs[asked.get(timeout=30)]
 
     def broken(*_):
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(TileCache, "put", broken)
-    served.thread.post(TileIn(tile, True))
+    served.thread.post(TileIn(tile))
     assert isinstance(served.wait(), LoadFailed)
     check_weights(other, served.wait().weights)
     served.thread.close()
@@ -460,7 +427,7 @@ def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkey
         raise RuntimeError("a mistake")
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightLoader, "_plan", broken)
+        patch.setattr(WeightLoader, "_take_manifest", broken)
         patch.setattr(WeightLoader, "fail_current", broken)
         served.thread.post(MODEL.load(1))
         for _ in range(2):
@@ -483,17 +450,20 @@ class Gate(Budget):
         return 0.0 if self.is_open else 0.001
 
 
-def test_no_tile_is_taken_from_disk_or_from_the_planner_before_the_budget_allows_it(tmp_path):
+def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cached_ones_at_once(tmp_path):
     first = Device(tmp_path)
     first.loader.load(MODEL.load(refs=MODEL.refs[:2]), first.now)
     first.serve(MODEL)
     gate = Gate()
     served = Served(tmp_path, MODEL, gate)
     served.thread.post(MODEL.load())
+    cached = len(MODEL.needed(MODEL.refs[:2]))
+    while served.counters["tiles_cached"] < cached:
+        gate.asked.get(timeout=30)
     for _ in range(50):
         gate.asked.get(timeout=30)
     assert served.ends.empty()
-    assert served.counters["tiles_cached"] == served.counters["tiles_received"] == 0
+    assert served.counters["tiles_received"] == 0
     gate.is_open = True
     check_weights(MODEL, served.wait().weights)
     served.thread.close()
@@ -501,24 +471,17 @@ def test_no_tile_is_taken_from_disk_or_from_the_planner_before_the_budget_allows
 
 def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
     """Those that were asked for before come, and no more."""
-    device = Device(tmp_path)
-    window = WINDOW
-    device.loader = WeightLoader(
-        device.cache,
-        device.events.append,
-        lambda _, hashes, share: device.asks.extend(hashes),
-        device.counters,
-        lambda: window,
-    )
+    busy = False
+    device = Device(tmp_path, is_busy=lambda: busy)
     refs = (WeightRef("up", (0, 1500), (0, 1500)),)
     device.loader.load(BIG.load(refs=refs), device.now)
     device.serve(BIG, most=3)
-    window, outstanding = 1, []
+    busy, outstanding = True, []
     while device.asks:
-        device.loader.on_tile(BIG.blobs[device.asks.popleft()], True, device.now)
+        device.loader.on_tile(BIG.blobs[device.asks.popleft()], PLANNER, device.now)
         outstanding.append(len(device.asks))
-    assert max(outstanding) < WINDOW
-    assert set(outstanding[WINDOW:]) == {0, 1}
+    assert max(outstanding) < PLANNER_WINDOW
+    assert set(outstanding[PLANNER_WINDOW:]) == {0, 1}
     check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
@@ -528,8 +491,32 @@ def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):
     cache = TileCache(tmp_path, 0, counters)
     thread = LoaderThread(WeightLoader(cache, lambda e: None, lambda m, h, s: None, counters), counters, LOG)
     for _ in range(5):
-        thread.post(TileIn(bytes(400), True))
+        thread.post(TileIn(bytes(400)))
     assert counters["tiles_overflowed"] == 3
     thread.start()
     thread.close()
     assert counters["tiles_unneeded"] == 2
+
+
+def test_the_planner_is_told_what_is_cached_after_a_load_and_after_a_start(tmp_path):
+    reports = []
+    first = Device(tmp_path, report=reports.append)
+    first.loader.load(MODEL.load(refs=MODEL.refs[:1]), first.now)
+    first.serve(MODEL)
+    again = Device(tmp_path, report=reports.append)
+    again.loader.request_again(again.now)
+    after_load, after_start = reports
+    assert after_load == after_start
+    assert (after_load.model, after_load.manifest) == ("m", MODEL.manifest.digest)
+    tiles = TileMap(MODEL.manifest)
+    mask = tiles.unpack(after_load.tiles)
+    assert {h for h, held in zip(tiles.hashes, mask, strict=True) if held} == MODEL.needed(MODEL.refs[:1])
+
+
+def test_a_rate_is_that_of_the_last_megabytes():
+    rate = Rate(0.0)
+    rate.record(RATE_BYTES - 1, 1.0)
+    assert rate.per_s == 0.0
+    for _ in range(20):
+        rate.record(RATE_BYTES, 2.0)
+    assert rate.per_s == pytest.approx(RATE_BYTES / 2.0, rel=0.01)

@@ -23,7 +23,7 @@ from device_agent.network import (
 )
 from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
@@ -113,7 +113,7 @@ def work(model=MODEL):
 def test_base_subscriptions_of_both_planes(wired):
     (control,) = wired.planes["control"].subscribed.values()
     (data,) = wired.planes["data"].subscribed.values()
-    names = ("dev/d1/cmd", "weights/d1", "weights/all", "planner/status", "dev/d1/status", "dev/d1/caps")
+    names = ("dev/d1/cmd", "weights/d1", "planner/status", "dev/d1/status", "dev/d1/caps")
     assert control == tuple((f"hepti/v1/home/{name}", 1) for name in names)
     assert data == (("hepti/v1/home/dev/d1/probe", 0),)
     assert wired.network.base_subscription_tokens == {("control", 1), ("data", 1)}
@@ -134,8 +134,7 @@ def test_requests_and_activations_become_frames(wired):
 def test_tiles_go_to_the_loader(wired):
     frame = frames.encode(frames.Frame("tile", MODEL, EPOCH, 0, shape=(4,), body=b"tile"))
     wired.hear(TOPICS.weights("d1"), frame)
-    wired.hear(TOPICS.weights("all"), frame)
-    assert [(sha(t.body), t.addressed_here) for t in wired.tiles] == [(sha(b"tile"), True), (sha(b"tile"), False)]
+    assert [(sha(t.body), t.source) for t in wired.tiles] == [(sha(b"tile"), PLANNER)]
     assert wired.events() == []
 
 

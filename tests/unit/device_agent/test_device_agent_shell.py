@@ -52,7 +52,7 @@ def test_announced_again_after_the_control_connection_was_lost(device):
     assert len(d.announced) == 1
     d.run(LinkDown("control", "x"), LinkUp("control", 4, None))
     assert d.announced == [LinkUp("control", 5, None), LinkUp("control", 4, None)]
-    assert d.loader.posted.count(RequestAgain()) == 2
+    assert d.loader.posted.count(RequestAgain()) == 3, "when control is up, when both are, and when it is up again"
 
 
 def test_ready_after_weights_and_every_acknowledgement(device):

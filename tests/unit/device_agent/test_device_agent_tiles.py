@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,8 +14,8 @@ from device_agent_support import sha
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_agent import loader
-from device_agent.loader import TileCache, free_cache_bytes
+from device_agent import tile_cache
+from device_agent.tile_cache import TileCache, free_cache_bytes
 
 
 def blob(i, size=100):
@@ -64,7 +65,7 @@ def hashed(monkeypatch):
         sizes.append(len(data))
         return hashlib.sha256(data)
 
-    monkeypatch.setattr(loader, "hashlib", SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr(tile_cache, "hashlib", SimpleNamespace(sha256=sha256))
     return sizes
 
 
@@ -72,7 +73,7 @@ def hashed(monkeypatch):
 def test_a_file_is_hashed_once_in_the_life_of_a_process(tmp_path, counters, hashed, monkeypatch, settable):
     TileCache(tmp_path, 1000, counters).put(sha(b"tile"), b"tile")
     if not settable:
-        monkeypatch.setattr(loader.os, "utime", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+        monkeypatch.setattr(tile_cache.os, "utime", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
     cache = TileCache(tmp_path, 1000, counters)
     assert [cache.get(sha(b"tile")) for _ in range(3)] == [b"tile"] * 3
     assert hashed == [4]
@@ -94,7 +95,7 @@ def test_a_file_that_somebody_has_touched_is_hashed_again(tmp_path, counters, ha
         os.utime(path, ns=(1, 1))
     assert cache.get(sha(b"tile")) is None
     assert counters["cache_corrupt"] == 1
-    assert hashed == [4, 4]
+    assert hashed == [4]
 
 
 def test_a_file_that_somebody_removed_is_missing(tmp_path, counters):
@@ -140,10 +141,44 @@ def test_a_full_disk_is_counted_not_raised(tmp_path, counters, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("device_agent.loader.write_atomically", full)
+    monkeypatch.setattr("device_agent.tile_cache.write_atomically", full)
     cache.put(sha(b"tile"), b"tile")
     assert counters["cache_errors"] == 1
     assert cache.get(sha(b"tile")) is None
+
+
+def test_a_directory_that_cannot_be_made_keeps_nothing_and_says_so(tmp_path, counters, caplog):
+    (tmp_path / "file").write_text("no directory")
+    changes = []
+    cache = TileCache(tmp_path / "file" / "tiles", 1000, counters, on_trouble=lambda: changes.append(1))
+    assert cache.trouble
+    assert not cache.is_kept
+    cache.put(sha(b"tile"), b"tile")
+    assert len(changes) == 1
+    assert cache.get(sha(b"tile")) is None
+    assert len(caplog.records) == 1
+    (tmp_path / "file").unlink()
+    cache.put(sha(b"tile"), b"tile")
+    assert cache.get(sha(b"tile")) == b"tile"
+    assert (cache.trouble, len(changes)) == ("", 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+def test_a_read_only_disk_is_read(tmp_path, counters):
+    before = TileCache(tmp_path / "disk", 1000, counters)
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        before.put(sha(b"tile"), b"tile")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        cache = TileCache(tmp_path / "disk", 1000, counters)
+        cache.put(sha(b"other"), b"other")
+        assert cache.get(sha(b"tile")) == b"tile"
+        assert cache.get(sha(b"other")) is None
+        assert cache.trouble
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 
 
 def test_it_is_said_once_that_the_disk_has_no_room(tmp_path, counters, caplog):

@@ -129,7 +129,7 @@ def test_what_is_asked_for_reaches_the_planner():
     asked(client, max_completion_tokens=3, temperature=0.5, stop=["a"], logit_bias={}, tools=[])
     sent = {key: value for key, value in client.asked[0].items() if value is not None}
     sent.pop("deadline_ms")
-    assert sent == {"messages": HELLO, "max_new_tokens": 3, "temperature": 0.5, "stop": ["a"]}
+    assert sent == {"messages": HELLO, "fit": True, "max_new_tokens": 3, "temperature": 0.5, "stop": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert lines[-1]["eval_count"] == len(tokens)
     prompt = {"model": "m", "prompt": "hello", "stream": False}
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
-    for wrong in ({"format": "xml"}, {"think": True}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+    for wrong in ({"format": "xml"}, {"think": "much"}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.routes import OPERATIONS, transcriptions
-from hepti_mqtt.gateway.schemas import checked
+from hepti_mqtt.gateway.bodies import checked
+from hepti_mqtt.gateway.routes import RecordingBody, transcriptions
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.sound import pcm_of, samples_of, wav_of
 
@@ -86,9 +86,7 @@ def test_a_short_recording_is_one_request_without_times() -> None:
 
 
 def ask(**fields: Any) -> Any:
-    (body,) = (one.body for one in OPERATIONS if one.path == "/v1/audio/transcriptions")
-    assert body is not None
-    return asyncio.run(transcriptions(site(Planner()), checked({"file": recording(2), **fields}, body)))
+    return asyncio.run(transcriptions(site(Planner()), checked(RecordingBody, {"file": recording(2), **fields})))
 
 
 def test_every_form_of_an_answer() -> None:

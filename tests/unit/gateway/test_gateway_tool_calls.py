@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.gateway.tool_calls import ToolText
 
-TOOLS = ("open", "shut")
+PARAMETERS = {"type": "object", "properties": {"door": {}}}
+TOOLS = [{"function": {"name": name, "parameters": PARAMETERS}} for name in ("open", "shut")]
 HERMES = '<tool_call>\n{"name": "open", "arguments": {"door": "é"}}\n</tool_call>'
 LLAMA = '{"name": "shut", "parameters": {"door": 1}}'
 CASES = [
@@ -30,11 +31,30 @@ CASES = [
     ('{"name": "open", "arguments": {"door": NaN}}', '{"name": "open", "arguments": {"door": NaN}}', []),
     ('{"name": "open", "arguments": {"door": "\\ud800"}}', "", ["open"]),
     (HERMES.removesuffix("</tool_call>"), "", ["open"]),
-]
+    ('<tool_call>\n{"name": "open", "arguments": ""}\n</tool_call>', "", ["open"]),
+    ('<tool_call>{"name": "open"}</tool_call>', "", ["open"]),
+    ('[TOOL_CALLS][{"name": "open", "arguments": {"door": 1}}, {"name": "shut", "arguments": {}}]', "",
+     ["open", "shut"]),
+    ('[{"name": "open", "arguments": {"door": 1}}]', "", ["open"]),
+    ('[TOOL_CALLS]open[ARGS]{"door": "}"}', "", ["open"]),
+    ('open{"door": {"a": "\\"}"}}shut{}', "", ["open", "shut"]),
+    ('functools[{"name": "open", "arguments": {"door": 1}}]', "", ["open"]),
+    ('Well. <|tool_call|>[{"name": "open", "arguments": {"door": 1}}]<|/tool_call|>', "Well.", ["open"]),
+    ("<start_function_call>call:open{door:<escape>a, b: }<escape>,wide:true}<end_function_call>", "", ["open"]),
+    ("call:open{door:1}", "", ["open"]),
+    (f"{LLAMA}; {LLAMA}", "", ["shut", "shut"]),
+    (f"```json\n{LLAMA}\n```", "", ["shut"]),
+    ('{"type": "function", "function": {"name": "open", "arguments": {}}}', "", ["open"]),
+    ("open the door", "open the door", []),
+    ("[1, 2]", "[1, 2]", []),
+    ("```json\n{}\n```", "```json\n{}\n```", []),
+    ("call:", "call:", []),
+    ("open{", "open{", []),
+]  # fmt: skip
 
 
-def divided(text: str, names: tuple[str, ...], cuts: list[int]) -> tuple[str, list[str]]:
-    parser, shown, at = ToolText(set(names)), "", 0
+def divided(text: str, tools: list[dict], cuts: list[int]) -> tuple[str, list[str]]:
+    parser, shown, at = ToolText(tools), "", 0
     for stop in [*sorted(cuts), len(text)]:
         shown += parser.feed(text[at:stop])
         at = max(at, stop)
@@ -57,3 +77,18 @@ def test_without_tools_all_is_text_at_once(text):
     parser = ToolText(())
     assert parser.feed(text) == text
     assert parser.end() == ("", [])
+
+
+@pytest.mark.parametrize(("tool", "arguments"), [(TOOLS[0], {"door": 1}), ({"function": {"name": "open"}}, {})])
+def test_a_tool_without_parameters_is_called_without_arguments(tool, arguments):
+    parser = ToolText([tool])
+    parser.feed('{"name": "open", "arguments": {"door": 1}}')
+    _, (call,) = parser.end()
+    assert json.loads(call.arguments) == arguments
+
+
+def test_gemmas_arguments_are_read_without_quotes():
+    parser = ToolText(TOOLS)
+    parser.feed("call:open{door:<escape>a, b: }<escape>,wide:true,at:{x:1.5}}")
+    _, (call,) = parser.end()
+    assert json.loads(call.arguments) == {"door": "a, b: }", "wide": True, "at": {"x": 1.5}}

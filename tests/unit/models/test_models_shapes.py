@@ -16,7 +16,8 @@ from hepti_mqtt.errors import PlanError
 from hepti_mqtt.models import families
 from hepti_mqtt.models.shapes import CHUNK_ROWS, OVERLAP_ROWS, ImageBatch, TokenBatch, next_rows
 from hepti_mqtt.planner import decide
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, split_into_micro_batches
+from hepti_mqtt.runtime.coordinator.batches import Batch, split_into_micro_batches
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.worker.residents import shape_of
 from hepti_mqtt.service.requests import ModelInput, split_into_batches
 from hepti_mqtt.spec import PlainShape

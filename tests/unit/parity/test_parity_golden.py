@@ -17,7 +17,7 @@ TOLERANCE = 2e-4
 
 
 def test_every_golden_file_is_compared():
-    assert {case.file for case in CASES} == set(GOLDEN.glob("*.npz")) - {MINILM, ANSWERS}
+    assert {case.file for case in CASES} == set(GOLDEN.glob("*.npz")) - {MINILM, ANSWERS, GOLDEN / "gguf-blocks.npz"}
 
 
 LONG = {"resnet18", "mobilenet-v2"}

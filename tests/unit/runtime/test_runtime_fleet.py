@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 from scripted_site import LOST_S, Site, caps, everyone, heartbeat, settled
 
+from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.cost.loads import LoadRates, TileMap
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision
 from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.manifest import Manifest, TensorEntry
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
     CRASH_WINDOW_S,
@@ -35,8 +39,8 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     LastWillDebounce,
     peers_of,
 )
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.runtime.coordinator.scheduler import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.session import RETRY_WHILE_EXPECTED_S
 
 
@@ -779,12 +783,12 @@ def test_both_ends_of_a_pair_are_told_one_token_and_nobody_else_is():
     assert not {p.token_in for p in later} & set(tokens)
 
 
-def test_relayed_pairs_and_plans_over_the_broker_have_no_tokens():
+def test_relayed_pairs_have_no_tokens_and_plans_over_the_broker_have_them_for_tiles():
     members = membership(a=THERE, b=THERE, c=None)
     (b,) = peers_of(mesh(relayed_pairs=(("b", "a"), ("a", "c"), ("c", "a"))), "a", members)
     assert (b.device, b.token_out) == ("b", "")
     assert b.token_in
-    assert peers_of(replace(mesh(), route="broker"), "a", members) == ()
+    assert peers_of(replace(mesh(), route="broker"), "a", members) == peers_of(mesh(), "a", members)
 
 
 def test_without_a_secret_nobody_is_introduced():
@@ -831,3 +835,16 @@ def test_devices_with_one_address_share_a_machine() -> None:
         site.event(interface.DeviceStatus(device, Status("online", 1)))
     site.join("d")
     assert site.session.fleet.machines() == {"a": "10.0.0.1", "b": "10.0.0.1"}
+
+
+def test_tiles_that_a_device_reports_are_those_of_its_start_and_of_the_served_manifest() -> None:
+    members = membership(a=THERE, b=THERE)
+    manifest = Manifest("m", (TensorEntry("w", (600, 256), "f32", False, (bytes(32), b"1" * 32, b"2" * 32)),))
+    served = ServedModel("m", spec_of_kind("tiny-bert"), manifest.digest, tiles=TileMap(manifest))
+    for name, digest, bits in (("a", manifest.digest, b"\xa0"), ("b", bytes(32), b"\xe0"), ("b", manifest.digest, b"")):
+        members.record_tiles(name, messages.CachedTiles("m", digest, bits, 2e8), served)
+    assert {name: mask.tolist() for name, mask in members.cached("m").items()} == {"a": [True, False, True]}
+    assert members.load_rates()["a"].read_bytes_per_s == 2e8
+    assert members.load_rates()["a"].receive_bytes_per_s == LoadRates().receive_bytes_per_s, "not measured yet"
+    members.record_status("a", Status("online", 99, term=9), 1.0)
+    assert not members.cached("m")

@@ -13,8 +13,8 @@ from hepti_mqtt.errors import OverloadedError
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.admission import BURST_S, MAX_IN_BURST, MAX_QUEUED_PER_CLIENT
 from hepti_mqtt.runtime.coordinator.fleet import FROZEN_S, QUIET_S, BrokerWatch, LastWillDebounce
-from hepti_mqtt.runtime.coordinator.scheduler import BURST_S, MAX_IN_BURST, MAX_QUEUED_PER_CLIENT
 
 TICK_S = 0.1
 

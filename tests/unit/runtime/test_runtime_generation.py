@@ -21,7 +21,7 @@ from hepti_mqtt.errors import CancelledRequestError, DeadlineError, PlanError, R
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.requests import MAX_UNREPORTED_RUNS
+from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
 from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
 
 GPT = spec_of_kind("tiny-gpt2")

@@ -21,11 +21,16 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.admission import CANCELLED_S
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_S
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Pins, Request, RequestKey
-from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS, OVERDUE_S, TAKEN_BACK_S
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import session
 
 
@@ -178,7 +183,7 @@ def test_a_request_that_comes_behind_its_cancellation_is_not_computed() -> None:
     site.submit("r1")
     assert site.errors["r1"].code == "cancelled"
     assert not site.work
-    site.now += TAKEN_BACK_S
+    site.now += CANCELLED_S
     site.submit("r2")
     site.answer(1)
     assert "r2" in site.answers, "long after that it is another request under the same id"

@@ -22,9 +22,10 @@ from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
 from hepti_mqtt.runtime.coordinator.plans import Search
-from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
     ENDS_S,
     MAX_FAILED_PREPARATIONS,

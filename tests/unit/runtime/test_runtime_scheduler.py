@@ -17,26 +17,14 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
-from hepti_mqtt.runtime.coordinator import interface, scheduler
-from hepti_mqtt.runtime.coordinator.requests import (
-    Batch,
-    Batching,
-    FairQueue,
-    Request,
-    RequestKey,
-    WorkItem,
-    concatenate,
-    split_into_micro_batches,
-    split_output,
-)
-from hepti_mqtt.runtime.coordinator.scheduler import (
-    MAX_ATTEMPTS,
-    MAX_QUEUED,
-    MAX_QUEUED_PER_CLIENT,
-    Assignment,
-    ReplicaLoad,
-    next_assignment,
-)
+from hepti_mqtt.runtime.coordinator import admission as admission_module
+from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.admission import MAX_QUEUED, MAX_QUEUED_PER_CLIENT
+from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_into_micro_batches, split_output
+from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, next_assignment
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching, FairQueue
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
+from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
 from hepti_mqtt.schedule import route_to_replicas
 
 TOGETHER = Batching(16)
@@ -156,7 +144,7 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     site = busy()
-    monkeypatch.setattr(scheduler, "MAX_QUEUED_BYTES", 100)
+    monkeypatch.setattr(admission_module, "MAX_QUEUED_BYTES", 100)
     for name, length in (("r0", 20), ("r1", 8), ("r2", 5)):
         site.submit(name, length, client=f"c-{name}")
     assert {name: type(error) for name, error in site.errors.items()} == {"r1": OverloadedError}

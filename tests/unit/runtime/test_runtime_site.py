@@ -23,8 +23,9 @@ from hepti_mqtt.planner import Question, price
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
 from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.plans import Ids
-from hepti_mqtt.runtime.coordinator.requests import Batching, Pins
+from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.worker import session
 from hepti_mqtt.runtime.worker.runs import EARLY_BYTES
 from hepti_mqtt.runtime.worker.session import MeshRoutes

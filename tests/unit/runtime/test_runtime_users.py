@@ -12,7 +12,8 @@ from swarm import MODEL, Swarm, plan_of
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.requests import Batching, RequestKey
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
+from hepti_mqtt.runtime.coordinator.requests import RequestKey
 
 TINY = spec_of_kind("tiny-llama")
 SPEC = replace(TINY, layers=1, max_tokens=4096, text=replace(TINY.text, positions=4096))

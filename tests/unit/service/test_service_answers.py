@@ -25,19 +25,11 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
-from hepti_mqtt.runtime.coordinator.requests import (
-    Batch,
-    Expectation,
-    Pins,
-    Request,
-    RequestKey,
-    Run,
-    RunStats,
-    WorkItem,
-    concatenate,
-)
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
+from hepti_mqtt.runtime.coordinator.runs import BesideRun, Run, RunTimes
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
@@ -110,8 +102,17 @@ def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
     """Return the Answer of a job whose runs all ended."""
     for place, chunk in enumerate(job.batches):
         plan = plans[place] if plans else plan_for(checkpoint)
-        run = Run(place + 1, (WorkItem(job, place),), chunk.shape, plan, CLUSTER, begun_s, 0.0, 100, ran_alone=True)
-        run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+        run = Run(
+            place + 1,
+            (WorkItem(job, place),),
+            chunk.shape,
+            plan,
+            CLUSTER,
+            RunTimes(begun_s),
+            100,
+            BesideRun(alone=True),
+        )
+        run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.sizes), 32), np.float32)
         job.stats.append(run.stats())
     return AnswerRequest(job, job.stats[-1].plan, tuple(job.stats))
@@ -213,8 +214,8 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
     jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
     items = tuple(WorkItem(job, 0) for job in jobs)
     whole = concatenate([item.batch for item in items])
-    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, 0.0, 0.0, 100, ran_alone=True)
-    run.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
+    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, RunTimes(0.0), 100, BesideRun(alone=True))
+    run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)
         told_of = told(desk.encode_answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
@@ -477,6 +478,7 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     key, counted = RequestKey("m", "me", "q"), "unacknowledged"
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        site.post.begin(site.asked[-1])
     site.post.journal.record_waiting(site.asked[0], Asked(key, b""))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
@@ -491,6 +493,7 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
 def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
     """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
+    site.post.begin(site.asked[-1])
     site.post.journal.record_waiting(site.asked[0], Asked(KEY, b""))
     post_clock.now += 2 * post_module.LOST_S
     site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))

@@ -36,7 +36,7 @@ def test_a_value_that_changes_nothing_is_no_option(request_, left) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("truncate", 1), ("truncate", 0), ("top_k", 0), ("top_k", True), ("top_k", 1001), ("top_k", 2.0),
+        ("truncate", 1), ("truncate", 0), ("top_k", -1), ("top_k", True), ("top_k", 1001), ("top_k", 2.0),
         ("temperature", 2.1), ("temperature", "1"), ("temperature", False), ("seed", -1), ("seed", 2**32),
         ("logprobs", 21), ("max_new_tokens", 0), ("want", "all"), ("want", 1), ("thinking", "no"),
     ],

@@ -144,6 +144,35 @@ def opened(tmp_path_factory):
         checkpoint.close()
 
 
+FILE = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+#: generation_config.json, a request's options, and (temperature, top_k, top_p, repetition) of its text.
+DEFAULTS = [
+    ({}, {}, (0.0, 0, 1.0, 1.0)),
+    (FILE, {}, (0.7, 20, 0.8, 1.05)),
+    (FILE, {"temperature": 0.3, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}, (0.3, 0, 1.0, 1.0)),
+    (FILE, {"temperature": 0}, (0.0, 0, 1.0, 1.05)),
+    (FILE | {"do_sample": False}, {}, (0.0, 0, 1.0, 1.05)),
+    ({"do_sample": True}, {}, (1.0, 50, 1.0, 1.0)),
+    ({"temperature": 0.7, "top_k": 5}, {"temperature": 0.5}, (0.5, 0, 1.0, 1.0)),
+    ({"do_sample": True, "typical_p": 0.9}, {}, None),
+    ({"do_sample": True, "temperature": 9}, {}, None),
+    ({"do_sample": False, "typical_p": 0.9}, {}, (0.0, 0, 1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("file", "options", "want"), DEFAULTS)
+def test_what_a_request_does_not_say_is_as_in_the_models_files(tmp_path, file, options, want):
+    path = make_model("tiny-gpt2", tmp_path / "model")
+    (path / "generation_config.json").write_text(json.dumps(file))
+    if want is None:
+        with pytest.raises(ModelError):
+            Checkpoint.open(path)
+        return
+    with Checkpoint.open(path) as checkpoint:
+        rules = read_input(checkpoint, {"ids": [5], **options}).rules
+    assert (*rules.temperatures, rules.sampling.top_k, rules.sampling.top_p, rules.sampling.repetition) == want
+
+
 LONG = "the " * 100
 REFUSED = [
     ("minilm", {"text": "a", "text_pair": "b"}),

@@ -17,7 +17,7 @@ from hepti_mqtt.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
 from hepti_mqtt.models.speech import STEP, SpeechInput
-from hepti_mqtt.runtime.coordinator.requests import Attempt, Generation
+from hepti_mqtt.runtime.coordinator.texts import Attempt, Generation
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import ModelInput, read_input

@@ -21,8 +21,10 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights, root_begins
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.storage import STORAGES, StoredRows
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS
 

@@ -13,8 +13,11 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.protocol import frames, messages
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.interface import Publish, RequestArrived, RequestCancelled
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import runs
 
 SPEC = spec_of_kind("tiny-qwen3-text")

@@ -18,7 +18,8 @@ from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs, lowered_for_longest
-from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")

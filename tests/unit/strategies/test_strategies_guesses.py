@@ -16,8 +16,9 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.planner import Question, run_seconds, simulate_plan
+from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
-from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.spec import Want
 from hepti_mqtt.storage import Product
 

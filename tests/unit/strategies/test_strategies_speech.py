@@ -20,7 +20,8 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
 from hepti_mqtt.planner.accuracy import weight_error
 from hepti_mqtt.program import Compute
-from hepti_mqtt.runtime.coordinator.requests import Batch, Generation
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
 

@@ -10,8 +10,11 @@ from swarm import MODEL, Swarm
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
+from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.interface import RequestCancelled
-from hepti_mqtt.runtime.coordinator.requests import Batch, Batching, Generation, RequestKey
+from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.texts import Generation
 
 USERS = 8
 ROOM = 7  # runs in flight: then eight sessions of the longest text have room

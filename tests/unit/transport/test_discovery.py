@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,39 @@ def test_a_site_is_found_while_it_is_announced() -> None:
         else:
             pytest.fail(f"found {found}")
     assert not any("secret" in str(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reaches"),
+    [
+        (["eth0/device"], True),
+        (["br0/brif/eth0/device"], True),
+        (["vlan3/lower_eth0/device"], True),
+        (["docker0/brif/veth1/brport"], False),
+        (["wg0/queues"], False),
+        ([], False),
+    ],
+)
+def test_only_interfaces_over_hardware_reach_devices(tmp_path: Path, entries: list[str], reaches: bool) -> None:
+    for entry in entries:
+        (tmp_path / entry).mkdir(parents=True)
+    assert any(discovery.reaches_devices(each) for each in tmp_path.iterdir()) is reaches
+
+
+def test_an_address_that_changes_is_announced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zeroconf")
+    networks: list[set[tuple[str, ...]]] = [set()]
+    monkeypatch.setattr(discovery, "own_addresses", lambda: networks[-1])
+    monkeypatch.setattr(discovery, "FOLLOW_S", 0.01)
+    with registered(SITES, "Hepti garden planner", 0, {"site": "garden", "broker": "mqtt://hub.lan:1883"}) as works:
+        assert not works, "there is no network yet"
+        networks.append({LOOPBACK})
+        found: list[Found] = []
+        for _ in range(10):
+            found = found or look(1.0, LOOPBACK)
+    if not found:
+        pytest.skip("loopback carries no multicast here")
+    assert found == [Found("mqtt://hub.lan:1883", "garden")]
 
 
 def test_a_broker_is_found_by_the_address_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_golden_tags():
 
 
 def test_the_indices_on_the_wire_never_change():
-    assert KINDS == ("tensor", "work", "output", "done", "tile", "probe")
+    assert KINDS == ("tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused")
     assert DTYPES == ("f32", "f16", "i8", "u8", "i32")
     assert frames.WANTS == ("task", "hidden", "candidates")
 
@@ -201,7 +201,7 @@ def forged(**changes: object) -> bytes:
 
 
 FORGERIES = {
-    "kind": [6, -1, True, "tensor"],
+    "kind": [len(KINDS), -1, True, "tensor"],
     "node": [-1, 2**32],
     "dtype": [5, [0]],
     "model": ["", "All", b"bert", None],

@@ -23,6 +23,7 @@ from hepti_mqtt.protocol.frames import encode as encode_frame
 from hepti_mqtt.protocol.keys import Checked, public_key
 from hepti_mqtt.protocol.messages import (
     Activate,
+    CachedTiles,
     Cancel,
     Caps,
     Endpoint,
@@ -103,6 +104,7 @@ MESSAGES = st.one_of(
     st.builds(Ready, COUNTS, NAMES, EPOCHS, COUNTS, st.binary(min_size=8, max_size=8)),
     st.builds(PrepareProgress, COUNTS, NAMES, EPOCHS, COUNTS, COUNTS),
     st.builds(PrepareFailed, COUNTS, NAMES, EPOCHS, TEXTS, TEXTS, COUNTS, st.lists(NAMES, max_size=3).map(tuple)),
+    st.builds(CachedTiles, NAMES, HASHES, st.binary(max_size=20), st.floats(0, 1e15), st.floats(0, 1e15)),
     st.builds(RequestTiles, NAMES, st.lists(HASHES, min_size=1, max_size=4).map(tuple)),
     st.builds(RunFailed, NAMES, EPOCHS, COUNTS, TEXTS, TEXTS),
     st.builds(LeaseTasks, NAMES, EPOCHS, COUNTS, st.lists(COUNTS, max_size=9).map(tuple)),
@@ -188,6 +190,10 @@ UNKEYED = " c400 a6686561646572 cb0000000000000000"  # no key, the default of `c
         (PrepareProgress(1, "m", PlanVersion(2, 3), 4, 5), "96 65 01 a16d 92 02 03 04 05"),
         (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0), "98 66 01 a16d 92 02 03 a163 a174 00 90"),
         (PrepareFailed(1, "m", PlanVersion(2, 3), "c", "t", 0, ("b",)), "98 66 01 a16d 92 02 03 a163 a174 00 91 a162"),
+        (
+            CachedTiles("m", bytes(32), b"\xf0", 0.5, 0.5),
+            "96 6b a16d c420" + "00" * 32 + "c401f0" + 2 * "cb3fe0000000000000",
+        ),
         (RequestTiles("m", (bytes(32),), 0.5), "94 67 a16d 91 c420" + "00" * 32 + "cb3fe0000000000000"),
         (RunFailed("m", PlanVersion(2, 3), 4, "c", "t"), "97 68 a16d 92 02 03 04 a163 a174 90"),
         (RunFailed("m", PlanVersion(2, 3), 4, "c", "t", (5,)), "97 68 a16d 92 02 03 04 a163 a174 91 05"),

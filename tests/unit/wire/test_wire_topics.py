@@ -35,7 +35,6 @@ def test_every_built_topic_parses_to_what_it_was_built_from(site, device, model,
         t.plan(model, other): ParsedTopic("plan", model=model, group=other),
         t.work(model, device): ParsedTopic("work", model=model, to=device),
         t.weights(device): ParsedTopic("weights", to=device),
-        t.weights(ALL_DEVICES): ParsedTopic("weights", to=ALL_DEVICES),
         t.activation(model, layer, device, other): ParsedTopic(
             "activation", model=model, layer=layer, source=device, to=other
         ),
@@ -83,7 +82,6 @@ def test_filters_match_their_own_topics_and_no_others():
         "res_other": t.response("m", "other", "r1"),
         "evt": t.event("joined"),
         "w": t.weights("a"),
-        "w_all": t.weights(ALL_DEVICES),
         "w_other": t.weights("b"),
     }
     expected = {
@@ -96,7 +94,7 @@ def test_filters_match_their_own_topics_and_no_others():
         (t.all_texts(),): {"text"},
         (t.all_uses(),): {"use"},
         t.activations_from("m", "peer", "me"): {"x_me", "x_all"},
-        t.weights_for("a"): {"w", "w_all"},
+        (t.weights("a"),): {"w"},
         (t.responses("c"),): {"res", "res_n"},
         (t.responses("c", "m"),): {"res"},
     }

@@ -1,0 +1,254 @@
+"""The tile cache on disk: content-addressed files under a size limit, least recently used first out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.ids import check_model
+
+RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
+_SMALL: Final = 20
+RECORD: Final = "models.json"
+MAX_MODELS: Final = 16  # in a record
+ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
+_log: Final = logging.getLogger("hepti.agent")
+
+
+def free_cache_bytes(directory: Path) -> int:
+    """Return the disk space left for tiles; negative if they already use too much."""
+    usage = shutil.disk_usage(directory)
+    return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
+
+
+class _Stamp(NamedTuple):
+    """By what a file is known to be the one that was read before."""
+
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def _stamp(stat: os.stat_result) -> _Stamp:
+    return _Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(slots=True)
+class CacheRecord:
+    """What a device remembers of its tiles from start to start."""
+
+    #: SHA-256 of the manifest that each model was last loaded from, the last one last.
+    manifests: dict[str, bytes] = field(default_factory=dict)
+    #: Rates of loading with the whole processor; 0: not measured.
+    read_bytes_per_s: float = 0.0
+    receive_bytes_per_s: float = 0.0
+
+
+class TileCache:
+    """Blobs by their SHA-256 in files `<directory>/<two hex digits>/<hash>`.
+
+    limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
+    can be fetched again, and nothing else of a device can. A directory that cannot be written is read all the same.
+    room_bytes: as the function of that name. on_trouble: called when `trouble` changes. counters: `cache_corrupt` files
+    whose bytes were not those of their name, `cache_evicted`, `cache_errors` of the file system. Not thread safe.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        counters: Counter[str],
+        room_bytes: Callable[[Path], int] = free_cache_bytes,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._directory = directory
+        self._limit, self._room_bytes = limit_bytes, room_bytes
+        self._counters = counters
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._checked: dict[bytes, _Stamp] = {}
+        self.bytes = 0
+        self._on_trouble = on_trouble
+        #: Why new tiles are not kept, in words; "" if they are.
+        self.trouble = ""
+        if limit_bytes > 0:
+            self._check_writable()
+            self._scan()
+            if not self._evict(0, ()):  # whatever is left to do with the disk, it is not for tiles
+                self._drop(list(self._sizes), self.bytes)
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether tiles that come are kept."""
+        return self._limit > 0 and not self.trouble
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._sizes
+
+    def get(self, digest: bytes) -> bytes | None:
+        """Return the blob of a hash, checked, or None; a file that holds anything else is removed.
+
+        A file is hashed once in the life of a process, while nobody has touched it: a board without instructions for
+        SHA-256 hashes as slowly as it multiplies, and each new plan reads the same files again.
+        """
+        if digest not in self._sizes:
+            return None
+        path = self._path(digest)
+        try:
+            with path.open("rb") as file:
+                data, found = file.read(), _stamp(os.fstat(file.fileno()))
+        except OSError:
+            self._forget(digest)
+            return None
+        if self._checked.get(digest) != found and hashlib.sha256(data).digest() != digest:
+            self._counters["cache_corrupt"] += 1
+            self._remove(digest)
+            return None
+        self._touch(digest, path, found)
+        return data
+
+    def _touch(self, digest: bytes, path: Path, found: _Stamp) -> None:
+        """Note that a file is in use, and what it looks like from now on."""
+        now_ns = time.time_ns()
+        try:
+            os.utime(path, ns=(now_ns, now_ns))
+        except OSError:  # somebody else's file: then it is only not known to be in use
+            now_ns = found.modified_ns
+        self._checked[digest] = found._replace(modified_ns=now_ns)
+        self._sizes.move_to_end(digest)
+
+    def put(self, digest: bytes, data: bytes | memoryview, keep: Collection[bytes] = ()) -> None:
+        """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
+        if len(data) > self._limit or digest in self._sizes:
+            return
+        if not self._evict(len(data), keep):
+            if len(data) > self._room():
+                self._set_trouble("the disk is full")
+            return
+        path = self._path(digest)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, bytes(data))
+            self._checked[digest] = _stamp(path.stat())
+        except OSError as error:
+            self._counters["cache_errors"] += 1
+            self._set_trouble(error.strerror or str(error))
+            return
+        self._set_trouble("")
+        self._sizes[digest] = len(data)
+        self.bytes += len(data)
+
+    def read_record(self) -> CacheRecord:
+        """Return the record that is kept beside the tiles, an empty one if it cannot be read."""
+        try:
+            said = json.loads((self._directory / RECORD).read_text(encoding="utf-8"))
+            manifests = {check_model(name): bytes.fromhex(text) for name, text in said["manifests"].items()}
+            rates = [float(said[name]) for name in ("read_bytes_per_s", "receive_bytes_per_s")]
+            if not all(0 <= rate < inf for rate in rates):
+                return CacheRecord()
+            return CacheRecord(manifests, *rates)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, HeptiError):
+            return CacheRecord()
+
+    def write_record(self, record: CacheRecord) -> None:
+        """Keep a record if the disk can be written."""
+        if not self.is_kept:
+            return
+        while len(record.manifests) > MAX_MODELS:
+            del record.manifests[next(iter(record.manifests))]
+        said = {**asdict(record), "manifests": {name: digest.hex() for name, digest in record.manifests.items()}}
+        try:
+            write_atomically(self._directory / RECORD, json.dumps(said).encode())
+        except OSError as error:
+            self._set_trouble(error.strerror or str(error))
+
+    def _check_writable(self) -> None:
+        """Note why a directory takes no tiles, before the first one comes."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._directory / "writable", b"")
+            (self._directory / "writable").unlink()
+        except OSError as error:
+            self._set_trouble(error.strerror or str(error))
+
+    def _set_trouble(self, why: str) -> None:
+        """Report once that new tiles are not kept, and once that they are again."""
+        if bool(why) != bool(self.trouble):
+            if why:
+                _log.warning(
+                    "cannot cache weights in %s (%s): this device serves from memory and loads them again after every "
+                    "start; %s",
+                    self._directory,
+                    why,
+                    ADVICE,
+                )
+            self.trouble = f"cannot cache weights: {why}" if why else ""
+            self._on_trouble()
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._directory / name[:2] / name
+
+    def _scan(self) -> None:
+        found: list[tuple[float, bytes, int]] = []
+        for path in self._directory.glob("??/*"):  # nothing if the directory cannot be read
+            try:
+                digest, stat = bytes.fromhex(path.name), path.stat()
+            except ValueError:  # a temporary file that a crash left behind
+                with suppress(OSError):
+                    path.unlink()
+                continue
+            except OSError:
+                continue
+            found.append((stat.st_mtime, digest, stat.st_size))
+        for _, digest, size in sorted(found):
+            self._sizes[digest] = size
+            self.bytes += size
+
+    def _evict(self, wanted: int, keep: Collection[bytes]) -> bool:
+        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now."""
+        over = max(self.bytes + wanted - self._limit, wanted - self._room())
+        if over <= 0:
+            return True
+        loose = [digest for digest in self._sizes if digest not in keep]
+        if sum(self._sizes[digest] for digest in loose) < over:
+            return False
+        self._drop(loose, over)
+        return True
+
+    def _drop(self, digests: Iterable[bytes], over: int) -> None:
+        """Remove blobs until they were `over` bytes."""
+        enough = self.bytes - over
+        for digest in digests:
+            if self.bytes <= enough:
+                return
+            self._counters["cache_evicted"] += 1
+            self._remove(digest)
+
+    def _room(self) -> int:
+        try:
+            return self._room_bytes(self._directory)
+        except OSError:  # no directory yet, or a disk that does not tell: it will when it is written to
+            return sys.maxsize
+
+    def _remove(self, digest: bytes) -> None:
+        with suppress(OSError):
+            self._path(digest).unlink()
+        self._forget(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        self._checked.pop(digest, None)
+        self.bytes -= self._sizes.pop(digest, 0)

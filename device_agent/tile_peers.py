@@ -1,0 +1,212 @@
+"""Tiles between this device and its peers: who can be asked, what each has reported, and what this device answers.
+
+A session without I/O: the loader's thread calls it and passes the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from device_agent.tile_cache import TileCache
+from hepti_mqtt.cost.loads import Mask, TileMap
+from hepti_mqtt.protocol.manifest import HASH_BYTES
+from hepti_mqtt.runtime.worker.tile_sources import TileReport
+
+REPORT_S: Final = 0.25  # between two reports to a peer
+MAX_WAITING: Final = 32  # tiles that one peer may have requested and not got: more are refused
+MAX_MODELS: Final = 16  # whose reports of one peer are kept
+MAX_REPORT_BYTES: Final = 1 << 20
+
+MessageKind = Literal["tile", "held", "wanted", "refused"]
+#: Sends a frame of a kind and a body to a peer; returns whether the peer reads it.
+Send = Callable[[str, str, MessageKind, bytes], bool]
+
+
+@dataclass(slots=True)
+class _Model:
+    """The tiles of one model on this device."""
+
+    digest: bytes
+    tiles: TileMap
+    #: In the cache.
+    held: Mask
+    #: Of the load under way, and not in the cache.
+    lacking: Mask
+    #: Number of the last change, and the number of the last report to each peer.
+    version: int = 1
+    reported: dict[str, int] = field(default_factory=dict)
+
+
+class TilePeers:
+    """The peers with which this device exchanges tiles, by model.
+
+    send: carries a message to a peer. counters: `tiles_to_peers`, `tile_bytes_to_peers`, `tiles_refused`.
+    """
+
+    def __init__(self, cache: TileCache, send: Send, counters: Counter[str]) -> None:
+        self._cache, self._send, self._counters = cache, send, counters
+        self._joined: dict[str, set[str]] = {}
+        self._models: OrderedDict[str, _Model] = OrderedDict()
+        self._reports: dict[str, OrderedDict[str, bytes]] = {}
+        self._waiting: OrderedDict[str, deque[tuple[str, bytes]]] = OrderedDict()
+        self._next_report_s = -inf
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    def join(self, peer: str, model: str) -> None:
+        """Take a peer that can be asked for tiles of a model."""
+        self._joined.setdefault(model, set()).add(peer)
+        if (there := self._models.get(model)) is not None:
+            there.reported.pop(peer, None)
+
+    def lose(self, peer: str, model: str | None = None) -> None:
+        """Forget a peer's tiles of a model, or of all models: the connection to it is lost or its plan has ended."""
+        for name in list(self._joined) if model is None else [model]:
+            self._joined.get(name, set()).discard(peer)
+            self._reports.get(peer, OrderedDict()).pop(name, None)
+            if (there := self._models.get(name)) is not None:
+                there.reported.pop(peer, None)
+        if not any(peer in peers for peers in self._joined.values()):
+            self._waiting.pop(peer, None)
+            self._reports.pop(peer, None)
+
+    def reachable(self, model: str) -> Iterable[str]:
+        """Return the peers that can be asked for tiles of a model."""
+        return tuple(self._joined.get(model, ()))
+
+    # -- this device's tiles ---------------------------------------------------------------------------------------
+
+    def begin(self, model: str, digest: bytes, tiles: TileMap, needed: Iterable[bytes]) -> None:
+        """Take the manifest and the tiles of a load that begins."""
+        held = np.fromiter((each in self._cache for each in tiles.hashes), np.bool_, len(tiles.hashes))
+        there = _Model(digest, tiles, held, np.zeros_like(held))
+        if self._cache.is_kept:  # else it brings peers nothing
+            there.lacking[_positions(tiles, needed)] = True
+            there.lacking &= ~held
+        self._models[model] = there
+        self._models.move_to_end(model)
+        while len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+
+    def end(self, model: str) -> None:
+        """Note that the load of a model has ended."""
+        if (there := self._models.get(model)) is not None and there.lacking.any():
+            there.lacking[:] = False
+            there.version += 1
+
+    def note(self, model: str, digest: bytes) -> None:
+        """Note that a tile has come, and whether the cache keeps it."""
+        there = self._models.get(model)
+        position = None if there is None else there.tiles.position.get(digest)
+        if there is not None and position is not None:
+            there.held[position], there.lacking[position] = digest in self._cache, False
+            there.version += 1
+
+    def tiles(self, model: str) -> tuple[TileMap, Mask] | None:
+        """Return the map of a model's tiles and those in the cache, None before its first load."""
+        there = self._models.get(model)
+        return None if there is None else (there.tiles, there.held)
+
+    # -- what peers say --------------------------------------------------------------------------------------------
+
+    def handle_report(self, peer: str, model: str, body: bytes) -> TileReport | None:
+        """Take a peer's report; return it if it is of the manifest that this device has."""
+        if peer not in self._joined.get(model, ()) or len(body) > MAX_REPORT_BYTES:
+            return None
+        kept = self._reports.setdefault(peer, OrderedDict())
+        kept[model] = body
+        while len(kept) > MAX_MODELS:
+            kept.popitem(last=False)
+        return self.report_of(peer, model)
+
+    def report_of(self, peer: str, model: str) -> TileReport | None:
+        """Return a peer's last report of a model, None without one of the manifest that this device has."""
+        there, kept = self._models.get(model), self._reports.get(peer)
+        body = None if kept is None else kept.get(model)
+        if there is None or body is None or body[:HASH_BYTES] != there.digest:
+            return None
+        bits = body[HASH_BYTES:]
+        half = len(bits) // 2
+        held, lacking = there.tiles.unpack(bits[:half]), there.tiles.unpack(bits[half:])
+        return None if held is None or lacking is None else TileReport(held, lacking)
+
+    def handle_request(self, peer: str, model: str, body: bytes) -> None:
+        """Queue tiles that a peer requests; refuse those that are too many or not in the cache."""
+        if peer not in self._joined.get(model, ()):
+            return
+        waiting, refused = self._waiting.setdefault(peer, deque()), bytearray()
+        for digest in _digests(body[: HASH_BYTES * MAX_WAITING]):
+            if len(waiting) < MAX_WAITING and digest in self._cache:
+                waiting.append((model, digest))
+            else:
+                refused += digest
+        if refused:
+            self._refuse(peer, model, bytes(refused))
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    def request(self, peer: str, model: str, digests: Iterable[bytes]) -> None:
+        """Request tiles from a peer; one that does not read it is overdue after a while."""
+        self._send(peer, model, "wanted", b"".join(digests))
+
+    @property
+    def has_requests(self) -> bool:
+        """Return whether a peer waits for a tile."""
+        return any(self._waiting.values())
+
+    def serve(self) -> None:
+        """Send one tile, to each peer in turn."""
+        for peer in list(self._waiting):
+            self._waiting.move_to_end(peer)
+            if self._waiting[peer]:
+                model, digest = self._waiting[peer].popleft()
+                data = self._cache.get(digest)
+                if data is None:
+                    self.note(model, digest)
+                    self._refuse(peer, model, digest)
+                elif self._send(peer, model, "tile", data):
+                    self._counters["tiles_to_peers"] += 1
+                    self._counters["tile_bytes_to_peers"] += len(data)
+                return
+
+    def report_if_due(self, now: float) -> None:
+        """Report this device's tiles to the peers that have an older report, later to one that does not read yet."""
+        if now < self._next_report_s:
+            return
+        for model, peer in self._unreported():
+            there = self._models[model]
+            body = there.digest + there.tiles.pack(there.held) + there.tiles.pack(there.lacking)
+            if self._send(peer, model, "held", body):
+                there.reported[peer] = there.version
+            self._next_report_s = now + REPORT_S
+
+    def deadline(self) -> float:
+        """Return when `report_if_due` has something to do; infinity if never."""
+        return self._next_report_s if any(self._unreported()) else inf
+
+    def _unreported(self) -> Iterable[tuple[str, str]]:
+        return (
+            (model, peer)
+            for model, there in self._models.items()
+            for peer in self._joined.get(model, ())
+            if there.reported.get(peer) != there.version
+        )
+
+    def _refuse(self, peer: str, model: str, digests: bytes) -> None:
+        self._counters["tiles_refused"] += len(digests) // HASH_BYTES
+        self._send(peer, model, "refused", digests)
+
+
+def _digests(body: bytes) -> list[bytes]:
+    return [body[at : at + HASH_BYTES] for at in range(0, len(body) - HASH_BYTES + 1, HASH_BYTES)]
+
+
+def _positions(tiles: TileMap, digests: Iterable[bytes]) -> NDArray[Any]:
+    return np.array([tiles.position[digest] for digest in digests], np.int64)

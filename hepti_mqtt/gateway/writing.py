@@ -1,0 +1,107 @@
+"""A decoder's text as it comes, in no interface's shape: what may be shown, thoughts, calls of tools, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.bodies import Key, seed
+from hepti_mqtt.gateway.tool_calls import Call, ToolText
+from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
+from hepti_mqtt.service.options import OPTIONS
+
+_SAME: Final = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+)  # fmt: skip
+#: options that OpenAI's and Ollama's interfaces name alike
+SAMPLED: Final[Mapping[str, Key]] = {
+    **{name: Key(OPTIONS[name]) for name in _SAME},
+    "top_k": Key(OPTIONS["top_k"], lambda k: None if k <= 0 else k),
+    "seed": Key(OPTIONS["seed"], seed),
+    "stop": Key(OPTIONS["stop"], lambda stop: stop or None),
+}
+
+
+def bounded(most: Any) -> Any:
+    """Return a bound of tokens, None for all that fit, which is -1 or -2."""
+    return None if most < 0 else most
+
+
+class Piece(NamedTuple):
+    """What may be shown of a token."""
+
+    text: str
+    thinking: str = ""
+
+
+class Finished(NamedTuple):
+    """The end of a text."""
+
+    #: what is left to show
+    rest: Piece
+    calls: list[Call]
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    #: of the tokens that were not shown yet, in the words of Hepti's answers; none where they are not wanted
+    logprobs: list[dict[str, Any]]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens as OpenAI counts them."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens,
+            "total_tokens": self.prompt_tokens + self.tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Writing:
+    """A text as it comes: what of it may be shown, because no call of a tool begins there."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, most_calls: int | None = None) -> None:
+        self._tools, self._most_calls = ToolText(tools), most_calls
+        self._fed = self._thought = 0  # characters
+        self._logprobs, self._taken = list[dict[str, Any]](), 0
+
+    def add(self, token: Mapping[str, Any]) -> Piece:
+        """Take a token; return what may be shown now."""
+        thinking = token.get(THINKING, "")
+        self._fed += len(token["text"])
+        self._thought += len(thinking)
+        self._logprobs += [token[LOGPROBS]] if LOGPROBS in token else []
+        return Piece(self._tools.feed(token["text"]), thinking)
+
+    def take_logprobs(self) -> list[dict[str, Any]]:
+        """Return the probabilities of the tokens since the last call."""
+        taken, self._logprobs = self._logprobs, []
+        self._taken += len(taken)
+        return taken
+
+    def end(self, answer: Answer) -> Finished:
+        """Take the whole answer, in which no token is missing."""
+        result = answer.result
+        shown = self._tools.feed(result["text"][self._fed :])
+        rest, calls = self._tools.end()
+        return Finished(
+            Piece(shown + rest, result.get(THINKING, "")[self._thought :]),
+            calls[: self._most_calls],
+            "tool_calls" if calls else result["finish"],
+            answer.tokens,
+            answer.raw.get("cached_tokens", 0),
+            len(result["ids"]),
+            result.get(LOGPROBS, [])[self._taken :],
+        )
+
+
+def named_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools; raises RequestError for one that is no function with a name."""
+    for place, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools[{place}] has no function with a name; only functions are called", "tools")
+    return [{"type": "function", **tool} for tool in tools]

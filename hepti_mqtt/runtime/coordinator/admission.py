@@ -1,0 +1,100 @@
+"""Admission of requests: refused, ignored as repeated, or queued; and those that end while they wait."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from math import inf
+from typing import Final
+
+from hepti_mqtt.errors import CancelledRequestError, IdInUseError, OverloadedError
+from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
+from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
+from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
+
+MAX_QUEUED_PER_CLIENT: Final = 64  # requests of one client that wait, per model
+MAX_QUEUED: Final = 256  # and of all clients
+MAX_IN_BURST: Final = 512  # after a pause: as many as a broker hands over
+BURST_S: Final = 10.0  # so long clients and broker may take to hand over what they have kept
+MAX_QUEUED_BYTES: Final = 256 << 20  # of what all of them bring
+CANCELLED_S: Final = 600.0  # so long a broker may keep a request that is cancelled: others fill what it delivers
+MAX_CANCELLED: Final = 1024  # cancels that are remembered
+CANCELLED: Final = "the client has cancelled the request"
+
+
+class Admission:
+    """Decides which requests wait. counters: repeated requests."""
+
+    def __init__(self, groups: PlanGroups, counters: Counter[str]) -> None:
+        self._groups, self._counters = groups, counters
+        self._number = 0  #: of requests that were queued
+        self._burst_until_s = -inf
+        self._cancelled = OrderedDict[RequestKey, float]()  #: requests that have not come yet, until when they may
+
+    def expect_burst(self, now: float) -> None:
+        """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
+        self._burst_until_s = now + BURST_S
+
+    def refuse_or_none(self, request: Request, now: float) -> list[CoordinatorCommand] | None:
+        """Return the commands that refuse or ignore a request; None if it may be queued."""
+        name = request.key.model
+        same = next((j for j in self._groups.requests(name) if j.key == request.key), None)
+        if same is not None and same.digest != request.digest:
+            return [RefuseRequest(request, IdInUseError.of(request.key.id))]
+        if same is not None:
+            self._counters["repeated_request"] += 1
+            return []
+        if self._cancelled.pop(request.key, -inf) > now:
+            return [RefuseRequest(request, CancelledRequestError(CANCELLED))]
+        waiting = list(
+            {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
+        )
+        is_burst = now < self._burst_until_s
+        most_of_client, most = (MAX_IN_BURST, MAX_IN_BURST) if is_burst else (MAX_QUEUED_PER_CLIENT, MAX_QUEUED)
+        if (of_client := sum(j.key.client == request.key.client for j in waiting)) >= most_of_client:
+            text = f"{of_client} requests of {request.key.client} wait for {name} already; wait for some answers"
+            return self.refuse_overloaded(request, text)
+        nbytes = sum(j.nbytes for j in waiting)
+        if len(waiting) >= most or (waiting and nbytes + request.nbytes > MAX_QUEUED_BYTES):
+            text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
+            return self.refuse_overloaded(request, text)
+        return None
+
+    @staticmethod
+    def refuse_overloaded(request: Request, text: str) -> list[CoordinatorCommand]:
+        """Refuse a request that there is no room for."""
+        return [LogEvent("overloaded", text), RefuseRequest(request, OverloadedError(text))]
+
+    def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
+        """Queue a request in its group, or refuse it if there is no plan and none to come."""
+        group.pace.record_request(now)
+        if group.error is not None and not group.plans.may_serve():
+            return [RefuseRequest(request, group.error)]
+        self._number += 1
+        request.sequence, request.arrived_s = self._number, now
+        longest = max(c.shape.size for c in request.batches)
+        generation = request.generation
+        grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
+        if not grows:
+            group.recent_lengths.append(longest)
+        if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
+            request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
+        group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
+        return []
+
+    def find_cancelled(self, key: RequestKey, now: float) -> tuple[PlanGroup, Request] | None:
+        """Return a cancelled request; None if it has not come yet, or has ended. It is refused when it comes."""
+        for group in self._groups.of_model(key.model):
+            request = next((request for request in group.requests() if request.key == key), None)
+            if request is not None:
+                return group, request
+        self._cancelled[key] = now + CANCELLED_S
+        if len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
+        return None
+
+    @staticmethod
+    def expired(group: PlanGroup, now: float) -> list[Request]:
+        """Return the requests whose deadline has passed."""
+        late = {id(r): r for r in group.requests() if r.deadline_s is not None and now > r.deadline_s}
+        return list(late.values())

@@ -1,0 +1,81 @@
+"""Packed batches: several requests or steps as one run, and the output of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.errors import RemoteError
+from hepti_mqtt.protocol.frames import DecoderSession
+from hepti_mqtt.spec import RequestShape, Spec
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A packed batch that runs as one: its shape and token ids [m] i32 or pixels [B, C, S, S] u8."""
+
+    shape: RequestShape
+    inputs: Array
+
+
+MICRO_BATCH_TOKENS: Final = 64  # tokens: with fewer rows kernels stream weights instead of computing
+
+
+def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tuple[DecoderSession, ...]]:
+    """Return runs of sessions as one, of a power of two of items, so that there are few Programs.
+
+    Those behind are of no session, and nobody reads what follows from them.
+    """
+    filler = Batch(runs[0][0].shape.decode_step(1), np.zeros_like(runs[0][0].inputs)), DecoderSession()
+    size = 1 << (len(runs) - 1).bit_length()
+    batches, sessions = zip(*runs, *[filler] * (size - len(runs)), strict=True)
+    return concatenate(batches), sessions
+
+
+def concatenate(chunks: Sequence[Batch]) -> Batch:
+    """Return one batch of several with the same `want`, in their order.
+
+    Places of sessions stand before all ids, and temperatures behind them.
+    """
+    if len(chunks) == 1:
+        return chunks[0]
+    first, *others = (chunk.shape for chunk in chunks)
+    if not first.session_rows:
+        return Batch(first.concatenate(others), np.concatenate([chunk.inputs for chunk in chunks]))
+    cuts = ((len(c.shape.sizes), len(c.shape.sizes) + c.shape.size) for c in chunks)
+    parts = zip(*(np.split(c.inputs, cut) for c, cut in zip(chunks, cuts, strict=True)), strict=True)
+    return Batch(first.concatenate(others), np.concatenate([*chain.from_iterable(parts)]))
+
+
+def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:
+    """Return batches split into smaller ones of consecutive items, of about `MICRO_BATCH_TOKENS` tokens."""
+    return tuple(part for chunk in chunks for part in _split(chunk))
+
+
+def _split(chunk: Batch) -> Iterator[Batch]:
+    shape = chunk.shape
+    first, taken, left = 0, 0, shape.size
+    for stop, size in enumerate(shape.sizes, 1):
+        taken, left = taken + size, left - size
+        if left and (taken < MICRO_BATCH_TOKENS or left < MICRO_BATCH_TOKENS):
+            continue
+        part, where = shape.slice_items(first, stop)
+        yield Batch(part, chunk.inputs[where])
+        first, taken = stop, 0
+
+
+def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Array]:
+    """Return the rows of each batch in the output of their run; raises RemoteError if they do not add up."""
+    if len(chunks) == 1:
+        return [output]
+    rows = [spec.output_shape(chunk.shape)[0] for chunk in chunks]
+    if len(output) != sum(rows):
+        raise RemoteError(f"the devices answered with {len(output)} rows instead of {sum(rows)}; use one version")
+    return np.split(output, np.cumsum(rows[:-1]).tolist())

@@ -1,0 +1,264 @@
+"""Runs: packed batches that devices of a plan compute, and what the devices have answered so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.protocol.frames import Frame
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
+from hepti_mqtt.runtime.coordinator.batches import (
+    Array,
+)
+from hepti_mqtt.runtime.coordinator.requests import (
+    AS_PREDICTED,
+    Expectation,
+    Request,
+    RunStats,
+    WorkItem,
+)
+from hepti_mqtt.runtime.machinery import StateTable
+from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.task_queue import TaskQueue
+
+MAX_UNREPORTED_RUNS: Final = 4  # runs on a device whose reports alone are missing, and that take no room of others
+
+
+class Progress(NamedTuple):
+    """The farthest block of the graph that a device was in, and when the planner heard of it."""
+
+    block: int
+    heard_s: float
+
+
+RunState = Literal["dispatched", "answered", "reported", "retried", "cancelled", "continued"]
+RunEvent = Literal["dispatch", "answer", "report", "retry", "cancel", "continue"]
+
+RUN_STATES: Final[StateTable[RunState, RunEvent]] = StateTable(
+    name="run",
+    states=get_args(RunState),
+    first=("dispatch", "dispatched"),
+    steps={
+        "dispatched": {
+            "answer": "answered",  # all of the output is there, reports are missing
+            "report": "reported",
+            "retry": "retried",
+            "cancel": "cancelled",
+            "continue": "continued",  # under another plan, as a run of its own
+        },
+        "answered": {"report": "reported", "retry": "retried", "cancel": "cancelled"},
+        "reported": {},
+        "retried": {},
+        "cancelled": {},
+        "continued": {},
+    },
+    safe={
+        "dispatched": "cancelled",
+        "answered": "cancelled",
+        "reported": "reported",
+        "retried": "retried",
+        "cancelled": "cancelled",
+        "continued": "continued",
+    },
+)
+
+
+@dataclass(slots=True)
+class DeviceAnswers:
+    """What the devices of a run have sent of its output, and reported."""
+
+    #: Parts of the output, with their first row, by device, node and part.
+    parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
+    #: Microseconds of compute and wait, bytes and parts sent, by device.
+    reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lost_devices: set[str] = field(default_factory=set)  #: devices without which the run continues
+    ids: tuple[int, ...] = ()  #: of its items, if devices began it ahead: their outputs must name the same
+
+    def is_reported(self, devices: Collection[str]) -> bool:
+        """Return whether every device that is not lost has reported."""
+        return self.reports.keys() | self.lost_devices >= set(devices)
+
+    def contradicts(self, device: str, frame: Frame) -> bool:
+        """Return whether a frame differs from an earlier one of the device for the same part or report."""
+        if frame.kind == "output":
+            first, array = self.parts.get((device, frame.node, frame.part), (frame.row_start, None))
+            differs = array is not None and (first != frame.row_start or not _same(array, frame.array()))
+            return differs or (bool(self.ids) and frame.numbers != self.ids)
+        if frame.kind == "done" and len(frame.numbers) == 4:
+            return self.reports.get(device, frame.numbers)[3] != frame.numbers[3]
+        return False
+
+    def _sent_parts(self) -> list[tuple[int, Array]]:
+        """Return first row and values of each part, in order, without devices that reported none."""
+        said = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
+        mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
+        return sorted(mine, key=lambda part: part[0])
+
+    def has_whole_output(self, shape: tuple[int, int]) -> bool:
+        """Return whether the parts form an output of this shape, each row once."""
+        end, mine = 0, self._sent_parts()
+        for first, array in mine:
+            if first != end or array.shape[1:] != shape[1:] or array.ndim != len(shape):
+                return False
+            end += len(array)
+        return bool(mine) and end == shape[0]
+
+    def is_complete(self, devices: Collection[str]) -> bool:
+        """Return whether every device has reported, and every part that one reported is here."""
+        heard = self.reports.keys() | self.lost_devices
+        if heard < set(devices) or not any(n[3] for n in self.reports.values()):
+            return False
+        here = Counter(device for device, _, _ in self.parts)
+        return all(here[device] >= numbers[3] for device, numbers in self.reports.items())
+
+    def count_unannounced(self) -> int:
+        """Return the number of parts from devices that reported none."""
+        return sum(not self.reports[device][3] for device, _, _ in self.parts)
+
+    def output(self) -> Array:
+        """Return the parts of the output, one below the other."""
+        mine = [array for _, array in self._sent_parts()]
+        return mine[0] if len(mine) == 1 else np.concatenate(mine)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """When a run was dispatched, and what it is expected to take."""
+
+    dispatched_s: float
+    expected_s: float = 0.0  #: predicted duration
+    expected_end_s: float = 0.0  #: predicted end, after earlier runs on its devices
+    probe_at_s: float = inf  #: then its devices are probed
+    deadline_s: float = inf  #: then it is retried
+    expectation: Expectation = AS_PREDICTED  #: of its duration, over the prediction
+
+
+@dataclass(slots=True)
+class BesideRun:
+    """What else went on during a run; the session notes it at each event."""
+
+    alone: bool  #: no other run at any time
+    loads: bool = False  #: a device of the site loaded weights, or prepared a plan
+    search: bool = False  #: the planner's machine searched
+    only_search: bool = True  #: and did so all the time
+
+
+@dataclass(slots=True)
+class Lateness:
+    """What the session did about a run that is not as far as it should be, and about going on under another plan."""
+
+    is_late: bool = False
+    was_searched_for: bool = False  #: a brief search for a plan that it may go on under was made
+    asked: tuple[PlanVersion, Progress | None] | None = None  #: plan and progress that the rule was last asked about
+
+
+@dataclass(slots=True)
+class Run:
+    """A packed batch of one or more requests, dispatched under a plan version and a run id."""
+
+    run_id: int
+    items: tuple[WorkItem, ...]
+    shape: RequestShape
+    plan: Plan
+    cluster: Cluster
+    times: RunTimes
+    dispatch_bytes: int
+    beside: BesideRun
+    state: RunState = "dispatched"  #: the scheduler alone steps it
+    answers: DeviceAnswers = field(default_factory=DeviceAnswers)
+    lateness: Lateness = field(default_factory=Lateness)
+    probed_s: float | None = None  #: when its devices were probed
+    broker_was_lost: bool = False  #: meanwhile
+    early_stats: RunStats | None = None  #: when its output was complete, before all reports
+    #: Of this run among those of each item's request, once its tokens were taken; None if the request had ended.
+    places: tuple[int | None, ...] = ()
+    steps: bool = False  #: of sessions
+    task_queue: TaskQueue | None = None  #: of leased tasks
+    frame_key: FrameKey = UNKEYED
+    progress: Progress | None = None  #: as devices have said
+    before: Run | None = None  #: the run that it goes on with under another plan
+
+    @property
+    def plan_version(self) -> PlanVersion:
+        """Return the plan version of the run."""
+        return self.plan.version
+
+    @property
+    def waiting_requests(self) -> list[Request]:
+        """Return the requests that still wait for it."""
+        return [item.request for item in self.items if not item.request.finished]
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether devices may still compute for it: it has no output, or requests that wait for its reports."""
+        return self.state == "dispatched" or not self.places
+
+    def needs(self, plan_version: PlanVersion) -> bool:
+        """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
+        before = None if self.before is None or self.progress is not None else self.before.plan_version
+        return plan_version in (self.plan_version, before)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""
+        fresh = self.before is None and self.task_queue is None and not self.shape.session_rows
+        return (
+            fresh
+            and self.progress is not None
+            and not self.answers.parts
+            and not self.answers.reports
+            and self.is_computing
+        )
+
+    def items_of(self, sessions: Collection[int]) -> list[WorkItem]:
+        """Return the items of some sessions; all items if none is among these."""
+        made = [(item, item.request.generation) for item in self.items]
+        return [item for item, of in made if of is not None and of.session in sessions] or list(self.items)
+
+    def check(self) -> None:
+        """Raise AssertionError if its fields contradict its state."""
+        assert self.state in ("dispatched", "answered"), "a run that has ended is forgotten"
+        assert (self.state == "answered") == (self.early_stats is not None)
+        assert self.state == "answered" or not self.places
+        assert self.waiting_requests or self.early_stats, "nobody waits for it"
+        assert len(self.places) in (0, len(self.items))
+
+    @property
+    def open_items(self) -> list[WorkItem]:
+        """Return the items whose output was not delivered."""
+        if not self.is_computing:
+            return []
+        return [item for item in self.items if not item.request.finished and item.index not in item.request.outputs]
+
+    def outputs_of_steps(self) -> list[Array]:
+        """Return of a run of sessions what answers each item: of several a row each, else all."""
+        output = self.answers.output()
+        return [output] if len(self.items) == 1 else [output[i : i + 1] for i in range(len(self.items))]
+
+    def stats(self) -> RunStats:
+        """Return what the devices reported."""
+        return RunStats(
+            self.plan,
+            self.cluster,
+            self.shape,
+            {d: n[0] for d, n in self.answers.reports.items()},
+            {d: n[1] for d, n in self.answers.reports.items()},
+            {d: n[2] for d, n in self.answers.reports.items()},
+            self.dispatch_bytes,
+            len(self.items),
+            reported=self.answers.is_reported(self.plan.devices),
+            dispatched_s=(self.before or self).times.dispatched_s,
+            expectation=self.times.expectation,
+        )
+
+
+def _same(one: Array, other: Array) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()

@@ -1,0 +1,163 @@
+"""Weights from device to device, at a site of real processes with a real broker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from broker_kinds import broker_of
+from site_processes import PATIENCE_S, SITE, Site, Voice, poll
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.client import Hepti
+from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.transport.mesh import mesh_possible
+
+pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
+
+NAMES = ["a", "b", "c"]
+# Every device holds all weights.
+ALL_WEIGHTS: Mapping[str, Any] = {
+    "strategy": "row",
+    "options": {"variant": "heads"},
+    "devices": NAMES,
+    "want": "hidden",
+}
+
+
+class PlannerBytes(Voice):
+    """Counts the bytes of tiles that the planner sends."""
+
+    def __init__(self, url: str) -> None:
+        self.nbytes = 0
+        super().__init__(url, Topics(SITE).weights("a")[:-1] + "+")
+
+    def hear(self, topic: str, payload: bytes) -> None:
+        self.nbytes += len(payload)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("bert-large", tmp_path_factory.mktemp("model") / "model", seed=3, layers=2)
+
+
+def model_bytes(model: Path) -> int:
+    with Checkpoint.open(model, "large") as checkpoint:
+        return sum(tile.nbytes for entry in checkpoint.manifest.entries for tile in entry.tiles())
+
+
+@contextmanager
+def site_of(directory: Path, model: Path, liars: Collection[str] = ()) -> Iterator[tuple[Site, Hepti, PlannerBytes]]:
+    with broker_of(None) as broker:
+        site = Site(directory, broker, {"large": model})
+        planner = PlannerBytes(site.url)
+        try:
+            site.planner()
+            for name in NAMES:
+                if name in liars:
+                    start_liar(site, name)
+                else:
+                    site.agent(name, "1GiB")
+            with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
+                poll(lambda: online(hepti) == set(NAMES), "all online")
+                yield site, hepti, planner
+        finally:
+            planner.close()
+            site.close()
+
+
+def start_liar(site: Site, name: str) -> None:
+    cache = str(site.directory / f"device-{name}")
+    command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "lying_agent.py"), "agent", "--id", name]
+    with (site.directory / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*command, "--threads", "1", "--memory", "1GiB", "--cache", cache],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=site.environment,
+        )
+    site.running[name] = process
+
+
+def online(hepti: Hepti) -> set[str]:
+    return {d["device"] for d in hepti.devices(wait_s=0.2) if d["status"] == "online"}
+
+
+def counted(hepti: Hepti) -> dict[str, Counter[str]]:
+    """Return the counters of all devices, once each has sent a heartbeat."""
+
+    def told() -> dict[str, Counter[str]] | None:
+        beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d.get("heartbeat")}
+        return {n: Counter(b["counters"]) for n, b in beats.items()} if beats.keys() == set(NAMES) else None
+
+    found: dict[str, Counter[str]] = poll(told, "heartbeats of all")
+    return found
+
+
+def cached_bytes(site: Site, name: str) -> int:
+    return sum(file.stat().st_size for file in site.tiles(name).values())
+
+
+def ask(hepti: Hepti) -> None:
+    answer = hepti.infer("large", ids=list(range(5, 23)), **ALL_WEIGHTS, timeout_s=PATIENCE_S)
+    assert np.isfinite(answer.hidden).all()
+
+
+def test_each_tile_leaves_the_planner_about_once_for_the_site(tmp_path: Path, model: Path) -> None:
+    with site_of(tmp_path, model) as (site, hepti, planner):
+        ask(hepti)
+        whole = model_bytes(model)
+        assert planner.nbytes <= 1.2 * whole
+        repeated = sum(cached_bytes(site, name) for name in NAMES) - whole
+        assert sum(each["tile_bytes_from_peers"] for each in counted(hepti).values()) > 0.6 * repeated
+
+
+def test_a_peer_that_is_killed_in_the_middle_costs_its_share(tmp_path: Path, model: Path) -> None:
+    with site_of(tmp_path, model) as (site, hepti, planner):
+        whole = model_bytes(model)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(ask, hepti)
+            poll(lambda: planner.nbytes > 0.3 * whole or first.done(), "tiles on their way", every=0.02)
+            site.kill("b")
+            site.agent("b", "1GiB")
+            first.exception(PATIENCE_S)
+        ask(hepti)
+        assert planner.nbytes <= 2 * whole, "others keep what they had"
+
+
+def test_peers_that_lie_cost_a_tile_each(tmp_path: Path, model: Path) -> None:
+    with site_of(tmp_path, model, liars=NAMES) as (_, hepti, _planner):
+        ask(hepti)
+        counters = counted(hepti).values()
+        assert sum(each["tiles_mismatched"] for each in counters) > 0
+        assert all(each["tile_bytes_from_peers"] == 0 for each in counters)
+
+
+def test_a_device_whose_cache_cannot_be_written_serves_from_memory(tmp_path: Path) -> None:
+    tiny = make_model("tiny-bert", tmp_path / "model", seed=3)
+    (tmp_path / "device-a").write_text("no directory")
+    with broker_of(None) as broker:
+        site = Site(tmp_path, broker, {"tiny": tiny})
+        try:
+            site.planner()
+            site.agent("a")
+            with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
+                poll(lambda: online(hepti) == {"a"}, "online")
+                answer = hepti.infer("tiny", ids=[5, 6, 7], want="hidden", timeout_s=PATIENCE_S)
+                assert np.isfinite(answer.hidden).all()
+                (device,) = hepti.devices(wait_s=0.2)
+                assert device["reason"]
+            doctor = site.start("doctor", "doctor", "--broker", site.url)
+            doctor.wait(PATIENCE_S)
+            assert device["reason"] in site.log("doctor")
+        finally:
+            site.close()

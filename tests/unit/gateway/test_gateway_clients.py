@@ -1,0 +1,340 @@
+"""What real clients send, row by row, and what they get: accepted, refused by their own key, or in another shape."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from gateway_client import Described
+from starlette.testclient import TestClient
+
+from hepti_mqtt.client import Answer
+from hepti_mqtt.client.connection import AnswerStream
+from hepti_mqtt.errors import ContextLengthError, RequestError
+from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.site import Site
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    TEXT: {"prompt": "hello"},
+    EMBED: {"input": "1"},
+    OLLAMA: {"messages": HELLO, "stream": False},
+    GENERATE: {"prompt": "hello", "stream": False},
+    "/api/embed": {"input": "1"},
+    "/v1/responses": {"input": "hello"},
+}
+
+
+class Writer(Described):
+    """Writes thoughts and a text, and remembers what was asked."""
+
+    def __init__(self, text: str = "well", thinking: str = "", error: Exception | None = None) -> None:
+        super().__init__(thinking=bool(thinking))
+        self.text, self.thinking, self.error = text, thinking, error
+
+    def _written(self) -> Answer:
+        result = {"ids": [1, 2], "text": self.text, "finish": "stop"}
+        result |= {"thinking": self.thinking} if self.thinking else {}
+        return Answer({"result": result, "tokens": 5, "cached_tokens": 3}, 1.0)
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        if not {"text", "messages"} & request.keys():
+            return super().submit(model, **request)
+        self.asked.append(request)
+        future: Future[Answer] = Future()
+        if self.error is None:
+            future.set_result(self._written())
+        else:
+            future.set_exception(self.error)
+        return future
+
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.asked.append(request)
+        stream = AnswerStream(put)
+        put({"index": 0, "token": 1, "text": "", "thinking": self.thinking})
+        put({"index": 1, "token": 2, "text": self.text, "thinking": ""})
+        stream.set_result(self._written())
+        return stream
+
+
+def client_of(planner: Writer, **options: Any) -> TestClient:
+    return TestClient(create_app(Site(planner, 5.0, "m"), **options), base_url="http://localhost")
+
+
+def post(path: str, planner: Writer, **body: Any) -> Any:
+    return client_of(planner).post(path, json={"model": "m", **NEEDED[path], **body})
+
+
+ACCEPTED = [
+    *((CHAT, {key: None}, {}) for key in ("temperature", "tools", "seed", "stop", "audio", "prediction", "verbosity")),
+    *((CHAT, {key: []}, {}) for key in ("tools", "stop", "functions")),
+    (CHAT, {"n": 1, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "modalities": ["text"]}, {}),
+    (CHAT, {"logprobs": False, "top_logprobs": 0, "reasoning_effort": None, "logit_bias": {}}, {}),
+    (CHAT, {"seed": -1}, {"seed": 2**32 - 1}),
+    (CHAT, {"seed": 2**63 + 5}, {"seed": 5}),
+    (CHAT, {"max_tokens": 128_000}, {"max_new_tokens": 128_000, "fit": True}),
+    (CHAT, {"max_completion_tokens": 3000.0}, {"max_new_tokens": 3000}),
+    (CHAT, {"max_tokens": -1}, {}),
+    (CHAT, {"reasoning_effort": "none"}, {"thinking": False}),
+    (CHAT, {"reasoning_effort": "low"}, {"thinking": True}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": False}),
+    (CHAT, {"top_k": -1}, {}),
+    (TEXT, {"echo": False, "suffix": None, "best_of": 1, "n": 1, "logprobs": None}, {"text": "hello"}),
+    (TEXT, {"prompt": ["text"]}, {"text": "text"}),
+    (EMBED, {"input_type": "search_query"}, {"prompt": "query"}),
+    (EMBED, {"prompt_name": "passage"}, {"prompt": "passage"}),
+    (GENERATE, {"images": [], "suffix": "", "context": [], "template": "", "system": ""}, {"messages": HELLO}),
+    (GENERATE, {"raw": True}, {"text": "hello", "fit": True}),
+    (OLLAMA, {"think": False}, {"thinking": False}),
+    (OLLAMA, {"think": "low"}, {"thinking": True}),
+    (OLLAMA, {"think": None, "format": "", "keep_alive": "5m", "tools": None}, {}),
+    (OLLAMA, {"messages": [{**HELLO[0], "images": [], "thinking": ""}]}, {"messages": HELLO}),
+    (OLLAMA, {"options": {"top_k": 0, "seed": -1, "mirostat": 0, "tfs_z": 1, "typical_p": 1.0}}, {"seed": 2**32 - 1}),
+    (OLLAMA, {"options": dict.fromkeys(
+        ("num_ctx", "use_mlock", "use_mmap", "numa", "num_thread", "num_gpu", "main_gpu", "low_vram", "f16_kv",
+         "vocab_only", "num_batch", "num_keep"), 1)}, {}),
+    (OLLAMA, {"options": {"num_predict": 32_000, "repeat_penalty": 1.1}},
+     {"max_new_tokens": 32_000, "repetition_penalty": 1.1, "fit": True}),
+    (OLLAMA, {"options": {"num_predict": -2}}, {}),
+    ("/v1/responses", {"max_output_tokens": 7, "store": False, "truncation": "disabled"}, {"max_new_tokens": 7}),
+]  # fmt: skip
+SENT = {"deadline_ms", "fit", "messages", "text", "texts", "truncate"}
+
+
+@pytest.mark.parametrize(("path", "body", "sent"), ACCEPTED, ids=str)
+def test_what_is_accepted_reaches_the_planner(path: str, body: dict[str, Any], sent: dict[str, Any]) -> None:
+    planner = Writer()
+    answer = post(path, planner, **body)
+    assert answer.status_code == 200, answer.text
+    asked = {key: value for key, value in planner.asked[-1].items() if value is not None and key != "model"}
+    assert {key: asked.get(key) for key in sent} == sent
+    assert asked.keys() - SENT <= sent.keys() | {"max_new_tokens"}
+
+
+REFUSED = [
+    (CHAT, {"n": 2}, "n"),
+    (CHAT, {"unheard_of": 1}, "unheard_of"),
+    (CHAT, {"temperature": 3}, "temperature"),
+    (CHAT, {"temperature": "1"}, "temperature"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": "9"}, "max_tokens"),
+    (CHAT, {"audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (CHAT, {"web_search_options": {"a": 1}}, "web_search_options"),
+    (CHAT, {"chat_template_kwargs": {"other": 1}}, "other"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": None}, "messages"),
+    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"best_of": 3}, "best_of"),
+    (TEXT, {"suffix": "x"}, "suffix"),
+    (TEXT, {"prompt": [1, 2]}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (EMBED, {"input": []}, "input"),
+    (EMBED, {"input": None}, "input"),
+    (EMBED, {"input": [{"text": "1"}]}, "input"),
+    (EMBED, {"input": [[1]]}, "input"),
+    (EMBED, {"dimensions": 0}, "dimensions"),
+    ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=str)
+def test_what_would_change_the_answer_is_refused_by_its_key(path: str, body: dict[str, Any], param: str) -> None:
+    planner = Writer()
+    answer = post(path, planner, **body)
+    assert (answer.status_code, planner.asked) == (400, [])
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"images": ["aGVsbG8="]}),
+        (OLLAMA, {"messages": [{**HELLO[0], "images": ["aGVsbG8="]}]}),
+        (GENERATE, {"suffix": "x"}),
+        (GENERATE, {"context": [1]}),
+        (OLLAMA, {"options": {"mirostat": 1}}),
+        (OLLAMA, {"options": {"tfs_z": 0.5}}),
+        (OLLAMA, {"options": {"repeat_last_n": 5}}),
+        (OLLAMA, {"format": "xml"}),
+        (OLLAMA, {"foo": 1}),
+    ],
+    ids=str,
+)
+def test_ollamas_refusals_have_its_shape(path: str, body: dict[str, Any]) -> None:
+    planner = Writer()
+    answer = post(path, planner, **body)
+    assert (answer.status_code, planner.asked) == (400, [])
+    assert isinstance(answer.json()["error"], str)
+
+
+def test_the_planners_refusal_names_the_clients_key() -> None:
+    planner = Writer(error=RequestError("max_new_tokens must be an integer from 1 to 5", "max_new_tokens"))
+    for path, key in ((CHAT, "max_completion_tokens"), (TEXT, "max_tokens"), ("/v1/responses", "max_output_tokens")):
+        error = post(path, planner, **{key: 9}).json()["error"]
+        assert error["param"] == key
+        assert error["message"].startswith(key)
+    long = Writer(error=ContextLengthError("messages has 9 tokens", "messages"))
+    answer = post(CHAT, long)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_one_choice_for_each_prompt() -> None:
+    whole = post(TEXT, Writer(), prompt=["a", "b"]).json()
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "well"), (1, "well")]
+    assert whole["usage"]["prompt_tokens"] == 10
+    streamed = post(TEXT, Writer(), prompt=["a", "b"], stream=True).text
+    events = [json.loads(one.removeprefix("data: ")) for one in streamed.split("\n\n") if "{" in one]
+    texts = {0: "", 1: ""}
+    for one in events:
+        texts[one["choices"][0]["index"]] += one["choices"][0]["text"]
+    assert texts == {0: "well", 1: "well"}
+
+
+def test_usage_and_models() -> None:
+    http = client_of(Writer())
+    usage = post(CHAT, Writer()).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    events = post(CHAT, Writer(), stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    *chunks, last = [json.loads(one.removeprefix("data: ")) for one in events if "{" in one]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["usage"]["total_tokens"] == 7
+    assert http.get("/v1/models/m").json()["id"] == "m"
+    assert http.get("/v1/models/nobody").status_code == 404
+
+
+def test_thoughts_are_apart_from_the_answer() -> None:
+    planner = Writer("yes", "hm")
+    message = post(CHAT, planner).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+    events = post(CHAT, planner, stream=True).text.split("\n\n")
+    deltas = [json.loads(one.removeprefix("data: "))["choices"][0]["delta"] for one in events if "{" in one]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+    assert post(OLLAMA, planner).json()["message"] == {"role": "assistant", "content": "yes", "thinking": "hm"}
+    lines = [json.loads(line) for line in post(OLLAMA, planner, stream=True).text.splitlines()]
+    assert "".join(line["message"].get("thinking", "") for line in lines) == "hm"
+    assert post(GENERATE, planner).json()["thinking"] == "hm"
+    output = post("/v1/responses", planner).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+    assert "reasoning_content" not in post(CHAT, Writer()).json()["choices"][0]["message"]
+
+
+def test_a_response_and_its_events() -> None:
+    call = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
+    tool = {"type": "function", **TOOL["function"]}
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "open"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "open", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+    ]
+    planner = Writer(f"I do. {call}")
+    body = {"input": turns, "instructions": "Be brief.", "tools": [tool]}
+    whole = post("/v1/responses", planner, **body).json()
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call"]
+    assert [one["role"] for one in planner.asked[-1]["messages"]] == ["system", "user", "assistant", "tool"]
+    assert planner.asked[-1]["tools"] == [TOOL]
+    text = post("/v1/responses", planner, stream=True, **body).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    shown = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
+    assert shown.strip() == "I do."
+    assert events[-1]["type"] == "response.completed"
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == shown
+
+
+def test_ollamas_own_client_finds_what_it_asks_for() -> None:
+    http = client_of(Writer())
+    assert tuple(map(int, http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)
+    assert http.head("/").status_code == 200
+    (listed, *_), running = http.get("/api/tags").json()["models"], http.get("/api/ps").json()["models"]
+    assert {"digest", "modified_at", "size", "details"} <= listed.keys()
+    assert running[0]["context_length"] == 2048
+    shown = http.post("/api/show", json={"model": "m:latest"}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["model_info"]["llama.context_length"] == 2048
+    assert len(http.post("/api/embeddings", json={"model": "m", "prompt": "4"}).json()["embedding"]) == 5
+    for path, body in ((GENERATE, {"model": "m"}), (OLLAMA, {"model": "m", "messages": []})):
+        for keep, reason in ((None, "load"), (-1, "load"), (0, "unload"), ("0s", "unload")):
+            answer = http.post(path, json={**body, "keep_alive": keep}).json()
+            assert (answer["done"], answer["done_reason"]) == (True, reason)
+    final = post(GENERATE, Writer()).json()
+    parts = [final[f"{part}_duration"] for part in ("total", "load", "prompt_eval", "eval")]
+    assert all(isinstance(part, int) and part >= 0 for part in parts)
+    assert http.post("/api/chat", content=b'{"model": "x"}').status_code == 404, "a body without a type is JSON"
+    assert http.get("/api/nothing").json().keys() == {"error"}
+
+
+def test_tei_hugging_face_cohere_and_jina() -> None:
+    http = client_of(Described())
+    ranker = TestClient(create_app(Site(Described(task="classification"), 5.0, "ranker")))
+    labels = TestClient(create_app(Site(Described(task="classification"), 5.0, "labels")))
+    vectors = TestClient(create_app(Site(Described(task="embedding"), 5.0, "m")))
+    assert len(vectors.post("/", json={"inputs": ["1", "2"]}).json()) == 2
+    assert labels.post("/", json={"inputs": "1", "parameters": {"top_k": 1}}).json()[0]["label"] == "a"
+    documents = {"query": "q", "documents": ["1", {"text": "3"}], "top_n": 9}
+    jina = ranker.post("/rerank", json={**documents, "model": "ranker", "return_documents": True}).json()
+    assert [one["document"] for one in jina["results"]] == [{"text": "3"}, {"text": "1"}]
+    cohere = ranker.post("/v2/rerank", json={**documents, "model": "ranker", "max_tokens_per_doc": 4096}).json()
+    assert [one.keys() for one in cohere["results"]] == [{"index", "relevance_score"}] * 2
+    assert ranker.post("/v2/rerank", json={**documents, "max_tokens_per_doc": 7}).status_code == 400
+    assert http.post("/embed", json={"inputs": "1", "dimensions": 2}).status_code == 200
+
+
+def test_a_zipped_body_is_read_within_the_limit() -> None:
+    http = client_of(Writer())
+    head = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    body = json.dumps({"model": "m", "input": "1"}).encode()
+    assert http.post(EMBED, content=gzip.compress(body), headers=head).status_code == 200
+    assert http.post(EMBED, content=gzip.compress(body)[:-9], headers=head).status_code == 400
+    assert http.post(EMBED, content=b"no gzip", headers=head).status_code == 400
+    assert http.post(EMBED, content=gzip.compress(b" " * (40 << 20)), headers=head).status_code == 413
+    assert http.post(EMBED, content=body, headers={**head, "Content-Encoding": "br"}).status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("headers", "options", "status"),
+    [
+        ({}, {}, 200),
+        ({"Host": "192.168.1.7:8091"}, {}, 200),
+        ({"Host": "[::1]:8091"}, {}, 200),
+        ({"Host": "gateway"}, {}, 200),
+        ({"Host": "hepti.local"}, {}, 200),
+        ({"Host": "attacker.example"}, {}, 403),
+        ({"Host": "attacker.example"}, {"names": ["attacker.example"]}, 200),
+        ({"Host": "attacker.example", "Authorization": "Bearer k"}, {"keys": ["k"]}, 200),
+        ({"Origin": "http://localhost"}, {}, 200),
+        ({"Origin": "https://chat.example"}, {}, 403),
+        ({"Origin": "https://chat.example"}, {"origins": ["https://chat.example"]}, 200),
+        ({"Origin": "null"}, {}, 403),
+    ],
+)
+def test_a_gateway_without_keys_answers_no_foreign_page(headers, options, status) -> None:
+    http = client_of(Writer(), **{"names": [], **options})
+    assert http.get("/v1/models", headers=headers).status_code == status
+
+
+def test_pages_of_a_named_origin_may_ask() -> None:
+    origin = {"Origin": "https://chat.example"}
+    http = client_of(Writer(), keys=["k"], origins=["https://chat.example"])
+    asked = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = http.options(CHAT, headers=asked)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, origin["Origin"])
+    answer = http.get("/v1/models", headers={**origin, "Authorization": "Bearer k"})
+    assert answer.headers["access-control-allow-origin"] == origin["Origin"]
+    missing = http.get("/nothing/at/all")
+    assert (missing.status_code, len(missing.json()["error"]["message"]) < 100) == (404, True)
