@@ -1,4 +1,4 @@
-"""What small ops and exchanges cost: per op, with its kernel (bar 1 µs), per exchange (bar 100 µs, without transport)."""
+"""What small ops and exchanges cost: per op (bar 1 µs), per exchange (bar 100 µs, without transport)."""
 
 from __future__ import annotations
 
