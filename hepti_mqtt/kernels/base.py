@@ -85,7 +85,9 @@ class BoundKernel:
         if self._tape is None:
             growing = [slot for slot in arrays if self._slots[slot].state]
             self._tape = Tape([self.calls], self._pool, list(arrays), growing)
-        self._tape.run(list(arrays.values()))
+        row, scratch = 0, np.empty(self._tape.nbytes, np.uint8)
+        while row < len(self.calls):  # whatever interrupts the pool
+            row = self._tape.run(list(arrays.values()), scratch, row)
 
 
 Run = Callable[[Sequence[Array], Sequence[Array]], None]

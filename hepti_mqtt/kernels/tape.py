@@ -386,8 +386,8 @@ class Tape:
     def _run_compiled(self, first: int, stop: int, limit_ns: int, times: NDArray[np.int64]) -> tuple[int, bool]:
         pool, place, woke, run = self._pool, first, False, entry(_run_rows)
         control, lanes = pool.control, pool.memory.__array_interface__["data"][0]
-        control[_LIMIT], control[_POLLS] = limit_ns, pool.polls
         while place < stop:
+            control[_LIMIT], control[_POLLS] = limit_ns, pool.polls  # a row in Python may run a tape of its own
             run(self._rows, place, stop, lanes, control, times)
             place, code = int(control[_NEXT]), int(control[_CODE])
             if code == _STOPPED:
