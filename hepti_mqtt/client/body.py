@@ -100,7 +100,7 @@ class RequestKeys(TypedDict, total=False):
     image: Picture | None
     images: Sequence[Picture] | None
     audio: Recording | None
-    language: str | None
+    language: str | Sequence[str] | None
     task: str | None
     window: float | None
     timestamps: bool | None

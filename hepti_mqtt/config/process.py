@@ -171,7 +171,9 @@ def requires_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"{what} needs {error.name}: pip install 'hepti[{extra}]'") from None
+        raise ConfigError(
+            f"{what} needs {error.name}, of the extra `{extra}`: in the checkout, pip install '.[{extra}]'"
+        ) from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

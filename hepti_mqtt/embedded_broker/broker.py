@@ -71,8 +71,8 @@ def start_broker(only: str | None = None, **options: Any) -> EmbeddedBroker:
         )
     if program is None and importlib.util.find_spec("amqtt") is None:
         raise ConfigError(
-            "no broker is installed; install mosquitto, run pip install 'hepti[broker]', or name a running broker with "
-            "--broker or HEPTI_BROKER"
+            "no broker is installed; install mosquitto, run pip install '.[broker]' in the checkout, or name a "
+            "running broker with --broker or HEPTI_BROKER"
         )
     broker = EmbeddedBroker(program, **options)
     try:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownMo
 from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound
+from hepti_mqtt.service.silence import is_silent
 from hepti_mqtt.service.sound import Floats
 
 TEXTS: Final = 64  # of one request
@@ -107,8 +109,15 @@ class Spoken(NamedTuple):
 
 
 def samples_of(recording: bytes) -> Floats | None:
-    """Return a recording's samples at 16 kHz; None for what is no WAV file, which one request carries as it is."""
-    return sound.read_file("file", recording, LONGEST_S) if recording[:4] == b"RIFF" else None
+    """Return a recording's samples at 16 kHz; None without the extra for its format: a request carries it as it is."""
+    if recording[:4] != b"RIFF" and find_spec("av") is None:
+        return None
+    return sound.read_file("file", recording, LONGEST_S)
+
+
+def _first(language: Any) -> str:
+    """Return the language of a request as a text."""
+    return str((language[0] if isinstance(language, list) and language else language) or "")
 
 
 class Site:
@@ -212,6 +221,8 @@ class Site:
         options: of the request. A recording that is longer than a window is always timed.
         """
         samples = await asyncio.to_thread(samples_of, recording)
+        if samples is not None and await asyncio.to_thread(is_silent, samples):
+            return Spoken("", _first(options.get("language")), len(samples) / RATE)
         if samples is None or (len(samples) <= PIECE_S * RATE and not timed):
             body = {"audio": recording, "timestamps": timed or None}
             found = (await self._ask_all(model, [body], **options))[0].result
@@ -220,7 +231,13 @@ class Site:
         return await self._read_on(model, samples, **options)
 
     async def _read_on(
-        self, model: str, samples: Floats, *, language: str | None = None, prompt: str | None = None, **options: Any
+        self,
+        model: str,
+        samples: Floats,
+        *,
+        language: str | Sequence[str] | None = None,
+        prompt: str | None = None,
+        **options: Any,
     ) -> Spoken:
         """Return what is said window by window, as the reference reads: each begins where the last segment ended.
 
@@ -238,10 +255,11 @@ class Site:
             said += [token for one in heard for token in one["ids"]]
             if found["temperature"] > KEPT_TEMPERATURE:
                 said.clear()
-            language = language or found["language"]
+            if language is None or not isinstance(language, str):
+                language = found["language"]
             at_s += found["seconds"] if is_whole else found["seek"]
         text = "".join(one["text"] for one in segments).strip()
-        return Spoken(text, language or "", len(samples) / RATE, tuple(segments))
+        return Spoken(text, _first(language), len(samples) / RATE, tuple(segments))
 
     async def infer(self, model: str, body: dict[str, Any]) -> Answer:
         """Return the answer to one request as MQTT gives it; raises as `embed` does."""

@@ -23,6 +23,8 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.discovery import EVERYWHERE, SPEECH, registered
 from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
 from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.service.languages import language_code
+from hepti_mqtt.service.silence import LEAST_S
 from hepti_mqtt.transport import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ MAX_AUDIO: Final = 12_000_000  # of a recording: as much as fits into a request
 CLIENTS: Final = 64  # at once; further ones are turned away
 IDLE_S: Final = 600.0  # between two events; Home Assistant opens a connection for each command
 STALL_S: Final = 30.0  # within a recording
-LEAST_S: Final = 0.1  # of sound; less is nothing said
 _HOME: Final = {"name": "Hepti", "url": "https://www.home-assistant.io/integrations/wyoming/"}
 
 
@@ -137,11 +138,19 @@ class Wyoming:
     """Answers clients, each on a connection of its own.
 
     speech: returns the models of speech that are served, and their languages. model: for clients that name none.
-    language: of what is said where a client names none; None has it found.
+    languages: of what is said where a client names none, or another one; none for all. prompt: names to expect.
     """
 
-    def __init__(self, site: Site, speech: Speech, model: str | None = None, language: str | None = None) -> None:
-        self._site, self._speech, self._model, self._language = site, speech, model, language
+    def __init__(
+        self,
+        site: Site,
+        speech: Speech,
+        model: str | None = None,
+        languages: Sequence[str] = (),
+        prompt: str | None = None,
+    ) -> None:
+        self._site, self._speech, self._model = site, speech, model
+        self._languages, self._prompt = languages, prompt
         self._clients = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,7 +173,10 @@ class Wyoming:
     async def describe(self) -> Event:
         """Return what is offered: the models of speech, with their languages."""
         models = [
-            {**_artifact(name, f"{name}, divided over the devices of this site"), "languages": list(languages)}
+            {
+                **_artifact(name, f"{name}, divided over the devices of this site"),
+                "languages": [code for code in languages if self._allows(code)],
+            }
             for name, languages in (await self._speech()).items()
             if self._model in (None, name)
         ]
@@ -172,6 +184,9 @@ class Wyoming:
         return Event(
             "info", {"asr": [program], **{kind: [] for kind in ("tts", "handle", "intent", "wake", "mic", "snd")}}
         )
+
+    def _allows(self, code: str) -> bool:
+        return not self._languages or any(language_code(one, [code]) for one in self._languages)
 
     async def transcribe(self, recording: Recording, asked: Mapping[str, Any]) -> Event:
         """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError."""
@@ -181,9 +196,13 @@ class Wyoming:
         name = asked.get("name") or self._model or (next(iter(served)) if len(served) == 1 else None)
         if not isinstance(name, str) or name not in served:
             raise RequestError(f"name a model of speech, one of: {', '.join(served) or 'none is served'}")
-        language = asked.get("language") or self._language
-        code = str(language).replace("_", "-").partition("-")[0].lower() if language else None
-        found = await self._site.transcribe(name, recording.wav(), language=code)
+        known = served[name]
+        allowed = [code for one in self._languages if (code := language_code(one, known)) is not None]
+        code = language_code(str(asked.get("language") or ""), allowed or known)
+        # A language that the model, or this home, does not know is detected.
+        found = await self._site.transcribe(
+            name, recording.wav(), language=code or allowed or None, prompt=self._prompt
+        )
         return Event("transcript", {"text": found.text, "language": found.language})
 
 

@@ -6,7 +6,7 @@ S rows of the encoder, of two frames each; m new tokens of the decoder, C tokens
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
@@ -249,11 +249,17 @@ class SpeechTokens:
     first_never: tuple[int, ...]
 
     def begin(
-        self, language: str | None, task: str, *, timed: bool = False, said: tuple[int, ...] = ()
+        self,
+        language: str | None,
+        task: str,
+        *,
+        timed: bool = False,
+        said: tuple[int, ...] = (),
+        among: Collection[str] = (),
     ) -> tuple[tuple[int, ...], TokenRules]:
-        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one.
+        """Return the prompt of a text, and the rules for what follows; language None: the likeliest one of `among`.
 
-        timed: with moments. said: what was said before.
+        timed: with moments. said: what was said before. among: codes of languages, none for all.
         """
         moments = Moments(self.plain + 1, self.end, self.plain, LATEST) if timed else None
         rules = TokenRules((self.end,), self.never, self.first_never, scored=True, silent=self.silent, moments=moments)
@@ -264,7 +270,8 @@ class SpeechTokens:
         forced = (self.tasks[task], *ending)
         if language is not None:
             return (*opening, self.start, self.languages[language], *forced), rules
-        return (self.start,), replace(rules, choices=tuple(self.languages.values()), opening=opening, forced=forced)
+        choices = tuple(self.languages[code] for code in among or self.languages)
+        return (self.start,), replace(rules, choices=choices, opening=opening, forced=forced)
 
 
 def speech_tokens(

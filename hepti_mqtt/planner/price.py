@@ -21,7 +21,7 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.ids import ALL_DEVICES, PlanVersion
+from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
@@ -311,9 +311,8 @@ def fits_packet_limit(question: Question, plan: Plan) -> bool:
 def tile_packet(question: Question) -> int:
     """Return the bytes of the largest packet that brings weights to a device."""
     most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))
-    topics = Topics(question.naming.site)
-    names = (ALL_DEVICES, *question.cluster.devices)
-    return max(publish_bytes(topics.weights(n), frame_bytes(most * DTYPE_BYTES["f32"]), 1) for n in names)
+    topics, nbytes = Topics(question.naming.site), frame_bytes(most * DTYPE_BYTES["f32"])
+    return max(publish_bytes(topics.weights(device), nbytes, 1) for device in question.cluster.devices)
 
 
 def _tile_items(shape: tuple[int, ...]) -> int:

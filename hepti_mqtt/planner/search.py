@@ -481,8 +481,8 @@ def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
 
 
 def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
-    chosen = top[0]
-    reason = explain_choice(top, chosen, behind)
+    chosen, behind = top[0], sorted(behind, key=_order)
+    reason = explain_choice(sorted(top, key=_order), chosen, behind)
     plan = replace(chosen.plan, reason=reason)
     return Decision(
         replace(chosen, plan=plan),
@@ -490,7 +490,7 @@ def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Can
         reason,
         question.cluster,
         programs_digest(question.spec, plan),
-        tuple(sorted(behind, key=_order)),
+        tuple(behind),
     )
 
 

@@ -75,7 +75,9 @@ def read_format(value: Any) -> Mapping[str, Any] | None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
-        raise RequestError(f"response_format must be an object whose type is one of {', '.join(FORMATS)}")
+        raise RequestError(
+            f"response_format must be an object whose type is one of {', '.join(FORMATS)}", "response_format"
+        )
     if kind == "text":
         return None
     if kind == "json_object":
@@ -83,7 +85,9 @@ def read_format(value: Any) -> Mapping[str, Any] | None:
     named = value.get("json_schema")
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise RequestError(f"response_format.json_schema.schema must be a JSON schema, not {describe(schema)}")
+        raise RequestError(
+            f"response_format.json_schema.schema must be a JSON schema, not {describe(schema)}", "response_format"
+        )
     return schema
 
 
@@ -93,7 +97,7 @@ def read_choice(value: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[M
     if value in (None, "auto"):
         return []
     if not functions:
-        raise RequestError("tool_choice goes with tools; leave it out")
+        raise RequestError("tool_choice goes with tools; leave it out", "tool_choice")
     if value == "required":
         return functions
     named = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
@@ -103,7 +107,8 @@ def read_choice(value: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[M
         known = ", ".join(str(function["name"])[:40] for function in functions)
         raise RequestError(
             'tool_choice must be "auto", "required" or {"type": "function", "function": {"name": ...}} with one of '
-            f"{known}, not {quoted(name if name is not None else value)}"
+            f"{known}, not {quoted(name if name is not None else value)}",
+            "tool_choice",
         )
     return found
 
@@ -137,8 +142,8 @@ def _matcher(checkpoint: Checkpoint, schema: str) -> LLMatcher:
         from llguidance import LLMatcher
     except ImportError:
         raise RequestError(
-            "a text by a schema needs llguidance where the planner runs: pip install 'hepti[grammar]' there, or leave "
-            "response_format and tool_choice out"
+            "a text by a schema needs llguidance where the planner runs: pip install '.[grammar]' in the checkout, "
+            "or leave response_format and tool_choice out"
         ) from None
     if len(schema) > MAX_SCHEMA:
         raise RequestError(f"the schema has {len(schema)} characters; at most {MAX_SCHEMA} are read")

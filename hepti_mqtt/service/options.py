@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import RequestError
@@ -134,7 +135,7 @@ _TABLE: Final = (
     Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
            "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
            "An invalid schema, or one that has a part that llguidance does not support, is refused. The planner needs "
-           "`pip install 'hepti[grammar]'`", **_WRITES),
+           "the extra `grammar`", **_WRITES),
     Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
            "where the chat template writes none", (), ("messages",), neutral=([],)),
     Option("tool_choice", "any", "with `tools`: `required`, or `{\"type\": \"function\", \"function\": {\"name\": "
@@ -152,7 +153,8 @@ _TABLE: Final = (
            ("generation", "transcription"), low=1),
     Option("fit", "flag", "`true`: `max_new_tokens` is a bound, and fewer are generated where the model has less room; "
            "without it, that is an error", ("generation",), _TEXT_INPUTS, neutral=(False,)),
-    Option("language", "any", "of speech: a code such as `en` ([speech](../guide/speech.md#ask))", **_SPEAKS),
+    Option("language", "any", "of speech: a code such as `en`, or a list of them "
+           "([speech](../guide/speech.md#ask))", **_SPEAKS),
     Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
     Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
     Option("timestamps", "any", "of speech: `true` for the times of segments", **_SPEAKS, neutral=(False,)),
@@ -171,6 +173,16 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
             option.check(value)
         kept[key] = value
     return kept
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Name a key in refusals of the block that name none."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or key
+        raise
 
 
 def reference_rows() -> str:

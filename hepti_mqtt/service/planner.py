@@ -36,6 +36,7 @@ from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.card import model_card
 from hepti_mqtt.service.channel import RequestChannel
@@ -556,8 +557,8 @@ class _Planner:
         elif isinstance(command, Answering):
             self._queue_answer(command)
         elif isinstance(command, interface.Solve):
-            is_short = command.hurried or command.recalled or command.plans
-            (self.hurried if is_short else self.searching).submit_or_run("", partial(self._search, command))
+            executor = self.hurried if SEARCHES[command.kind].is_short else self.searching
+            executor.submit_or_run("", partial(self._search, command))
         elif isinstance(command, interface.SendTiles):
             rate = self.session.fleet.estimates.link(command.device).down_bytes_per_s
             self.tiles.ask(command.model, command.device, command.hashes, rate, command.share)

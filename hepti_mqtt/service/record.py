@@ -43,7 +43,7 @@ def encode_record(
     the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
     first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. needs: bytes that the
     active plan needs, by device. languages: that a model of speech knows; others have no such key. machines: addresses
-    of devices that share a machine, by device: predictions for several of them hold for idle cores. card: what the
+    of devices that share a machine, by device, if any do: predictions for several of them hold for idle cores. card: what the
     model is (`service/card.py`).
     `protocol/messages.py` names all keys that users read.
     """
@@ -61,9 +61,9 @@ def encode_record(
         "in_flight": shown.in_flight,
         "card": dict(card),
         **({"languages": list(languages)} if languages else {}),
+        **({"machines": dict(machines)} if machines else {}),
         "unused": dict(unused),
         "clocks": dict(clocks),
-        "machines": dict(machines),
         "candidates": [
             {
                 "name": c.name,

@@ -31,7 +31,7 @@ from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
-from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS, checked
+from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS, checked, naming
 from hepti_mqtt.service.questions import (
     Entities,
     Extraction,
@@ -148,6 +148,8 @@ class ModelInput:
     seconds: float = 0.0
     #: whether the text begins inside a thought; None: no thoughts are divided from it
     thoughts: bool | None = None
+    #: a recording in which nobody speaks: its text is empty
+    silent: bool = False
 
 
 def read_input(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
@@ -373,7 +375,10 @@ def _conversation(
     checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None
 ) -> _Conversation:
     """Read messages; where a call is demanded, the answer follows the call's schema."""
-    messages, tools = read_messages(request["messages"]), read_tools(request.get("tools"))
+    with naming("messages"):
+        messages = read_messages(request["messages"])
+    with naming("tools"):
+        tools = read_tools(request.get("tools"))
     demanded = read_choice(request.get("tool_choice"), tools)
     if demanded and schema is not None:
         raise RequestError("response_format and a tool_choice that demands a call exclude each other; send one of them")
@@ -489,7 +494,9 @@ def _prompt(checkpoint: Checkpoint, request: Mapping[str, Any]) -> str | None:
     rules, name = checkpoint.text_rules, request["prompt"]
     if not isinstance(name, str) or name not in rules.prompts:
         known = ", ".join(map(repr, rules.prompts)) or "none"
-        raise RequestError(f"prompt {quoted(name)} is none of model {checkpoint.model}'s prompts, which are: {known}")
+        raise RequestError(
+            f"prompt {quoted(name)} is none of model {checkpoint.model}'s prompts, which are: {known}", "prompt"
+        )
     return _pooled(checkpoint, rules.prompts[name])
 
 
@@ -639,8 +646,18 @@ def _speech(
         raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {most}", "max_new_tokens")
     shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
     inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = most if want == "task" else 0
-    return ModelInput(shape, inputs, False, DEFAULT_TOP_K, computes, new, rules=heard.rules, seconds=heard.seconds)
+    new = (1 if heard.silent else most) if want == "task" else 0
+    return ModelInput(
+        shape,
+        inputs,
+        False,
+        DEFAULT_TOP_K,
+        computes,
+        new,
+        rules=heard.rules,
+        seconds=heard.seconds,
+        silent=heard.silent,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

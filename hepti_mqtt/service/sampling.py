@@ -60,13 +60,17 @@ def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, Mapping) or len(value) > MAX_BIASED:
-        raise RequestError(f"logit_bias must be an object of at most {MAX_BIASED} token ids, not {describe(value)}")
+        raise RequestError(
+            f"logit_bias must be an object of at most {MAX_BIASED} token ids, not {describe(value)}", "logit_bias"
+        )
     found = []
     for token, added in value.items():
         if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab):
-            raise RequestError(f"logit_bias names {quoted(token)}; tokens are 0 to {vocab - 1}")
+            raise RequestError(f"logit_bias names {quoted(token)}; tokens are 0 to {vocab - 1}", "logit_bias")
         if isinstance(added, bool) or not isinstance(added, int | float) or not -100 <= added <= 100:
-            raise RequestError(f"logit_bias of {token} must be a number from -100 to 100, not {describe(added)}")
+            raise RequestError(
+                f"logit_bias of {token} must be a number from -100 to 100, not {describe(added)}", "logit_bias"
+            )
         found.append((int(token), float(added)))
     return tuple(found)
 
@@ -78,7 +82,7 @@ def _stop(checkpoint: Checkpoint, value: Any) -> tuple[str, ...]:
     fits = isinstance(found, list) and len(found) <= MAX_STOPS
     if not fits or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found):
         raise RequestError(
-            f"stop must be a text, or a list of up to {MAX_STOPS}, of 1 to {LONGEST_STOP} characters each"
+            f"stop must be a text, or a list of up to {MAX_STOPS}, of 1 to {LONGEST_STOP} characters each", "stop"
         )
     if found and not checkpoint.has_tokenizer:
         raise RequestError(

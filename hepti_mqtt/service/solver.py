@@ -30,8 +30,8 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, Quantised, WeightDtype, WireDtype
 from hepti_mqtt.planner import (
-    Question,
-    Recalled,
+    Candidate,
+    Decision,
     decide_hurried,
     decide_recalled,
     decide_within_accuracy,
@@ -44,6 +44,7 @@ from hepti_mqtt.planner import (
 from hepti_mqtt.planner.candidates import WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SearchKind
 from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ _QUANTISED: Final[Mapping[str, Quantised]] = {how: how for how in get_args(Quant
 _WEIGHTS: Final[Mapping[str, WeightDtype | Quantised]] = {**_KEPT, **_QUANTISED}
 _OUTLIERS: Final = "a few of them are much larger than the others. Use --weights f16 or f32"
 _MOVED: Final[Mapping[str, str]] = {"q8": "leave out --weights", "q4": "use --weights q8"}
-FIRST_S: Final = 0.1  # of a processor, for a site's first plan: half a second on a hub of a quarter of a core
 COLLECTED: Final = 20_000  # new objects between garbage collections, a few megabytes at most
 
 
@@ -159,50 +159,36 @@ class MeasuredErrors:
 
 
 def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
-    """Return what a search finds, with the active plan's price under the same measurements, or why it finds nothing."""
-    question = command.question
-    if question.weight_dtype != "f32" and accuracy is not None:
-        try:
-            question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
-        except HeptiError as error:
-            return Solved(command.model, command.ticket, None, error=error)
-        except Exception as error:
-            return _search_failed(command, error)
-    if command.recalled is not None:
-        return _recall(command, replace(question, errors={} if accuracy is None else accuracy.wire), command.recalled)
-    _load()
-    if command.hurried and not command.plans:
-        with suppress(Exception):  # whatever stands in the way: the whole search says it
-            if question.active is None and not question.residents:  # then what plans load tells them apart
-                question = replace(question, budget=Budget(FIRST_S, time.thread_time))
-            decision = with_loads(question, decide_hurried(question), None)
-            return Solved(command.model, command.ticket, decision, hurried=True)
+    """Return the result of a search, with the active plan's price under the same measurements, or its error."""
     try:
-        if command.plans:
-            decision = price_plans(question, command.plans)
-        else:
-            accuracy = accuracy or MeasuredErrors(question.spec, {})
-            decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
-        active = None
-        if command.active is not None and set(command.active.devices) <= set(question.cluster.devices):
-            active = simulate_plan(question, command.active)
-        decision = with_loads(question, decision, active)
+        decision, active = _search(command, accuracy)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
-    except Exception as error:
-        return _search_failed(command, error)
-    return Solved(command.model, command.ticket, decision, active, hurried=command.hurried and bool(command.plans))
+    except Exception as error:  # requests that wait need an end, whatever mistake there is in a strategy
+        _log.exception("the search for a plan of %s failed", command.model)
+        return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
+    return Solved(command.model, command.ticket, decision, active)
 
 
-def _recall(command: Solve, question: Question, recalled: Recalled) -> Solved:
-    """Return the plan that served before, or why it is not available; a record of it may say anything."""
-    try:
-        return Solved(command.model, command.ticket, decide_recalled(question, recalled), recalled=True)
-    except Exception as error:
-        return Solved(command.model, command.ticket, None, error=PlanError(repr(error)), recalled=True)
-
-
-def _search_failed(command: Solve, error: Exception) -> Solved:
-    """Return an end for the requests that wait, whatever mistake there is in a strategy."""
-    _log.error("the search for a plan of %s failed", command.model, exc_info=error)
-    return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
+def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None]:
+    question, kind = command.question, command.kind
+    if question.weight_dtype != "f32" and accuracy is not None:
+        question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
+    if command.recalled is not None:
+        question = replace(question, errors={} if accuracy is None else accuracy.wire)
+        return decide_recalled(question, command.recalled), None
+    _load()
+    if kind is SearchKind.HURRIED:
+        # Plans with loaded weights need no budget: they are priced first.
+        is_first = question.active is None and not question.residents
+        budget = Budget(SEARCHES[kind].budget_s if is_first else 0.0, time.thread_time)
+        return with_loads(question, decide_hurried(replace(question, budget=budget)), None), None
+    if kind is SearchKind.BRIEF:
+        question = replace(question, budget=Budget(SEARCHES[kind].budget_s))
+    if kind is SearchKind.NAMED:
+        decision = price_plans(question, command.plans)
+    else:
+        accuracy = accuracy or MeasuredErrors(question.spec, {})
+        decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
+    active = None if command.active is None else simulate_plan(question, command.active)
+    return with_loads(question, decision, active), active

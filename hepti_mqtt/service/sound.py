@@ -1,4 +1,4 @@
-"""Recordings to samples at 16 kHz: WAV files are read here, other formats where the library `soundfile` is installed.
+"""Recordings to samples at 16 kHz: WAV files are read here, other formats with the extra `speech` (PyAV).
 
 What a file has is known from its header before anything is converted, so that its length bounds the work.
 """
@@ -12,7 +12,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -69,6 +68,7 @@ _WAV: Final[Mapping[tuple[int, int], str]] = {  # format tag and bits of a sampl
     (3, 64): "f64",
 }
 _TAGS: Final = {2: "Microsoft ADPCM", 6: "A-law", 7: "mu-law", 17: "IMA ADPCM", 49: "GSM", 85: "MP3"}
+_UNKNOWN_SIZE: Final = 0x7FFF0000  # and above: of programs that write to a pipe
 _EXTENSIBLE: Final = 0xFFFE
 
 
@@ -126,28 +126,60 @@ def _wav(name: str, file: bytes) -> Pcm:
                 raise RequestError(
                     f"{name} is WAV with {bits}-bit {what}, which is not read; send PCM of 8 to 32 bits, or float"
                 )
+            there = len(file) - at - 8
+            if there < size < _UNKNOWN_SIZE:
+                raise RequestError(f"{name} is cut off: {there} of {size} bytes of its sound are there; send all of it")
             return Pcm(memoryview(file)[at + 8 : at + 8 + size], _WAV[tag, bits], rate, channels)
         at += 8 + size + size % 2
     raise RequestError(f"{name} is a WAV file without samples; record it again")
 
 
+# The first bytes of a file -> FFmpeg's reader. None is chosen by FFmpeg itself: some readers open other files.
+_READERS: Final = (
+    (b"ID3", "mp3"),
+    (b"OggS", "ogg"),
+    (b"\x1aE\xdf\xa3", "matroska"),
+    (b"fLaC", "flac"),
+    (b"FORM", "aiff"),
+)
+
+
+def _reader(file: bytes) -> str | None:
+    if file[4:8] == b"ftyp":
+        return "mov"
+    if file[:1] == b"\xff" and file[1:2] >= b"\xe0":  # frames of MPEG: without a layer they are AAC's
+        return "aac" if file[1] & 6 == 0 else "mp3"
+    return next((reader for head, reader in _READERS if file.startswith(head)), None)
+
+
 def _other(name: str, file: bytes) -> Pcm:
-    """Return what a file of another format holds, as far as `soundfile` reads it."""
+    """Return what a file of another format holds: MP3, Ogg, M4A, AAC, WebM, FLAC, AIFF."""
+    reader = _reader(file)
+    if reader is None:
+        raise RequestError(f"{name} is no recording that is read; send WAV, MP3, Ogg, M4A, AAC, WebM or FLAC")
     try:
-        soundfile: Any = import_module("soundfile")
+        import av
     except ImportError:
         raise RequestError(
-            f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install soundfile where the planner runs"
+            f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install Hepti with the extra speech where "
+            "the planner runs: pip install 'hepti[speech]'"
         ) from None
     try:
-        with soundfile.SoundFile(io.BytesIO(file)) as opened:
-            if opened.frames * opened.channels > MAX_VALUES:
-                raise RequestError(f"{name} has {opened.frames} samples, more than are read; send a part of it")
-            data = opened.read(dtype="float32", always_2d=True)
-            return Pcm(data.tobytes(), "f32", int(opened.samplerate), int(opened.channels))
+        with av.open(io.BytesIO(file), mode="r", format=reader) as opened:
+            stream = opened.streams.audio[0]
+            rate, channels = stream.rate, stream.channels
+            pieces, values = list[npt.NDArray[Any]](), 0
+            resampler = av.AudioResampler(format="flt", layout=stream.layout, rate=rate)
+            for frame in opened.decode(stream):
+                for same in resampler.resample(frame):
+                    pieces.append(same.to_ndarray().reshape(-1))
+                    values += pieces[-1].size
+                if values > MAX_VALUES:
+                    raise RequestError(f"{name} has more than {MAX_VALUES} samples; send a part of it")
+            return Pcm(np.concatenate(pieces).astype("<f4").tobytes(), "f32", rate, channels)
     except RequestError:
         raise
-    except Exception as error:  # the library raises its own for whatever is wrong with the bytes
+    except (av.FFmpegError, ValueError, IndexError, TypeError) as error:
         raise RequestError(f"{name} is no sound that can be read ({type(error).__name__}); send WAV") from error
 
 

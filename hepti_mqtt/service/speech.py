@@ -20,6 +20,7 @@ from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fix
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
+from hepti_mqtt.service.silence import has_pause, is_silent
 from hepti_mqtt.service.texts import is_int
 
 if TYPE_CHECKING:
@@ -42,22 +43,14 @@ class Heard(NamedTuple):
     frames: npt.NDArray[np.int32]
     seconds: float
     start: int
+    #: nobody speaks
+    silent: bool = False
 
 
 def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Heard:
     """Return the recording of a request; raises RequestError."""
-    tokens = checkpoint.speech
-    language, task = request.get("language"), request.get("task", TASKS[0])
-    known = tokens.languages or {"en": 0}
-    if language in ("", ANY):
-        language = None
-    if language is not None and (code := language_code(str(language), known)) is not None:
-        language = code
-    elif language is not None:
-        some = ", ".join(sorted(known)[:120])
-        raise RequestError(
-            f"language must be one of {some}, not {str(language)[:40]!r}; leave it out to have it detected", "language"
-        )
+    tokens, task = checkpoint.speech, request.get("task", TASKS[0])
+    language, among = _languages(request.get("language"), tokens.languages or {"en": 0})
     if task not in TASKS or (task != TASKS[0] and not tokens.tasks):
         allowed = TASKS if tokens.tasks else TASKS[:1]
         raise RequestError(f"task must be one of {', '.join(allowed)} for model {checkpoint.model}")
@@ -69,15 +62,37 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     rows = window_rows(reads, len(samples) / RATE, request.get("window"))
     whole = np.zeros(2 * rows * HOP, np.float32)
     whole[: len(samples)] = samples[: len(whole)]
-    prompt, rules = tokens.begin(language, task, timed=timed, said=said)
+    silent = is_silent(samples)
+    # A text without times ends at a pause, although somebody goes on speaking.
+    timed = timed or (tokens.moments > reads.longest and not silent and has_pause(samples))
+    prompt, rules = tokens.begin(language, task, timed=timed, said=said, among=among)
     rules = replace(
         rules,
         temperatures=_temperatures(request.get("temperature", TEMPERATURES)),
         seed=request.get("seed", 0),
         judge=partial(judge, checkpoint),
     )
+    if silent:
+        rules = replace(rules, temperatures=(0.0,), judge=None)
     frames = fixed_point(log_mel(whole, reads.bands))
-    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start))
+    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent)
+
+
+def _languages(value: Any, known: Mapping[str, int]) -> tuple[str | None, list[str]]:
+    """Return the language of a request, None to detect it, and of which ones, none for all; raises RequestError."""
+    if value in (None, "", ANY, []):
+        return None, []
+    names = value if isinstance(value, list) else [value]
+    codes = [language_code(str(name), known) for name in names]
+    if None in codes:
+        some = ", ".join(sorted(known)[:120])
+        raise RequestError(
+            f"language must be one of {some}, or a list of them, not {str(value)[:40]!r}; leave it out to have it "
+            "detected",
+            "language",
+        )
+    found = [code for code in codes if code is not None]
+    return (found[0], []) if len(found) == 1 else (None, found)
 
 
 def _said(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int, ...]:
@@ -162,11 +177,11 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generat
     """
     tokens, written = checkpoint.speech, generation.tokens
     text, score, silence = _words(checkpoint, written).strip(), _mean(generation.scores), generation.silence or 0.0
-    is_silent = _is_silent(silence, score)
+    is_empty = prepared.silent or _is_silent(silence, score)
     codes = {i: code for code, i in tokens.languages.items()}
     spoken = [codes[i] for i in generation.prompt if i in codes]
     answer = {
-        "text": "" if is_silent else text,
+        "text": "" if is_empty else text,
         "language": spoken[0] if spoken else "en",
         "seconds": prepared.seconds,
         "no_speech": silence,
@@ -183,7 +198,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generat
         {"start": part.start, "end": part.end, "text": _words(checkpoint, part.ids), "ids": list(part.ids)}
         for part in parts
     ]
-    return answer | ({"seek": prepared.seconds, "segments": []} if is_silent else {"seek": seek, "segments": segments})
+    return answer | ({"seek": prepared.seconds, "segments": []} if is_empty else {"seek": seek, "segments": segments})
 
 
 class Segment(NamedTuple):

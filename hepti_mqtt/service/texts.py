@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.errors import ContextLengthError, ModelError, RequestError
 from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
@@ -248,7 +248,7 @@ class TextReader:
 
     def _too_long(self, name: str) -> RequestError:
         way = "" if self._truncate else ', or send "truncate": true'
-        return RequestError(
+        return ContextLengthError(
             f"{name} has more than {self._reads.longest} tokens, which is what model {self._checkpoint.model} takes at "
             f"most: shorten it{way}"
         )

@@ -13,6 +13,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -292,7 +293,7 @@ class SearchThrottle:
 
     def throttled(self, command: Solve) -> Solve:
         """Return a search with pauses; none if requests wait for its plan, or if it is brief."""
-        if command.hurried or command.recalled or command.active is None or command.question.budget.seconds < inf:
+        if command.active is None or SEARCHES[command.kind].budget_s < inf:
             return command
         budget = Budget(SEARCH_S, self._computed)
         return replace(command, question=replace(command.question, pause=self._pauses(), budget=budget))

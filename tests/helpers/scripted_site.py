@@ -27,6 +27,7 @@ from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import TaskHead
@@ -174,7 +175,7 @@ class Site:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
         active = command.active and self.pricer(asked, command.active)
-        if command.hurried:
+        if command.kind is SearchKind.HURRIED:
             decision = with_loads(asked, decision, active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 

@@ -165,7 +165,7 @@ def test_a_broken_model_directory_ends_the_planner_with_the_reason(
     spoil, name = SPOILT[how]
     spoil(directory)
     code, out, err = run("planner", "--model", f"m={directory}", "--site", "elsewhere")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert name in err
 
 

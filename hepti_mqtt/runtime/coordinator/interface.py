@@ -16,6 +16,7 @@ from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Caps, Heartbeat, Status
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Publish, Transition
 
 
@@ -86,8 +87,7 @@ class RequestCancelled:
 class Solved:
     """The search is over: a decision with the active plan's price under the same measurements, or an error.
 
-    active: None if there was none, or its devices are gone. hurried: it was not the whole search. recalled: it was none
-    at all, see `Solve`.
+    active: None if there was none.
     """
 
     model: str
@@ -95,8 +95,6 @@ class Solved:
     decision: Decision | None
     active: Candidate | None = None
     error: HeptiError | None = None
-    hurried: bool = False
-    recalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +172,15 @@ SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Search for plans, and price the active one under the same measurements; report `Solved`.
-
-    hurried: requests wait without a plan, so the first usable plan beats the best. plans: if not empty, these are
-    priced and nothing is searched for. recalled: take this plan at the price that it had, and search for nothing.
-    """
+    """Search for plans, and price the active one under the same measurements; report `Solved`."""
 
     model: str
     ticket: int
     question: Question
     active: Plan | None
-    hurried: bool = False
-    plans: tuple[Plan, ...] = ()
-    recalled: Recalled | None = None
+    kind: SearchKind = SearchKind.WHOLE
+    plans: tuple[Plan, ...] = ()  #: to price, if they are named
+    recalled: Recalled | None = None  #: the plan that served before
 
 
 @dataclass(frozen=True, slots=True)

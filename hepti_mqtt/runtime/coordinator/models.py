@@ -29,6 +29,7 @@ from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Sear
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
@@ -65,6 +66,8 @@ class PlanGroup:
     site: SiteEstimates = field(default_factory=SiteEstimates)
     methods: MethodEstimates = field(default_factory=MethodEstimates)
     last_decision: Decision | None = None
+    searched_s: float = -inf  #: begin of the last search ...
+    searched_site: frozenset[object] = frozenset()  #: ... and the devices and plans of the site then
     known: tuple[Priced, ...] = ()
     made_with: Means = field(default_factory=dict)
     search_inputs: Means = field(default_factory=dict)
@@ -304,20 +307,21 @@ class PlanGroup:
                 self.site.record_compute(device, log(slowdown), now)
 
     def learn_search(self, decision: Decision, active: Candidate | None, search: Search) -> Decision:
-        """Take the plans that a search has found, and the active one's new price; return the decision with all known.
+        """Take the plans of a search, and the active one's new price; return the decision with all known plans."""
 
-        One that was brief, or priced some plans that were known again, leaves the others known.
-        """
-        ranking = (decision.chosen, *decision.ranking[1:])
-        found = tuple(Priced(c, decision.cluster) for c in ranking if c.price.feasible or c is decision.chosen)
-        others: tuple[Priced, ...] = ()
-        if search.plans or search.is_brief:
-            fresh = [k.candidate.plan for k in found]
-            others = tuple(k for k in self.known if not any(is_same_division(k.candidate.plan, p) for p in fresh))
-            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in others)))
-        if not search.plans:  # what has changed since the search began is no part of what it was made for
+        def is_among(candidate: Candidate, plans: Iterable[Plan]) -> bool:
+            return any(is_same_division(candidate.plan, plan) for plan in plans)
+
+        others = [c for c in decision.ranking[1:] if c.price.feasible and not is_among(c, search.refused)]
+        fresh = [Priced(c, decision.cluster) for c in (decision.chosen, *others)]
+        known: list[Priced] = []
+        if search.rules.keeps_known:
+            plans = [k.candidate.plan for k in fresh]
+            known = [k for k in self.known if not is_among(k.candidate, (*plans, *search.refused))]
+            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in known)))
+        if search.kind is not SearchKind.NAMED:  # changes since the search began are no part of it
             self.made_with = self.search_inputs
-        self.known, self.last_decision = (*found, *others), decision
+        self.known, self.last_decision = (*fresh, *known), decision
         record = self.plans.active
         if record is not None and active is not None and is_same_division(record.plan, active.plan):
             record.reprice(active, decision.cluster)

@@ -25,6 +25,7 @@ from hepti_mqtt.planner.decisions import MOST_SHARE
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SearchKind, SearchRules
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
 from hepti_mqtt.spec import RequestShape, Spec
 
@@ -204,25 +205,25 @@ def with_price_of(plan: Plan, other: Plan) -> Plan:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A search that is wanted or runs.
+    """A search that is wanted or runs."""
 
-    due_s: when it may begin; soon_s: the same while requests wait without a plan. forced: its plan replaces the active
-    one even if it is no better. plans: if not empty, what it is for is to price these. wanted_s, begun_s: when it was
-    first wanted, and when it began. recalls: it is for the plan that served before alone. is_brief: of what stands
-    alone, for a late run or after a change.
-    """
-
-    due_s: float
-    soon_s: float
-    forced: bool
+    due_s: float  #: it may begin ...
+    soon_s: float  #: ... or then, while requests wait without a plan
+    forced: bool  #: its plan replaces the active one even if it is no better
     state: PlanState
-    plans: tuple[Plan, ...] = ()
+    kind: SearchKind = SearchKind.WHOLE  #: at its start the situation decides
+    origin: SearchKind = SearchKind.WHOLE  #: the kind of the search that named its plans, or failed before it
+    plans: tuple[Plan, ...] = ()  #: named plans to price
+    refused: tuple[Plan, ...] = ()  #: plans whose price has just failed: no candidates
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
     begun_s: float = 0.0
-    recalls: bool = False
-    is_brief: bool = False
+
+    @property
+    def rules(self) -> SearchRules:
+        """Return the rules of its kind."""
+        return SEARCHES[self.kind]
 
 
 @dataclass(slots=True, eq=False)
@@ -393,35 +394,43 @@ class PlanLifecycle:
         *,
         forced: bool = False,
         soon_s: float | None = None,
+        kind: SearchKind = SearchKind.WHOLE,
         plans: tuple[Plan, ...] = (),
-        is_brief: bool = False,
+        origin: SearchKind = SearchKind.WHOLE,
+        refused: tuple[Plan, ...] = (),
     ) -> None:
         """Want a search from a time on; one that runs already is outdated by it.
 
-        soon_s: when instead, if requests wait without a plan, now or later. plans: to price these alone, unless there
-        is another reason too.
+        soon_s: the time if requests wait without a plan, now or later. plans: to price, if there is no other reason to
+        search; origin: the kind of the search that led to this one. refused: plans that are no candidates.
         """
         soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
         if wanted is None:
-            state = self._machine.begin(self._label, now, why)
-            forced_before, plans = running is not None and running.forced, plans if running is None else ()
-            wanted = Search(due_s, soon_s, forced_before, state, plans, wanted_s=now, is_brief=is_brief)
+            wanted = Search(due_s, soon_s, False, self._machine.begin(self._label, now, why), kind, wanted_s=now)
+            wanted.forced = running is not None and running.forced
+            if plans and running is None:
+                wanted.kind, wanted.plans = SearchKind.NAMED, plans
+            wanted.origin = origin
             self._searches.append(wanted)
         else:
             self.step(wanted, "want", now, why)
-            wanted.plans, wanted.is_brief = (), wanted.is_brief and is_brief
+            wanted.kind, wanted.plans = kind if kind is wanted.kind and not plans else SearchKind.WHOLE, ()
             # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
             due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
+        wanted.refused += refused
 
-    def start_search(self, ticket: int, plan_version: PlanVersion, now: float, *, recalls: bool = False) -> None:
-        """The wanted search begins, for a plan of this plan version."""
+    def start_search(self, kind: SearchKind, ticket: int, plan_version: PlanVersion, now: float) -> Search:
+        """Start the wanted search, for a plan of this plan version."""
         search = self.wanted
         assert search is not None
-        search.ticket, search.plan_version, search.recalls, search.begun_s = ticket, plan_version, recalls, now
+        if kind is not SearchKind.NAMED:
+            search.plans, search.origin = (), kind
+        search.kind, search.ticket, search.plan_version, search.begun_s = kind, ticket, plan_version, now
         self.step(search, "search", now, "")
+        return search
 
     def prepare_found(
         self, search: Search, decision: Decision, transaction_id: int, now: float, move: Assessment | None = None

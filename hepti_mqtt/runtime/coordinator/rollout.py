@@ -36,11 +36,11 @@ from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
+from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import PlainShape
 
 MAX_LOADS_PRICED: Final = 4  # plans whose loads are worked out once more when another one's weights are there
-SETTLE_S: Final = 1.0  # after a join, wait for others that come up with it
 SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
 REPEAT_PREPARE_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
 PREPARE_TIMEOUT_S: Final = 120.0  # without any progress for so long, a preparation is given up
@@ -446,7 +446,8 @@ class Rollout:
     def refuse_waiting(self, group: PlanGroup, error: HeptiError, now: float) -> list[CoordinatorCommand]:
         """Refuse the requests of a group for which there is no plan, unless there is the one before."""
         plans = group.plans
-        out: list[CoordinatorCommand] = [LogEvent("no_plan", str(error))]
+        is_told = plans.active is None and str(group.error) == str(error)  # by the last search
+        out: list[CoordinatorCommand] = [] if is_told else [LogEvent("no_plan", str(error))]
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
@@ -566,12 +567,11 @@ class Standby:
         ahead.next_s = now + ENDS_S
         question = self._rollout.question(group, now)
         worth = {n for n in self._fleet.usable() if self._moves.is_worth_holding(group, n, ahead.needed_bytes, now)}
-        # A hurried search of those that cannot would become a whole one, and others wait for it.
         able = _with_memory(question, worth - set(record.plan.devices), ahead.needed_bytes)
         if not able:
             return []
         ahead.ticket = self._rollout.ids.next_transaction()
-        return [Solve(group.name, ahead.ticket, _restricted_to(question, able), None, hurried=True)]
+        return [Solve(group.name, ahead.ticket, _restricted_to(question, able), None, SearchKind.HURRIED)]
 
     def _solved(self, event: Solved) -> list[CoordinatorCommand]:
         ahead, group = self._ahead.get(event.model), next(iter(self._groups.of_model(event.model)), None)

@@ -8,20 +8,18 @@ one. A request ends with the right answer or an error, whatever is lost meanwhil
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from math import inf
 from typing import Final
 
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
-from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Recalled, Verdict
+from hepti_mqtt.planner import Recalled
 from hepti_mqtt.planner.decisions import GoingOn
-from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -42,7 +40,6 @@ from hepti_mqtt.runtime.coordinator.interface import (
     RequestArrived,
     RequestCancelled,
     SendTiles,
-    Solve,
     Solved,
     Tick,
     WeightsUnreadable,
@@ -50,17 +47,16 @@ from hepti_mqtt.runtime.coordinator.interface import (
 )
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, Search, ServedModel, is_same_division
-from hepti_mqtt.runtime.coordinator.rollout import SETTLE_S, SETTLE_UNSERVED_S, Rollout, Standby
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
+from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
+from hepti_mqtt.runtime.coordinator.searches import Searches
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 
 BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
 LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
-RECALL_S: Final = 1.0  # for what the broker has retained to be heard
-PRICED_S: Final = 3.0  # after a recalled plan is to be prepared: requests that have waited for it come first
-RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches that find no plan while devices may come
 
 
 class CoordinatorSession:
@@ -90,13 +86,14 @@ class CoordinatorSession:
         self.fleet = Fleet(broker_bytes_per_s, secret=secret, checked=checked)
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
-        self._online, self._begun, self._met_broker = True, False, False
+        self._online, self._begun = True, False
         self._made: list[CoordinatorCommand] = []  # commands that were not returned yet
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
+        self._searches = Searches(self.groups, self.fleet, self._rollout, self._moves, self._standby)
         self._hang_detector = HangDetector(self.groups, self.fleet, self._rollout, self._standby)
         self._handlers: Mapping[type, Callable[..., list[CoordinatorCommand]]] = {
             DeviceStatus: self._handle_status,
@@ -107,7 +104,7 @@ class CoordinatorSession:
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
             RequestCancelled: self._handle_cancelled,
-            Solved: self._handle_solved,
+            Solved: self._searches.handle_solved,
             PlanRecalled: self._handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
@@ -124,11 +121,9 @@ class CoordinatorSession:
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
             self.counters["forged"] += 1
             return []
-        if not self._begun:  # if no device comes the search says so, and requests do not wait for ever
+        if not self._begun:
             self._begun = True
-            for group in self.groups:
-                group.plans.request_search(now + SETTLE_S, now, "the planner has started")
-                group.recall_by_s = now + RECALL_S if self._recalls else -inf
+            self._searches.begin(now, recalls=self._recalls)
         self._mark_runs_beside_work()
         changed_s = self.fleet.estimates.last_change_s
         self._do(
@@ -285,8 +280,9 @@ class CoordinatorSession:
                 group.missing_bytes.pop(device, None)
                 if not group.pinned or group.in_use(now):
                     settled_s, why = now + SETTLE_S, f"{device} has joined"
-                    first = partial(group.plans.request_search, is_brief=bool(group.left))  # what was left may be there
-                    first(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S)
+                    # Devices may still hold the weights of earlier plans.
+                    kind = SearchKind.BRIEF if group.left else SearchKind.WHOLE
+                    group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S, kind=kind)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
             return [self._rollout.command_device(device, drain), LogEvent("joined", f"{device} has joined")]
@@ -340,12 +336,6 @@ class CoordinatorSession:
             out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
 
-    # -- planning -------------------------------------------------------------------------------------------------
-
-    def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
-        self.groups.default(event.model).plans.pin(event.pins, now)
-        return []
-
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
@@ -360,183 +350,12 @@ class CoordinatorSession:
         return self._scheduler.cancel(event.key, now)
 
     def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
-        group = self.groups.default(event.model)
-        if event.recalled is not None and group.last_plan is None:
-            group.recalled = event.recalled
-        if group.recalled is None:
-            group.recall_by_s = -inf
+        self._searches.handle_recalled(event)
         return []
 
-    def _recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Take the plan that served before, once all of its devices are there: they have kept what it needs."""
-        plans, recalled = group.plans, group.recalled
-        if recalled is None or not self._met_broker or not self.groups.may_search(group, now):
-            return []
-        if plans.in_use is not None:
-            group.recalled = None
-            return []
-        usable = self.fleet.usable()
-        boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
-        if len(boots) < len(recalled.plan.devices) or not boots.items() >= recalled.boots.items():
-            return []
-        out: list[CoordinatorCommand] = []
-        why = "the plan that served before can serve again"
-        group.recalled, group.recall_by_s = None, -inf
-        if plans.searching is not None:
-            plans.step(plans.searching, "outdated", now, why)
-        if plans.preparing is not None:  # by devices that load its weights
-            out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
-        plans.request_search(now, now, why)
-        ticket, question = self._rollout.ids.next_transaction(), self._rollout.question(group, now)
-        plans.start_search(ticket, question.plan_version, now, recalls=True)
-        return [*out, Solve(group.name, ticket, question, None, recalled=recalled)]
-
-    def _take_recalled(self, group: PlanGroup, search: Search, event: Solved, now: float) -> list[CoordinatorCommand]:
-        """Prepare the plan that served before, or search as usual where it is not available."""
-        plans, found = group.plans, event.decision
-        if found is None or not set(found.chosen.plan.devices) <= self.fleet.usable().keys():
-            plans.step(search, "outdated", now, str(event.error or "a device has left"))
-            plans.request_search(now, now, "the plan that served before is not available")
-            return []
-        group.error = None
-        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now)
-        plans.request_search(now + PRICED_S, now, "the plan is as it was priced before")
-        return [LogEvent("replanned", found.reason), self._rollout.publish_plan(group)]
-
-    def _start_due_search(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Begin the search that is due."""
-        plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
-            return []
-        if now < (wanted.soon_s if group.unserved else wanted.due_s):
-            return []
-        hurried = plans.pins.is_unpinned and group.unserved
-        # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
-        alone = all(slot.plans.searching is None for slot in self.groups)
-        awaited = self.fleet.must_wait_for(plans.pins.devices or (), now)
-        if awaited or not (alone or hurried) or not self.groups.may_search(group, now):
-            return []
-        if plans.searching is not None:
-            if plans.searching.recalls:  # it takes no time
-                return []
-            plans.step(plans.searching, "outdated", now, "requests wait")
-        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
-        late = [
-            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
-        ]
-        if (late or wanted.is_brief) and not wanted.plans and group.active is not None:
-            # What needs no load and few prices is there at once; the whole search follows.
-            question, wanted.is_brief = replace(question, budget=Budget(0.0)), True
-            for run in late:
-                run.lateness.was_searched_for = True
-        elif not wanted.plans:
-            wanted.is_brief = False
-        group.made_room = False
-        group.search_inputs = self.fleet.estimates.means()
-        plans.start_search(ticket, question.plan_version, now)
-        return [Solve(group.name, ticket, question, group.active, hurried, wanted.plans)]
-
-    def _handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
-        group = self.groups.group_of_search(event.model, event.ticket)
-        if group is None or group.plans.searching is None:
-            return []
-        plans, search = group.plans, group.plans.searching
-        if event.recalled:
-            return self._take_recalled(group, search, event, now)
-        if not (event.hurried or search.plans or search.is_brief or group.active is None):
-            self.groups.background.record_search(now - search.begun_s)
-        # A hurried result serves at once; the whole search, which is wanted, follows.
-        serves = event.hurried and group.unserved and plans.pins.is_unpinned
-        if plans.wanted is not None and not serves:  # something changed while the search ran: search again
-            plans.step(search, "outdated", now)
-            return []
-        if event.decision is None:
-            if group.active is None and (awaited := self.fleet.describe_expected(now)):
-                why = f"there is no plan yet; {awaited} may come"
-                plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
-                plans.step(search, "no plan", now, str(event.error))
-                return []
-            if group.active is None and (limited := group.crash_backoff.lift(self.fleet.usable(), now)):
-                return self._search_without_limits(group, search, limited, now)
-            error = event.error or PlanError("no plan")
-            if refused := self.fleet.refusal_reasons():
-                error = PlanError("; ".join([str(error), *refused]), error.detail)
-            plans.step(search, "no plan", now, str(error))
-            return self._rollout.refuse_waiting(group, error, now)
-        if not set(event.decision.chosen.plan.devices) <= set(self.fleet.usable()):
-            plans.request_search(now, now, "a device has left while the search ran")
-            plans.step(search, "outdated", now)
-            return []
-        group.error = None
-        out = self._handle_found(group, search, event, event.decision, now)
-        if search.is_brief:
-            plans.request_search(now + SETTLE_S, now, "the search was brief", forced=search.forced)
-        return out
-
-    def _search_without_limits(
-        self, group: PlanGroup, search: Search, devices: Sequence[str], now: float
-    ) -> list[CoordinatorCommand]:
-        """Search again after no plan fitted the memory that devices may use after their crashes."""
-        why = f"no plan of {group.name} fits without all the memory of {', '.join(devices)}"
-        group.plans.request_search(now, now, why, forced=search.forced)
-        group.plans.step(search, "no plan", now, why)
-        text = f"{why}: used again although it crashed soon after earlier plans. Check its log and its memory limit."
-        return [LogEvent("crash_limit", text)]
-
-    def _handle_found(
-        self, group: PlanGroup, search: Search, event: Solved, decision: Decision, now: float
-    ) -> list[CoordinatorCommand]:
-        """Move to a plan that a search has found, if the rule says so."""
-        plans = group.plans
-        decision = group.learn_search(decision, event.active, search)
-        # What the rule has asked to be priced is all that is asked: else two plans could be priced in turn for ever.
-        only = decision.chosen.plan if search.plans else None
-        verdict = self._moves.judge(group, now, forced=search.forced, only=only)
-        record = None if group.has_suspect_replica else plans.active
-        if verdict.move is None or (record and is_same_division(record.plan, verdict.move.option.plan)):
-            plans.step(search, "kept", now, str(verdict))
-            return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
-        plan, why = verdict.move.option.plan, str(verdict)
-        moved = self.fleet.estimates.moved(group.search_inputs, plan.devices, now) if record else None
-        if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
-            plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
-            plans.request_search(now, now, why, plans=(plan,), forced=search.forced)
-            return []
-        # Replicas are plans of their own to their devices, so each has its own plan version.
-        reason = plan.reason if verdict.move.kind == "must" else f"{plan.reason}; {verdict.move}"
-        numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
-        found = replace(decision, chosen=replace(decision.chosen, plan=numbered))
-        plans.prepare_found(search, found, self._rollout.ids.next_transaction(), now, verdict.move)
-        if event.hurried:
-            plans.request_search(now + SETTLE_S, now, "the search was hurried")
-        return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
-
-    def _judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Judge the active plan by what is believed now; ask for a search where a better one may exist."""
-        if not self._moves.is_due(group, now):
-            return []
-        moved = self.fleet.estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
-        has_changed = self.fleet.estimates.last_change_s > group.judged_s
-        changed = moved is not None or has_changed
-        verdict = self._moves.judge(group, now) if changed or group.is_fresh else Verdict(None)
-        group.judged_s = now
-        unclear = self.fleet.estimates.is_unclear(group.active_devices, now)
-        if (coming := group.plans.preparing) is not None:
-            # A load that was decided is carried out: what is left of it costs less with each second.
-            assessed = self._moves.judge(group, now).considered
-            ours = next((a for a in assessed if is_same_division(a.option.plan, coming.plan)), None)
-            best = max((a.value_s for a in assessed if a is not ours and a.kind == "go"), default=0.0)
-            if moved is None or unclear or (ours is not None and ours.value_s >= best):
-                return []
-            group.plans.request_search(now, now, moved, is_brief=True)
-            return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
-        if verdict.move is not None:  # priced once more, with all of its Programs, by measurements of now
-            group.plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
-            return [LogEvent("judged", str(verdict))]
-        if moved is None or unclear or not self._moves.is_worth_searching(group, now):
-            return []
-        group.plans.request_search(now, now, moved, is_brief=has_changed)
-        return [LogEvent("drift", moved)]
+    def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
+        self.groups.default(event.model).plans.pin(event.pins, now)
+        return []
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
@@ -651,7 +470,7 @@ class CoordinatorSession:
         for group in self.groups.defaults():
             out += self._scheduler.dispatch_ready(group.name, now)
         for group in self.groups:
-            out += [*self._recall(group, now), *self._start_due_search(group, now)]
+            out += [*self._searches.recall(group, now), *self._searches.start_due(group, now)]
         return out
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -665,7 +484,7 @@ class CoordinatorSession:
                 partial(self._scheduler.lease_overdue, now),
                 partial(self._warn_contradicted, now),
                 *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
-                *(partial(self._judge, group, now) for group in self.groups),
+                *(partial(self._searches.judge, group, now) for group in self.groups),
                 self._tell_steps,
             )
         )
@@ -704,11 +523,12 @@ class CoordinatorSession:
             yield from self._handle_lost(device, how, now)
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
-        self._online, self._met_broker = event.online, self._met_broker or event.online
+        self._online = event.online
         self._scheduler.mark_broker_lost()
         if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
             self.fleet.reset_silence(now)
             self._scheduler.admission.expect_burst(now)
+            self._searches.note_connected()
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:
                     record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf

@@ -30,6 +30,7 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan, Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 from hepti_mqtt.service import solver
 from hepti_mqtt.service.record import encode_record
@@ -60,7 +61,7 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     site.submit("r1")
     site.tick(1.1)
     (command,) = site.solves
-    assert command.hurried
+    assert command.kind is SearchKind.HURRIED
     found = solve(command)
     assert found.decision is not None
     assert {len(c.plan.devices) for c in found.decision.ranking} == {1}
@@ -69,7 +70,7 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     assert site.session.active_plan("m") == found.decision.chosen.plan
     site.tick(1.1)
     whole = site.solves[-1]
-    assert not whole.hurried
+    assert whole.kind is SearchKind.WHOLE
     decision = solve(whole).decision
     assert {len(c.plan.devices) for c in (*decision.ranking, *decision.pruned)} > {1}
 
@@ -78,11 +79,11 @@ def test_a_search_is_whole_where_nobody_waits_or_somebody_has_pinned_something()
     site = Site(searches=False)
     site.join("a", "b")
     site.tick(1.1)
-    assert not site.solves[-1].hurried
+    assert site.solves[-1].kind is SearchKind.WHOLE
     site.event(interface.Solved("m", site.solves[-1].ticket, None, None))
     site.submit("r1", pins=Pins(strategy="row"))
     site.tick(1.1)
-    assert not site.solves[-1].hurried
+    assert site.solves[-1].kind is SearchKind.WHOLE
 
 
 def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> None:
@@ -90,21 +91,24 @@ def test_a_hurried_search_that_finds_nothing_is_followed_by_the_whole_one() -> N
     site.join("a", "b", memory=1)
     site.submit("r1")
     site.tick(1.1)
-    found = solve(site.solves[-1])
-    assert not found.hurried
-    assert isinstance(found.error, PlanError) or found.decision is not None
+    site.event(solve(site.solves[-1]))
+    assert not site.errors
+    whole = site.solves[-1]
+    assert whole.kind is SearchKind.WHOLE
+    site.event(solve(whole))
+    assert isinstance(site.errors["r1"], PlanError)
 
 
 def test_requests_without_a_plan_wait_for_no_search_that_runs() -> None:
     site = settled("a", "b")
     site.event(interface.PinPlan("m", Pins()))
     running = site.solves[-1]
-    assert not running.hurried
+    assert running.kind is SearchKind.WHOLE
     used = site.session.active_plan("m").devices[0]
     site.submit("r1")
     site.leave(used)
     hurried = site.solves[-1]
-    assert hurried.hurried
+    assert hurried.kind is SearchKind.HURRIED
     site.event(interface.DeviceStatus(used, Status("starting", 2)))  # it is back before the search has ended
     site.event(solve(hurried))
     site.ready()
@@ -126,7 +130,7 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     site.submit("r1")
     site.leave(plan.devices[1])
     hurried = site.solves[-1]
-    assert (hurried.hurried, hurried.active, hurried.question.active.devices) == (True, None, plan.devices)
+    assert (hurried.active, hurried.question.active.devices) == (None, plan.devices)
     found = solve(hurried).decision
     assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
     assert plan.method in {c.name for c in found.ranking}
@@ -138,7 +142,7 @@ def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_t
     site.tick(SETTLE_UNSERVED_S * 2)
     assert not site.solves, "nobody asks yet: others may join"
     site.submit("r1")
-    assert site.solves[-1].hurried
+    assert site.solves[-1].kind is SearchKind.HURRIED
 
 
 def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
@@ -147,7 +151,7 @@ def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
     site.event(interface.DeviceStatus("b", Status("starting", 1)))
     site.submit("r1")
     site.tick(SETTLE_UNSERVED_S * 2)
-    assert site.solves[-1].hurried
+    assert site.solves[-1].kind is SearchKind.HURRIED
 
 
 def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
@@ -156,13 +160,13 @@ def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     site.submit("r1")
     site.tick(SETTLE_UNSERVED_S * 2)
     (command,) = site.solves
-    assert command.hurried
+    assert command.kind is SearchKind.HURRIED
     site.join("b")
     site.event(solve(command))
     site.ready()
     assert site.session.active_plan("m").devices == ("a",)
     site.tick(1.1)
-    assert not site.solves[-1].hurried, "the whole search follows"
+    assert site.solves[-1].kind is SearchKind.WHOLE, "the whole search follows"
     assert set(site.solves[-1].question.cluster.devices) == {"a", "b"}
 
 
@@ -208,7 +212,7 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
     search = site.solves[-1]
     last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
     wanted = next(c.plan for c in last.ranking if c.name != last.chosen.name)
-    asked = replace(search, active=last.chosen.plan, plans=(wanted,))
+    asked = replace(search, active=last.chosen.plan, kind=SearchKind.NAMED, plans=(wanted,))
     found = solve(asked)
     assert [c.name for c in found.decision.ranking] == [wanted.method]
     assert found.decision.chosen.plan.version == search.question.plan_version

@@ -295,6 +295,22 @@ def test_tei_hugging_face_cohere_and_jina() -> None:
     assert http.post("/embed", json={"inputs": "1", "dimensions": 2}).status_code == 200
 
 
+class Rounding(Described):
+    """Ranks a text as f32 does that is compared with itself."""
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        ranking = [{"index": 0, "score": 1.0000001}, {"index": 1, "score": 0.5}]
+        future.set_result(Answer({"result": {"ranking": ranking}, "tokens": 5}, 1.0))
+        return future
+
+
+def test_a_similarity_is_never_above_one() -> None:
+    http = TestClient(create_app(Site(Rounding(), 5.0, "m")))
+    body = {"inputs": {"source_sentence": "a", "sentences": ["a", "b"]}}
+    assert http.post("/similarity", json=body).json() == [1.0, 0.5]
+
+
 def test_a_zipped_body_is_read_within_the_limit() -> None:
     http = client_of(Writer())
     head = {"Content-Encoding": "gzip", "Content-Type": "application/json"}

@@ -58,8 +58,10 @@ def site(planner: Planner) -> Site:
 
 
 def recording(seconds: int) -> bytes:
-    """Return a recording whose samples say how late it is."""
-    return wav_of(np.repeat(np.arange(seconds, dtype=np.float32) / 100, RATE))
+    """Return a recording whose samples say how late it is, with sounds between that are no even noise."""
+    late = np.repeat(np.arange(seconds, dtype=np.float32) / 100, RATE)
+    sounds = np.where(np.arange(len(late)) // 2000 % 2, 0.004, 0) * np.where(np.arange(len(late)) % 2, 1, -1)
+    return wav_of((late + sounds * (np.arange(len(late)) % RATE > 100)).astype(np.float32))
 
 
 def test_each_window_begins_where_the_last_segment_ended() -> None:

@@ -31,6 +31,7 @@ from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
 from hepti_mqtt.planner.refine import Draft, divided, price_draft, whole_bytes
 from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _by_size, _initial_plans
 from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.service.solver import solve
 from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
@@ -506,11 +507,12 @@ def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one
 
 def test_a_first_plan_is_one_of_several_whose_loads_are_known_and_later_ones_go_on_with_what_stands():
     asked = question_of_four(*ALL)
-    first = solve(Solve("m", 1, asked, None, hurried=True)).decision
+    first = solve(Solve("m", 1, asked, None, SearchKind.HURRIED)).decision
     assert {len(c.plan.devices) for c in first.ranking} == {1, 4}
     assert all(any(c.load_bytes.values()) for c in first.ranking)
     standing = replace(asked, residents=(planned("row", variant="kv"),))
-    assert {c.name for c in solve(Solve("m", 1, standing, None, hurried=True)).decision.ranking} == {"row/kv", "single"}
+    second = solve(Solve("m", 1, standing, None, SearchKind.HURRIED)).decision
+    assert {c.name for c in second.ranking} == {"row/kv", "single"}
 
 
 def test_devices_of_which_none_has_the_memory_alone_go_on_together():

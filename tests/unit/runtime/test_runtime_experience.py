@@ -17,6 +17,7 @@ from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}
@@ -49,7 +50,7 @@ class Timed(Site):
         self.room = True
 
     def solve(self, command: interface.Solve) -> None:
-        if command.hurried:  # for who would serve next: nobody, here
+        if command.kind is SearchKind.HURRIED:  # for who would serve next: nobody, here
             self.solves.remove(command)
             return
         ranking = self.decider(command.question).ranking

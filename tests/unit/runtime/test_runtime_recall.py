@@ -18,7 +18,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S
-from hepti_mqtt.runtime.coordinator.session import PRICED_S
+from hepti_mqtt.runtime.coordinator.search_kinds import PRICED_S, SearchKind
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.solver import solve
 
@@ -74,7 +74,7 @@ def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
     assert len(site.solves) == 1
     site.tick(PRICED_S)
     whole = site.solves[-1]
-    assert (whole.recalled, whole.hurried, whole.active) == (None, False, site.plan)
+    assert (whole.kind, whole.active) == (SearchKind.WHOLE, site.plan)
     site.event(solve(whole))
     assert record.is_priced
     assert site.session.groups.default("m").plans.active is record, "it stands, and loses no request"

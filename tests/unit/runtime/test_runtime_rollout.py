@@ -33,6 +33,7 @@ from hepti_mqtt.runtime.coordinator.rollout import (
     REPEAT_PREPARE_S,
     RETRY_S,
 )
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 
 
@@ -269,7 +270,7 @@ def calm(made: Site, seconds: float = 3.0) -> None:
 
 def sought(made: Site) -> list[interface.Solve]:
     """Return the searches for who would serve next."""
-    return [solve for solve in made.solves if solve.hurried and solve.active is None]
+    return [solve for solve in made.solves if solve.kind is SearchKind.HURRIED and solve.active is None]
 
 
 def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_lost() -> None:
@@ -298,22 +299,22 @@ def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> 
     site.submit("r1")
     site.leave("c")
     (search,) = site.solves[1:]
-    assert search.hurried
+    assert search.kind is SearchKind.HURRIED
     row = everyone(search.question)
     heavy = replace(row.chosen, load_bytes={"a": 1 << 33, "b": 1 << 33})
     light = replace(alone(search.question).chosen, load_bytes={"a": 0})
     found = replace(row, chosen=heavy, ranking=(heavy, light))
-    site.event(interface.Solved("m", search.ticket, found, hurried=True))
+    site.event(interface.Solved("m", search.ticket, found))
     priced = site.solves[-1]
     assert [plan.strategy for plan in priced.plans] == ["single"]
-    site.event(interface.Solved("m", priced.ticket, price_plans(priced.question, priced.plans), hurried=True))
+    site.event(interface.Solved("m", priced.ticket, price_plans(priced.question, priced.plans)))
     site.ready()
     assert site.plan is not None
     assert site.plan.strategy == "single"
     site.answer(max(site.work))
     site.pass_by(3)
     whole = site.solves[-1]
-    assert (whole.hurried, whole.plans) == (False, ()), "the whole search follows"
+    assert (whole.kind, whole.plans) == (SearchKind.WHOLE, ()), "the whole search follows"
 
 
 def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_weights() -> None:
@@ -328,8 +329,8 @@ def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_w
     assert [[plan.strategy for plan in solve.plans] for solve in site.solves if solve.plans] == [["single"]]
 
 
-@pytest.mark.parametrize("is_brief", [True, False])
-def test_a_brief_search_leaves_other_plans_known(is_brief: bool) -> None:
+@pytest.mark.parametrize("kind", SearchKind)
+def test_a_search_of_few_plans_leaves_others_known(kind: SearchKind) -> None:
     site = settled("a", "b", decider=everyone)
     group, record = site.session.groups.default("m"), site.session.groups.default("m").plans.active
     assert record is not None
@@ -337,8 +338,9 @@ def test_a_brief_search_leaves_other_plans_known(is_brief: bool) -> None:
     both = replace(row, ranking=(row.chosen, alone(site.solves[-1].question).chosen))
     whole = Search(0.0, 0.0, False, "searching")
     group.learn_search(both, None, whole)
-    group.learn_search(row, None, replace(whole, is_brief=is_brief))
-    assert [k.candidate.plan.strategy for k in group.known] == ["row", "single"][: 2 if is_brief else 1]
+    group.learn_search(row, None, replace(whole, kind=kind))
+    known = ["row", "single"] if kind in ("brief", "named") else ["row"]
+    assert [k.candidate.plan.strategy for k in group.known] == known
 
 
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:

@@ -63,3 +63,23 @@ def test_thoughts_are_those_of_the_template(models: dict[str, Checkpoint]) -> No
     with pytest.raises(RequestError) as refused:
         read(plain, thinking=True)
     assert refused.value.param == "thinking"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_new_tokens": 5000}, "max_new_tokens"),
+        ({"aggregation": "simple"}, "aggregation"),
+    ],
+)
+def test_a_refusal_names_its_key(models: dict[str, Checkpoint], options: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_input(models["tools"], {"messages": HELLO, **options})
+    assert refused.value.param == param

@@ -158,5 +158,5 @@ def test_a_choice_of_tools_names_what_must_be_called(choice: Any, tools: Any, na
 
 def test_without_the_library_a_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"hepti\[grammar\]"):
+    with pytest.raises(RequestError, match="grammar"):
         JsonGrammar(OPENED["byte level"], DOOR, 300)

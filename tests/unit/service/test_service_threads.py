@@ -20,6 +20,7 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.service.threads import (
     AGAIN,
     IN_HAND_S,
@@ -276,7 +277,7 @@ def test_nobody_is_left_the_processor_who_does_not_ask() -> None:
     assert processor.waited == []
 
 
-@pytest.mark.parametrize("changes", [{"hurried": True}, {"active": None}])
+@pytest.mark.parametrize("changes", [{"kind": SearchKind.HURRIED}, {"active": None}])
 def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any]) -> None:
     processor = Processor()
     processor.pace.set_serving(True)

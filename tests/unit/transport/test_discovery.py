@@ -169,4 +169,4 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     assert main(["agent"]) == 2
-    assert "hepti[discovery]" in capsys.readouterr().err
+    assert "discovery" in capsys.readouterr().err

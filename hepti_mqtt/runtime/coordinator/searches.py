@@ -1,0 +1,266 @@
+"""Searches for plans: when one begins, and which plan of its result a model moves to.
+
+    wanted -> searching -> the rule -> a plan to prepare, another search, or nothing
+
+The rule (`moves.py`) judges each result and, between searches, the active plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Assessment, Decision, Verdict
+from hepti_mqtt.runtime.coordinator.fleet import Fleet
+from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, PlanRecalled, Solve, Solved
+from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.plans import Search, is_same_division
+from hepti_mqtt.runtime.coordinator.rollout import Rollout, Standby
+from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SETTLE_S, SearchKind
+
+RECALL_S: Final = 1.0  # after the planner's start, for the broker's retained messages
+RETRY_WHILE_EXPECTED_S: Final = 5.0  # between two searches without a plan while devices may come
+LOOK_AGAIN_S: Final = 10.0  # between two searches without a plan otherwise
+
+
+class Searches:
+    """Starts searches, and moves models to the plans that they find."""
+
+    def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, moves: Moves, standby: Standby) -> None:
+        self._groups, self._fleet, self._rollout, self._moves, self._standby = groups, fleet, rollout, moves, standby
+        self._is_connected = False
+
+    def begin(self, now: float, *, recalls: bool) -> None:
+        """Want the first search of each model; recalls: the broker may know the plan of an earlier planner."""
+        for group in self._groups:  # it also ends requests if no device comes
+            group.plans.request_search(now + SETTLE_S, now, "the planner has started")
+            group.recall_by_s = now + RECALL_S if recalls else -inf
+
+    def note_connected(self) -> None:
+        """The broker was reached, so devices may hear of a plan."""
+        self._is_connected = True
+
+    # -- the plan that served before --------------------------------------------------------------------------------
+
+    def handle_recalled(self, event: PlanRecalled) -> None:
+        """Remember the plan of an earlier planner."""
+        group = self._groups.default(event.model)
+        if event.recalled is not None and group.last_plan is None:
+            group.recalled = event.recalled
+        if group.recalled is None:
+            group.recall_by_s = -inf
+
+    def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Take the plan that served before, once all of its devices are there: they have kept its weights."""
+        plans, recalled = group.plans, group.recalled
+        if recalled is None or not self._is_connected or not self._groups.may_search(group, now):
+            return []
+        if plans.in_use is not None:
+            group.recalled = None
+            return []
+        usable = self._fleet.usable()
+        boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
+        if len(boots) < len(recalled.plan.devices) or not boots.items() >= recalled.boots.items():
+            return []
+        out: list[CoordinatorCommand] = []
+        why = "the plan that served before can serve again"
+        group.recalled, group.recall_by_s = None, -inf
+        if plans.searching is not None:
+            plans.step(plans.searching, "outdated", now, why)
+        if plans.preparing is not None:  # on devices that load its weights
+            out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
+        plans.request_search(now, now, why)
+        solve = self._start(group, SearchKind.RECALLED, now)
+        return [*out, replace(solve, recalled=recalled)]
+
+    # -- the begin of a search --------------------------------------------------------------------------------------
+
+    def start_due(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Start the search that is due."""
+        self._look_again(group, now)
+        plans, wanted = group.plans, group.plans.wanted
+        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
+            return []
+        if now < (wanted.soon_s if group.unserved else wanted.due_s):
+            return []
+        is_awaited = plans.pins.is_unpinned and group.unserved
+        # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
+        alone = all(other.plans.searching is None for other in self._groups)
+        missing = self._fleet.must_wait_for(plans.pins.devices or (), now)
+        if missing or not (alone or is_awaited) or not self._groups.may_search(group, now):
+            return []
+        if plans.searching is not None:
+            if plans.searching.kind is SearchKind.RECALLED:  # it takes no time
+                return []
+            plans.step(plans.searching, "outdated", now, "requests wait")
+        return [self._start(group, self._kind(group, wanted, is_awaited=is_awaited), now)]
+
+    def _kind(self, group: PlanGroup, wanted: Search, *, is_awaited: bool) -> SearchKind:
+        """Return the kind of a search by the situation at its start."""
+        usable = self._fleet.usable().keys()
+        if wanted.kind is SearchKind.NAMED and all(usable >= {*plan.devices} for plan in wanted.plans):
+            return SearchKind.NAMED
+        if is_awaited and wanted.origin is not SearchKind.HURRIED:  # else that has just failed
+            return SearchKind.HURRIED
+        late = [
+            r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
+        ]
+        if group.active is None or not (late or wanted.kind is SearchKind.BRIEF):
+            return SearchKind.WHOLE
+        for run in late:
+            run.lateness.was_searched_for = True
+        return SearchKind.BRIEF
+
+    def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
+        ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
+        group.made_room = False
+        group.search_inputs, group.searched_s, group.searched_site = self._fleet.estimates.means(), now, self._site()
+        search = group.plans.start_search(kind, ticket, question.plan_version, now)
+        return Solve(group.name, ticket, question, group.active, kind, search.plans)
+
+    def _look_again(self, group: PlanGroup, now: float) -> None:
+        """Want a search for a model without a plan: from time to time, and after a change of devices or plans."""
+        if group.plans.may_serve() or (group.pinned and not group.in_use(now)):
+            return
+        site = self._site()
+        if site == group.searched_site and now - group.searched_s < LOOK_AGAIN_S:
+            return
+        group.missing_bytes.clear()
+        why = "there is no plan" if site == group.searched_site else "there is no plan, and the site has changed"
+        group.plans.request_search(now, now, why)
+
+    def _site(self) -> frozenset[object]:
+        """Return what decides whether a model has a plan: the starts of devices, and the plans that they hold."""
+        starts = ((name, member.boot) for name, member in self._fleet.usable().items())
+        return frozenset((*starts, *self._groups.plan_versions()))
+
+    # -- the end of a search ----------------------------------------------------------------------------------------
+
+    def handle_solved(self, event: Solved, now: float) -> list[CoordinatorCommand]:
+        """Take the result of a search."""
+        group = self._groups.group_of_search(event.model, event.ticket)
+        if group is None or group.plans.searching is None:
+            return []
+        plans, search = group.plans, group.plans.searching
+        if search.kind is SearchKind.WHOLE and group.active is not None:
+            self._groups.background.record_search(now - search.begun_s)
+        serves = search.rules.is_short and group.unserved and plans.pins.is_unpinned
+        if plans.wanted is not None and not serves and search.kind is not SearchKind.RECALLED:
+            plans.step(search, "outdated", now)  # something changed while the search ran
+            return []
+        if event.decision is None:
+            return self._handle_no_plan(group, search, event.error or PlanError("no plan"), now)
+        if not set(event.decision.chosen.plan.devices) <= self._fleet.usable().keys():
+            plans.request_search(now, now, "a device has left while the search ran")
+            plans.step(search, "outdated", now)
+            return []
+        group.error = None
+        if search.kind is SearchKind.RECALLED:
+            plans.prepare_found(search, event.decision, self._rollout.ids.next_transaction(), now)
+            out: list[CoordinatorCommand] = [LogEvent("replanned", event.decision.reason)]
+            out.append(self._rollout.publish_plan(group))
+        else:
+            out = self._move(group, search, group.learn_search(event.decision, event.active, search), now)
+        rules = SEARCHES[search.origin]
+        if rules.whole_after_s < inf and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED):
+            forced = search.forced and plans.preparing is None
+            plans.request_search(now + rules.whole_after_s, now, f"the search was {search.origin}", forced=forced)
+        return out
+
+    def _handle_no_plan(
+        self, group: PlanGroup, search: Search, error: HeptiError, now: float
+    ) -> list[CoordinatorCommand]:
+        """Search for more than a short search did, or refuse the requests that wait."""
+        plans = group.plans
+        if search.kind is not SearchKind.WHOLE:
+            plans.step(search, "no plan", now, str(error))
+            why = f"the {search.kind} search found no plan: {error}"
+            refused = (*search.refused, *search.plans)
+            plans.request_search(now, now, why, forced=search.forced, origin=search.kind, refused=refused)
+            return []
+        if group.active is None and (awaited := self._fleet.describe_expected(now)):
+            why = f"there is no plan yet; {awaited} may come"
+            plans.request_search(now + RETRY_WHILE_EXPECTED_S, now, why, forced=search.forced)
+            plans.step(search, "no plan", now, str(error))
+            return []
+        if group.active is None and (limited := group.crash_backoff.lift(self._fleet.usable(), now)):
+            return self._search_without_limits(group, search, limited, now)
+        if reasons := self._fleet.refusal_reasons():
+            error = PlanError("; ".join([str(error), *reasons]), error.detail)
+        plans.step(search, "no plan", now, str(error))
+        return self._rollout.refuse_waiting(group, error, now)
+
+    def _search_without_limits(
+        self, group: PlanGroup, search: Search, devices: Sequence[str], now: float
+    ) -> list[CoordinatorCommand]:
+        """Search again after no plan fitted the memory that devices may use after their crashes."""
+        why = f"no plan of {group.name} fits without all the memory of {', '.join(devices)}"
+        group.plans.request_search(now, now, why, forced=search.forced)
+        group.plans.step(search, "no plan", now, why)
+        text = f"{why}: used again although it crashed soon after earlier plans. Check its log and its memory limit."
+        return [LogEvent("crash_limit", text)]
+
+    def _move(self, group: PlanGroup, search: Search, decision: Decision, now: float) -> list[CoordinatorCommand]:
+        """Move to a plan of a search if the rule says so."""
+        plans = group.plans
+        # Only a named plan is judged: otherwise two plans could be priced in turn for ever.
+        only = decision.chosen.plan if search.kind is SearchKind.NAMED else None
+        verdict = self._moves.judge(group, now, forced=search.forced, only=only)
+        record = None if group.has_suspect_replica else plans.active
+        move = verdict.move
+        if move is None or (record and is_same_division(record.plan, move.option.plan)):
+            plans.step(search, "kept", now, str(verdict))
+            return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
+        plan, why = move.option.plan, str(verdict)
+        moved = self._fleet.estimates.moved(group.search_inputs, plan.devices, now) if record else None
+        if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
+            plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
+            plans.request_search(
+                now, now, why, plans=(plan,), forced=search.forced, origin=search.origin, refused=search.refused
+            )
+            return []
+        # Replicas are plans of their own to their devices, so each has its own plan version.
+        reason = plan.reason if move.kind == "must" else f"{plan.reason}; {move}"
+        numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
+        chosen = replace(decision, chosen=replace(decision.chosen, plan=numbered))
+        plans.prepare_found(search, chosen, self._rollout.ids.next_transaction(), now, move)
+        return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
+
+    # -- between searches -------------------------------------------------------------------------------------------
+
+    def judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Judge the active plan by the estimates of now; want a search if a better plan may exist."""
+        if not self._moves.is_due(group, now):
+            return []
+        estimates, plans = self._fleet.estimates, group.plans
+        moved = estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
+        has_changed = estimates.last_change_s > group.judged_s
+        verdict = Verdict(None)
+        if moved is not None or has_changed or group.is_fresh:
+            verdict = self._moves.judge(group, now)
+        group.judged_s = now
+        is_unclear = estimates.is_unclear(group.active_devices, now)
+        if (coming := plans.preparing) is not None:
+            if moved is None or is_unclear or _is_worth_finishing(verdict.considered, coming.plan):
+                return []
+            plans.request_search(now, now, moved, kind=SearchKind.BRIEF)
+            return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
+        if verdict.move is not None:  # priced once more, with all of its Programs, by the estimates of now
+            plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
+            return [LogEvent("judged", str(verdict))]
+        if moved is None or is_unclear or not self._moves.is_worth_searching(group, now):
+            return []
+        plans.request_search(now, now, moved, kind=SearchKind.BRIEF if has_changed else SearchKind.WHOLE)
+        return [LogEvent("drift", moved)]
+
+
+def _is_worth_finishing(considered: tuple[Assessment, ...], plan: Plan) -> bool:
+    """Return whether a load that was decided is carried out: its remaining cost falls with each second."""
+    own = next((a for a in considered if is_same_division(a.option.plan, plan)), None)
+    others = (a.value_s for a in considered if a is not own and a.kind == "go")
+    return own is not None and own.value_s >= max(others, default=0.0)

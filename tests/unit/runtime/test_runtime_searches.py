@@ -1,0 +1,116 @@
+"""Searches of a model: each ends with a plan, with another search, or is repeated until there is a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from scripted_site import Site, everyone
+
+from hepti_mqtt.errors import PlanError
+from hepti_mqtt.planner import decide, simulate_plan
+from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
+from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
+from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S
+from hepti_mqtt.service.solver import solve
+
+
+def unanswered(*devices: str) -> tuple[Site, Solve]:
+    """Return a site with a search under way."""
+    site = Site(searches=False)
+    site.join(*devices)
+    site.tick(1.1)
+    return site, site.solves[-1]
+
+
+def named(site: Site, search: Solve) -> Solve:
+    """Let a search find two plans of which the second one is better; return the search that prices it once more."""
+    best = decide(search.question)
+    slow = simulate_plan(search.question, everyone(search.question).chosen.plan)
+    site.event(Solved("m", search.ticket, replace(best, chosen=slow, ranking=(slow, best.chosen))))
+    priced = site.solves[-1]
+    assert priced.kind is SearchKind.NAMED
+    return priced
+
+
+def test_a_named_plan_without_a_price_leads_to_a_whole_search() -> None:
+    site, search = unanswered("a", "b")
+    priced = named(site, search)
+    site.event(Solved("m", priced.ticket, None, error=PlanError("memory was taken meanwhile")))
+    again = site.solves[-1]
+    assert (again.kind, again.plans) == (SearchKind.WHOLE, ())
+    site.event(Solved("m", again.ticket, decide(again.question)))
+    site.ready()
+    assert site.plan is not None
+
+
+def test_a_named_plan_whose_price_fails_again_and_again_keeps_no_model_without_a_plan() -> None:
+    site, search = unanswered("a", "b")
+    for _ in range(9):
+        if search.kind is SearchKind.NAMED:
+            site.event(Solved("m", search.ticket, None, error=PlanError("no")))
+        else:
+            both = everyone(search.question)
+            slow = simulate_plan(search.question, both.chosen.plan)
+            ranking = (slow, *decide(search.question).ranking)
+            site.event(Solved("m", search.ticket, replace(both, chosen=slow, ranking=ranking)))
+        search = site.solves[-1]
+        site.ready()
+    assert site.plan is not None, "the other plan serves"
+
+
+@pytest.mark.parametrize("whatever", ["the site stays", "another device"])
+def test_a_model_without_a_plan_is_looked_at_again(whatever: str) -> None:
+    site, search = unanswered("a")
+    site.event(Solved("m", search.ticket, None, error=PlanError("no")))
+    site.tick(1.0)
+    assert site.solves[-1] is search
+    if whatever == "another device":
+        site.join("b")
+    site.pass_by(2 if whatever == "another device" else int(LOOK_AGAIN_S))
+    again = site.solves[-1]
+    assert again.kind is SearchKind.WHOLE
+    assert again is not search
+    site.event(Solved("m", again.ticket, None, error=PlanError("no")))
+    assert site.notes()["no_plan"] == 1, "said once"
+
+
+def test_a_named_plan_that_has_lost_a_device_is_not_priced() -> None:
+    site, search = unanswered("a", "b")
+    site.event(Solved("m", search.ticket, decide(search.question)))
+    site.ready()
+    assert site.plan is not None
+    (other,) = {"a", "b"} - {*site.plan.devices}
+    plan = decide(replace(search.question, devices=(other,))).chosen.plan
+    group = site.session.groups.default("m")
+    group.plans.request_search(site.now + 2, site.now, "the rule says so", plans=(plan,))
+    site.leave(other)
+    site.pass_by(6)
+    assert set(site.solves[-1].question.cluster.devices) == {*site.plan.devices}
+    assert site.solves[-1].kind is not SearchKind.NAMED
+    assert solve(site.solves[-1]).error is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_three_models_that_fill_three_devices_each_get_a_plan(seed: int) -> None:
+    """Each device holds one model; searches end in any order, and what they saw may be gone by then."""
+    rng = Random(seed)
+    _, search = unanswered("a")
+    room = int(1.6 * decide(search.question).chosen.price.needs["a"])
+    models = ("a", "b", "c")
+    site = Site(*models, searches=False)
+    late = list(models)
+    rng.shuffle(late)
+    answered = set[int]()
+    for _ in range(400):
+        if late and rng.random() < 0.2:
+            site.join(late.pop(), memory=room)
+        for search in [s for s in site.solves if s.ticket not in answered]:
+            if rng.random() < 0.3:
+                answered.add(search.ticket)
+                site.event(solve(search))
+        if rng.random() < 0.5:
+            site.ready()
+        site.tick(rng.choice((0.1, 0.5, 1.0)))
+    assert {model: site.session.active_plan(model) is not None for model in models} == dict.fromkeys(models, True)
