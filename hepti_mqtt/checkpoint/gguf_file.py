@@ -23,7 +23,7 @@ from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors
 from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, BIASES, KEYS, NEUTRAL, TENSORS, layer_names
 from hepti_mqtt.checkpoint.gguf_tokenizer import end_token_ids, tokenizer_files
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile, close_all
-from hepti_mqtt.checkpoint.storage import TensorReader
+from hepti_mqtt.checkpoint.storage import Rows, TensorReader
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.decoder import DECODERS
 from hepti_mqtt.storage import STORAGES, Storage
@@ -301,8 +301,11 @@ class GgufFile(RowsFile):
             original = TENSORS.get(own) or (part in parts and f"model.layers.{block}.{parts[part]}")
             if not original:
                 raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in such a model")
-            if name != "rope_freqs.weight":
-                yield f"{original}.{end}", self._reader(name, tensor, heads.get(part, 0))
+            reader = self._reader(name, tensor, heads.get(part, 0))
+            if "{}" in original and len(tensor.shape) == 3:  # the matrices of all experts, one below the other
+                yield from ((f"{original.format(e)}.{end}", own) for e, own in enumerate(_matrices(reader)))
+            elif name != "rope_freqs.weight":
+                yield f"{original}.{end}", reader
 
     def _reader(self, name: str, tensor: _Tensor, heads: int) -> TensorReader:
         """Return a tensor's reader. heads: of queries or keys, whose rows the converter has put into another order."""
@@ -343,6 +346,18 @@ class GgufFile(RowsFile):
     def _rows(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
         storage = self._found[name].storage
         return STORAGES[storage.wider or storage.name].rows(self._raw(name, start, stop, columns))
+
+
+def _matrices(stacked: TensorReader) -> Iterator[TensorReader]:
+    """Yield the matrices of a tensor [n, rows, columns]."""
+    count, rows, columns = stacked.shape
+
+    def part(read: Rows, first: int) -> Rows:
+        return lambda start, stop, width: read(first + start, first + stop, width)
+
+    for first in range(0, count * rows, rows):
+        raw = None if stacked.raw is None else part(stacked.raw, first)
+        yield TensorReader((rows, columns), stacked.dtype, part(stacked.read, first), raw)
 
 
 def _original_rows(start: int, stop: int, head: int) -> npt.NDArray[np.intp]:

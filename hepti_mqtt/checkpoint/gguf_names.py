@@ -53,6 +53,10 @@ _PARTS: Final[Mapping[str, str]] = {
     "ffn_up": "mlp_up",
     "ffn_down": "mlp_down",
     "post_ffw_norm": "mlp_down_norm",
+    "ffn_gate_inp": "router",
+    "ffn_gate_exps": "mlp_gate",
+    "ffn_up_exps": "mlp_up",
+    "ffn_down_exps": "mlp_down",
 }
 ARCHITECTURES: Final[Mapping[str, str]] = {  # of GGUF, and of the original that generates
     row.gguf.name: name for name, row in DECODERS.items() if row.gguf is not None and name.endswith("ForCausalLM")
@@ -69,5 +73,5 @@ def layer_names(row: Decoder) -> Mapping[str, str]:
         part: row.layer[own]
         for part, own in _PARTS.items()
         if own in row.layer and (own not in together or part in ("attn_qkv", "ffn_up"))
-        if part != "attn_qkv" or own in together
+        if (part != "attn_qkv" or own in together) and part.endswith("_exps") == ("{}" in row.layer[own])
     }

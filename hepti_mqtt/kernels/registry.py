@@ -21,6 +21,7 @@ from hepti_mqtt.kernels.base import Kernel
 from hepti_mqtt.kernels.candidates import CANDIDATES, MERGE_CANDIDATES
 from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.conv2d import CONV2D
+from hepti_mqtt.kernels.experts import EXPERTS_DOWN, EXPERTS_UP
 from hepti_mqtt.kernels.linear import LINEAR
 from hepti_mqtt.kernels.rotary import ROTATE
 from hepti_mqtt.kernels.rowwise import (
@@ -40,6 +41,8 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _ALL: Final = (
     LINEAR,
+    EXPERTS_UP,
+    EXPERTS_DOWN,
     ATTENTION,
     ATTENTION_BLOCK,
     ATTENTION_COMBINE,

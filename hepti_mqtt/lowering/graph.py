@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.lowering.attention import Attention, CachedAttention, Rotate
+from hepti_mqtt.lowering.experts import ExpertsDown, ExpertsUp
 from hepti_mqtt.lowering.ops import (
     Activation,
     Add,
@@ -283,6 +284,35 @@ class GraphBuilder:
         return self._add(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation,
             storages=storages, unit=unit,
+        )  # fmt: skip
+
+    def experts_up(
+        self, name: str, x: str, logits: str, role: str, matrices: Sequence[str], width: int, chosen: int, function: str
+    ) -> str:
+        """x [m, h], logits [m, E] -> hidden rows of chosen experts [m chosen, width]; matrices: E gates, then E ups."""
+        m, h = self.shape_of(x)
+        return self._experts(
+            ExpertsUp, name, (x, logits), role, matrices, (m * chosen, width, h), chosen, function=function
+        )
+
+    def experts_down(
+        self, name: str, hidden: str, logits: str, role: str, matrices: Sequence[str], width: int, chosen: int,
+        normed: bool,
+    ) -> str:  # fmt: skip
+        """hidden [m chosen, f], logits [m, E] -> the weighted sum over chosen experts [m, width]; matrices: E downs."""
+        m, f = self.shape_of(logits)[0], self.shape_of(hidden)[1]
+        return self._experts(ExpertsDown, name, (hidden, logits), role, matrices, (m, width, f), chosen, normed=normed)
+
+    def _experts(
+        self, kind: Callable[..., Op], name: str, inputs: tuple[str, str], role: str, matrices: Sequence[str],
+        space: tuple[int, ...], chosen: int, **what: Any,
+    ) -> str:  # fmt: skip
+        tensors = tuple(f"{matrix}.weight" for matrix in matrices)
+        storages = tuple(self._storages.get(tensor) for tensor in tensors) if self._storages else ()
+        unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
+        return self._add(
+            name, inputs, role, tensors, kind, space=space, experts=self.shape_of(inputs[1])[1], chosen=chosen,
+            storages=storages, unit=unit, **what,
         )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:

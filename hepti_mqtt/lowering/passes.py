@@ -337,6 +337,9 @@ def _ways(op: Send, source: str, relayed: frozenset[DevicePair]) -> tuple[Send, 
 _PREFIX = "layers."
 
 
+_PRODUCTS = ("linear", "experts_up", "experts_down")  # kernels that multiply by blocks
+
+
 def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
     """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow, unless a file has blocks."""
     if ref.weight_dtype not in BLOCK_STORAGES and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
@@ -353,7 +356,7 @@ def narrow_weights(program: Program, storage: WeightDtype) -> Program:
 
 
 def _narrowed(op: Compute, storage: WeightDtype) -> Compute:
-    in_blocks = op.kernel == "linear" and any(ref.weight_dtype in BLOCK_STORAGES for ref in op.weights)
+    in_blocks = op.kernel in _PRODUCTS and any(ref.weight_dtype in BLOCK_STORAGES for ref in op.weights)
     attrs = {**op.attrs, "x": "i8"} if in_blocks and storage == "w8a8" else op.attrs
     fused = tuple(_narrowed(part, storage) for part in op.fused)
     return op._replace(weights=tuple(narrow_weight(ref, storage) for ref in op.weights), attrs=attrs, fused=fused)

@@ -4,7 +4,7 @@ An encoder layer, post-norm (BERT):  x -> qkv -> attention -> attention_out -> +
 after_attention -> mlp_up -> activation = mlp_hidden -> mlp_down -> + = mlp_sum -> norm = after_mlp.
 Pre-norm (ViT, GPT-2): before_attention and before_mlp are norms, after_attention and after_mlp the residual sums; where
 what a block adds is normed too (Gemma 3), attention_sum and mlp_sum are these norms. Rotary positions: projection ->
-qkv. A gated MLP has two tensors mlp_up of equal size.
+qkv. A gated MLP has two tensors mlp_up of equal size, and one of experts a single one: their hidden rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ATTENTION_OUT: Final = "attention_out"
 ATTENTION_SUM: Final = "attention_sum"
 AFTER_ATTENTION: Final = "after_attention"
 BEFORE_MLP: Final = "before_mlp"
+ROUTER: Final = "router"  # logits of experts, which every device computes that needs them
 MLP_UP: Final = "mlp_up"
 MLP_HIDDEN: Final = "mlp_hidden"
 MLP_DOWN: Final = "mlp_down"

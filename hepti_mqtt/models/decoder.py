@@ -62,6 +62,16 @@ def _sees_all(_config: JsonConfig, _causal: bool) -> tuple[int, ...]:
     return ()
 
 
+class Experts(NamedTuple):
+    """How config.json describes a mixture of experts: keys of their number, the chosen ones and their width."""
+
+    number: str
+    chosen: str = "num_experts_per_tok"
+    width: str = "intermediate_size"
+    #: The flag that says whether the weights of chosen experts add up to 1; empty: they do.
+    normed: str = ""
+
+
 class Decoder(NamedTuple):
     """A family of decoders: what differs from Llama."""
 
@@ -93,6 +103,7 @@ class Decoder(NamedTuple):
     multiplied: bool = False
     #: Embeddings are multiplied by the root of h.
     scaled_by_root: bool = False
+    experts: Experts | None = None
     gguf: Gguf | None = None
 
 
@@ -245,6 +256,35 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         windows=_phi3_windows,
         gguf=Gguf("phi3", {"hidden_act": "silu"}, {"attention.sliding_window": "sliding_window"}),
     ),
+    "Qwen3MoeForCausalLM": _QWEN3._replace(
+        model_type="qwen3_moe",
+        layer={part: name for part, name in _NORMED.items() if not part.startswith("mlp_")}
+        | {"mlp_norm": _NORMED["mlp_norm"], "router": "mlp.gate"}
+        | {f"mlp_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+        head_dim=0,
+        kv_heads=4,
+        experts=Experts("num_experts", width="moe_intermediate_size", normed="norm_topk_prob"),
+        gguf=Gguf(
+            "qwen3moe",
+            {"hidden_act": "silu", "norm_topk_prob": True},
+            {
+                "expert_count": "num_experts",
+                "expert_used_count": "num_experts_per_tok",
+                "expert_feed_forward_length": "moe_intermediate_size",
+            },
+        ),
+    ),
+    "MixtralForCausalLM": Decoder(
+        "mixtral",
+        {part: name for part, name in _LAYER.items() if not part.startswith("mlp_")}
+        | {"mlp_norm": _LAYER["mlp_norm"], "router": "block_sparse_moe.gate"}
+        | {f"mlp_{part}": f"block_sparse_moe.experts.{{}}.w{n}" for part, n in (("gate", 1), ("up", 3), ("down", 2))},
+        only=_WINDOWS,
+        kv_heads=8,
+        theta=1_000_000.0,
+        experts=Experts("num_local_experts"),
+    ),
     "SmolLM3ForCausalLM": Decoder(
         "smollm3",
         biases=_LLAMA.biases,
@@ -279,7 +319,8 @@ DECODERS: Final[Mapping[str, Decoder]] = {
 # Those of a model below its head embed, and the others in a directory of sentence-transformers.
 ARCHITECTURES: Final = {name: "generation" if name.endswith("ForCausalLM") else "embedding" for name in DECODERS}
 TOKENIZER_CLASSES: Final = {
-    "gemma3_text": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "granite": "GPT2Tokenizer",
+    "gemma3_text": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer", "granite": "GPT2Tokenizer",
 }  # fmt: skip
 MODEL_TYPES: Final = {name: row.model_type for name, row in DECODERS.items()}
 KINDS: Final = kinds_of("decoder")
@@ -291,7 +332,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     config.refuse_unknown_attention(*of.reads, *of.only)
     config.check_keys(KeyTable(frozenset(of.reads), only=of.only, closed=False))
     hidden, positions = config.positive("hidden_size"), config.positive("max_position_embeddings")
-    heads = config.positive("num_attention_heads") if of.head_dim else config.heads(hidden)
+    is_free = of.head_dim or (of.experts and config.get("head_dim", 0))  # d need not be h / a
+    heads = config.positive("num_attention_heads") if is_free else config.heads(hidden)
     d = config.positive("head_dim", of.head_dim or hidden // heads)
     sees_before = config.flag("is_causal", True) and not config.flag("use_bidirectional_attention", False)
     ropes = of.ropes(config, d, of)
@@ -306,6 +348,12 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         windows=of.windows(config, sees_before),
         rope_divisors=tuple(rope.divisors for rope in ropes),
     )
+    if of.experts is not None:
+        number, chosen = config.positive(of.experts.number), config.positive(of.experts.chosen)
+        if chosen > number:
+            raise ModelError(f"config.json: {of.experts.chosen} {chosen} of {number} experts cannot be chosen")
+        normed = config.flag(of.experts.normed, False) if of.experts.normed else True
+        block = replace(block, experts=number, chosen=chosen, normed_experts=normed)
     head = _head(architecture, config, extras, of)
     if head.task == "generation" and not block.causal:
         raise UnsupportedModelError("config.json: a model that generates must see only tokens before")
@@ -321,7 +369,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         layers=config.positive("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        mlp=config.positive("intermediate_size"),
+        mlp=config.positive("intermediate_size" if of.experts is None else of.experts.width),
         norm_first=True,
         activation=config.activation(of.activation),
         norm_eps=config.number("rms_norm_eps", 1e-6) / residual**2,

@@ -237,6 +237,8 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     """Return how the weights of a model may be kept."""
     if isinstance(spec, ModelSpec) and spec.storages:
         return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
+    if isinstance(spec, ModelSpec) and spec.block.experts:
+        return ("f32",)
     found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
     return found
 

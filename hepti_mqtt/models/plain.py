@@ -206,7 +206,22 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
     return linear(tensors, f"{here}attention_out", out)
 
 
+def _experts(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
+    logits, out = linear(tensors, f"{here}router", x), np.zeros_like(x)  # [m, E], [m, h]
+    for i, row in enumerate(x):
+        best = np.argsort(-logits[i], kind="stable")[: n.block.chosen]
+        whole = logits[i][best] if n.block.normed_experts else logits[i]
+        for e in best:
+            weight = np.exp(logits[i][e] - logits[i].max()) / np.exp(whole - logits[i].max()).sum()
+            own = f"{here}experts.{e}."
+            hidden = activate(n.activation, linear(tensors, f"{own}gate", row)) * linear(tensors, f"{own}up", row)
+            out[i] += weight * linear(tensors, f"{own}down", hidden)
+    return out
+
+
 def _mlp(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
+    if n.block.experts:
+        return _experts(tensors, here, x, n)
     up = linear(tensors, f"{here}mlp_up", x)  # [m, f]
     if n.block.gated:
         up = activate(n.activation, linear(tensors, f"{here}mlp_gate", x)) * up

@@ -160,14 +160,15 @@ def layer_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
 
-    Parts of one name lie below each other in it. width: columns of its inputs and results, by default all. matrix: how
+    Parts of one name lie below each other in it; a name with `{}` is of each expert. width: columns of its inputs and
+    results, by default all. matrix: how
     its matrices are stored.
     """
     w, f, d, biases = width or spec.hidden, spec.mlp, spec.head_dim, spec.block.biases
     q, kv = spec.heads * d, spec.kv_heads * d
     sizes = {
         "query": (w, q), "key": (w, kv), "value": (w, kv), "qkv": (w, q + 2 * kv), "attention_out": (q, w),
-        "mlp_gate": (w, f), "mlp_up": (w, f), "mlp_down": (f, w),
+        "mlp_gate": (w, f), "mlp_up": (w, f), "mlp_down": (f, w), "router": (w, spec.block.experts),
     }  # fmt: skip
     of_bias = {"query": "qkv", "key": "qkv", "value": "qkv", "mlp_gate": "mlp_up"}
     names = [*called.values()]
@@ -175,6 +176,11 @@ def layer_tensors(
         if part.endswith("_norm"):
             of_head = part in ("query_norm", "key_norm")
             yield from norm(f"{here}{part}", base, stored + name, d if of_head else w, spec.block.norm_bias)
+            continue
+        if "{}" in name:
+            for e in range(spec.block.experts):
+                of_expert = f"{here}experts.{e}.{part.removeprefix('mlp_')}"
+                yield next(iter(matrix(of_expert, base, stored + name.format(e), *sizes[part])))
             continue
         made = matrix(f"{here}{part}", base, stored + name, *sizes[part])
         made = made if of_bias.get(part, part) in biases else tuple(made)[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, TypeVar, get_args
@@ -52,7 +53,8 @@ class BlockSpec:
     a grid of patches instead; shared_bias: all layers have the same. disentangled: a bucket has a key and a query in
     place of a bias. thetas, windows: of each layer the base of its rotary positions, and the most rows between query
     and key, -1 for all, from the first one again where there are more layers; none where no layer has them.
-    rope_divisors: of each layer in the same way, see `lowering.Rotate`.
+    rope_divisors: of each layer in the same way, see `lowering.Rotate`. experts: the MLP is a mixture of so many, each
+    as wide as `ModelSpec.mlp` says; chosen: by each row; normed_experts: their weights add up to 1.
     """
 
     biases: tuple[str, ...] = MATRICES
@@ -75,6 +77,9 @@ class BlockSpec:
     thetas: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     rope_divisors: tuple[tuple[float, ...], ...] = ()
+    experts: int = 0
+    chosen: int = 0
+    normed_experts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +224,8 @@ def _frozen(value: Any) -> Any:
 
 
 def any_layer(name: str) -> str:
-    """Return the name of a tensor of a layer with `*` for the layer's number; another one as it is."""
-    first, _, rest = name.partition(".")
-    return f"layers.*.{rest.partition('.')[2]}" if first == "layers" else name
+    """Return the name of a tensor of a layer with `*` for its layer and its expert; another one as it is."""
+    return re.sub(r"^layers\.[0-9]+\.", "layers.*.", re.sub(r"\.experts\.[0-9]+\.", ".experts.*.", name))
 
 
 def _block_storage(name: Any) -> BlockStorage:
@@ -395,7 +399,19 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
     )  # fmt: skip
 
 
+def expert_names(stored: str, experts: int, *parts: str) -> tuple[str, ...]:
+    """Return what matrices of all experts of a layer are called, those of one kind together."""
+    return tuple(f"{stored}experts.{e}.{part}" for part in parts for e in range(experts))
+
+
 def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
+    if n.block.experts:
+        count, top, width = n.block.experts, n.block.chosen, net.shape_of(x)[1]
+        logits = net.linear(f"{name}router", x, roles.ROUTER, {f"{stored}router": count}, bias=False)  # [m, E]
+        matrices = expert_names(stored, count, "gate", "up")
+        hidden = net.experts_up(f"{name}up", x, logits, roles.MLP_UP, matrices, n.mlp, top, n.activation)
+        matrices, normed = expert_names(stored, count, "down"), n.block.normed_experts
+        return net.experts_down(f"{name}down", hidden, logits, roles.MLP_DOWN, matrices, width, top, normed)
     bias = "mlp_up" in n.block.biases
     up = net.linear(f"{name}up", x, roles.MLP_UP, {f"{stored}mlp_up": n.mlp}, bias=bias)  # [m, f]
     if n.block.gated:

@@ -36,6 +36,7 @@ LAYER = {
     "mlp_gate": "ffn_gate",
     "mlp_up": "ffn_up",
     "mlp_down": "ffn_down",
+    "router": "ffn_gate_inp",
     "query_norm": "attn_q_norm",
     "key_norm": "attn_k_norm",
     "attention_out_norm": "post_attention_norm",
@@ -157,7 +158,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tu
     """Write a file; tensors: values [rows, columns] or [n], and how they are stored."""
     infos, data = [], b""
     for name, (values, storage) in tensors.items():
-        raw = quantised(np.atleast_2d(values), storage)
+        raw = quantised(values.reshape(-1, values.shape[-1]), storage)
         dims = struct.pack(f"<I{values.ndim}Q", values.ndim, *values.shape[::-1])
         infos.append(_text(name) + dims + struct.pack("<IQ", KIND[storage], len(data)))
         data += raw.tobytes() + b"\0" * (-raw.nbytes % 32)
@@ -195,6 +196,12 @@ def converted(
     for name, array in tensors.items():
         own, end = name.rsplit(".", 1) if name != "stem.word" else (name, "weight")
         values, how = (array.T if array.ndim == 2 and own != "stem.word" else array), "f32"
+        if ".experts." in own:
+            _, layer, _, expert, part = own.split(".")
+            whole = stored.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", (np.empty((0, *values.shape)), storage))
+            assert len(whole[0]) == int(expert)
+            stored[f"blk.{layer}.ffn_{part}_exps.weight"] = np.concatenate([whole[0], values[None]]), storage
+            continue
         if own.startswith("layers."):
             _, layer, part = own.split(".")
             if part in ("query", "key") and architecture in ("llama", "smollm3", "granite"):

@@ -26,6 +26,7 @@ def outputs(path, architecture, inputs, shape, pooling=None):
     if (net := _net(path, architecture)) is not None:
         return of_net(net, scaled(path, inputs))
     model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").double().eval()
+    model.set_experts_implementation("eager")  # PyTorch groups no products in double precision
     if model.main_input_name == "input_features":
         return of_speech(model, inputs, shape)
     hidden, output = [], []

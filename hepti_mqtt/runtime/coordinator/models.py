@@ -24,7 +24,7 @@ from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
-from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
@@ -415,7 +415,7 @@ class PlanGroups:
             )
             for s in served
         }
-        self.background = BackgroundPace()
+        self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

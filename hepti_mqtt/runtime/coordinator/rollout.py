@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
@@ -14,7 +14,6 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
@@ -31,6 +30,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     Tick,
     WeightsUnreadable,
 )
+from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
@@ -98,6 +98,8 @@ class Rollout:
             is_exhaustive=False,
             active=group.last_plan,
             residents=group.held(),
+            tiles=served.tiles,
+            cached=self._fleet.cached(served.name),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
@@ -109,6 +111,7 @@ class Rollout:
         own = self._groups.default(group.name)
         preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress_bytes))
+        loading = "" if preparing is None else describe_load(preparing, preparing.progress_s)
         own.published_transitions = own.plans.story.count
         story = own.plans.story.last(PUBLISHED_TRANSITIONS)
         others = self._groups.pinned(group.name)
@@ -116,7 +119,7 @@ class Rollout:
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
         needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs, loading)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -138,8 +141,11 @@ class Rollout:
             return []
         if preparing.state == "swapping" and not preparing.waits_for & self._groups.plan_versions():
             group.plans.resume_preparation(preparing, now)
-        is_due = preparing.state == "preparing" and preparing.prepare_sent_s == -inf
-        return self._send_prepare(group, preparing, now) if is_due else []
+        if preparing.state != "preparing" or preparing.prepare_sent_s > -inf:
+            return []
+        text = "" if preparing.progress_bytes else describe_load(preparing, now)
+        story = [LogEvent("loading", text)] if text else []
+        return [*story, *self._send_prepare(group, preparing, now)]
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
@@ -281,7 +287,6 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
-        self._record_load({device: total for device, (_, total) in record.progress_bytes.items()}, record, now)
         self._note_trial(group, record, now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
@@ -293,15 +298,10 @@ class Rollout:
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
-        note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
-        return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
-
-    def _record_load(self, loaded: Mapping[str, int], record: PlanRecord, now: float) -> None:
-        """Learn the rate of loads from the device that loaded most; also from a load that is given up."""
-        if loaded:
-            device = max(loaded, key=loaded.__getitem__)
-            seconds = now - record.begun_s - ACTIVATE_S
-            self._groups.background.record_load(loaded[device], seconds, self._share(record, device))
+        loaded = describe_end(record, now)
+        notes = [LogEvent("loaded", loaded)] if loaded else []
+        notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
+        return [*out, *(self.command_device(*told) for told in activate), *notes, self.publish_plan(group)]
 
     @staticmethod
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
@@ -418,10 +418,9 @@ class Rollout:
         why: str,
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
-        if event == "outdated":
-            self._record_load({device: done for device, (done, _) in record.progress_bytes.items()}, record, now)
         group.plans.step(record, event, now, why)
-        return self.release(record.plan)
+        text = describe_end(record, now, why)
+        return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
 
     def _handle_failed_preparation(
         self,

@@ -63,6 +63,7 @@ FAMILIES = {
     "qwen3": ("tiny-qwen3-text", {}),
     "gemma3": ("tiny-gemma3-text", {**NEAR, "attention.sliding_window_pattern": 2}),
     "phi3": ("tiny-phi3", NEAR),
+    "qwen3moe": ("tiny-qwen3-moe", {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64}),
     "smollm3": ("tiny-smollm3", {}),
     "granite": (
         "tiny-granite",
@@ -91,7 +92,8 @@ def test_other_architectures_are_their_originals(tmp_path: Path, architecture: s
             np.testing.assert_allclose(got.tensors()[name], array, rtol=0, atol=1e-6)
     path = converted(original, tmp_path / "q.gguf", "q8_0", "q8_0", architecture, **keys, **ends)
     with Checkpoint.open(path) as blocks:
-        assert {"layers.*.query.weight", "layers.*.mlp_up.weight"} <= dict(blocks.spec.storages).keys()
+        up = "experts.*.up" if blocks.spec.block.experts else "mlp_up"
+        assert {"layers.*.query.weight", f"layers.*.{up}.weight"} <= dict(blocks.spec.storages).keys()
         assert all(blocks.tile(digest) for entry in blocks.manifest.entries for digest in entry.hashes)
 
 

@@ -74,6 +74,26 @@ BY_HAND = {
         (ROWS, SlotSpec((5,), "i32"), SlotSpec((5, 11))),
     ),
     "merge_candidates": (Compute("merge_candidates", (0, 1), (2,), (), {}), (SlotSpec((5, 11)),) * 3),
+    "experts_up": (
+        Compute(
+            "experts_up",
+            (0, 1),
+            (2,),
+            (WeightRef("w", (0, 12), (0, 7)),) * 6,
+            {"experts": 3, "chosen": 2, "activation": "silu"},
+        ),
+        (ROWS, SlotSpec((5, 3)), SlotSpec((10, 7))),
+    ),
+    "experts_down": (
+        Compute(
+            "experts_down",
+            (0, 1),
+            (2,),
+            (WeightRef("w", (0, 7), (0, 12)),) * 3,
+            {"experts": 3, "chosen": 2, "normed": True},
+        ),
+        (SlotSpec((10, 7)), SlotSpec((5, 3)), ROWS),
+    ),
     "add": (Compute("add", (0, 1), (2,), (), {"bias": False}), (ROWS,) * 3),
 }
 

@@ -573,3 +573,26 @@ def test_without_another_device_requests_end() -> None:
     other_version(site, "b")
     site.tick(10.0)
     assert isinstance(site.errors["r"], PlanError)
+
+
+def test_a_load_is_told_at_its_begin_and_at_its_end_with_the_time_that_is_left() -> None:
+    def decider(question: Question) -> Decision:
+        row = everyone(question)
+        heavy = replace(row.chosen, load_bytes=dict.fromkeys(row.chosen.plan.devices, 1_300_000_000))
+        return replace(row, chosen=heavy, ranking=(heavy,))
+
+    site = Site(decider=decider)
+    site.join("a", "b")
+    site.tick(1.1)
+    for done in (300, 600, 900):
+        site.tick(10.0)
+        for device, asked in site.prepares().items():
+            version = Plan.from_dict(asked.plan).version
+            progress = messages.PrepareProgress(asked.transaction_id, "m", version, done * 10**6, 1300 * 10**6)
+            site.event(interface.DeviceMessage(device, progress))
+    shown = [c.loading for c in site.seen if isinstance(c, interface.PublishPlan)]
+    assert all(text in shown[-1] for text in (" of 1.3 GB on ", "2 devices", " s left"))
+    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 0)
+    site.ready()
+    assert site.plan is not None
+    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 1)

@@ -1,0 +1,97 @@
+"""Ops of a mixture of experts: each row goes through the few experts that its router's logits choose.
+
+Every expert is divided by columns of its width, like a dense MLP, so that devices have equal work whatever is chosen.
+Letters: r rows, c columns, k reduced indices, e experts, t chosen ones of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hepti_mqtt.lowering.ops import NARROW, PANEL, Call, Op, Operand
+from hepti_mqtt.lowering.regions import IndexSet, Region, span
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import STORAGES, BlockStorage
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertsOp(Op):
+    """What both ops have in common; `tensors` are matrices of all experts, those of one kind together."""
+
+    experts: int
+    #: Experts that each row chooses.
+    chosen: int
+    #: Of each matrix, None for f32; none of a model without blocks.
+    storages: tuple[BlockStorage | None, ...] = ()
+    #: Values of the largest block of the model.
+    unit: int = 1
+
+    def share_unit(self, dim: int) -> int:
+        return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
+
+    def _logits(self, rows: IndexSet) -> Region:
+        return rows, span(0, self.experts)
+
+    def _matrices(self, rows: IndexSet, columns: IndexSet) -> tuple[WeightRef, ...]:
+        if len(rows) != 1 or len(columns) != 1:
+            raise ValueError(f"{self.name}: rows {rows}, columns {columns} are several ranges; give each device one")
+        storages = self.storages or (None,) * len(self.tensors)
+        refs = tuple(
+            WeightRef(tensor, rows[0], columns[0], weight_dtype=storage or "f32")
+            for tensor, storage in zip(self.tensors, storages, strict=True)
+        )
+        for ref in refs:
+            block = STORAGES[ref.weight_dtype].block
+            if any(end % block for end in ref.rows):
+                raise ValueError(f"{self.name}: rows {rows} of a matrix in blocks of {block}; divide it between blocks")
+        return refs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertsUp(ExpertsOp):
+    """function(x @ gate_e) * (x @ up_e) over (r t, c, k): a row for each expert that a row of x chooses.
+
+    inputs: x, and the router's logits.
+    """
+
+    function: str
+
+    kind = "experts_up"
+
+    def granularity(self) -> tuple[int, ...]:
+        return self.chosen, 1, self.space[2]
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        rows = tuple((a // self.chosen, z // self.chosen) for a, z in region[0])
+        return (rows, region[2]), self._logits(rows)
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return self._matrices(region[2], region[1])
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        attrs = {"experts": self.experts, "chosen": self.chosen, "activation": self.function}
+        return Call("experts_up", self.weight_refs(region), attrs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertsDown(ExpertsOp):
+    """The sum of hidden_e @ down_e, by their weights, over (r, c, k): partial where a device has some columns.
+
+    inputs: rows of `ExpertsUp`, and the router's logits. normed: weights of the chosen experts add up to 1.
+    """
+
+    normed: bool
+
+    kind = "experts_down"
+
+    def input_regions(self, region: Region) -> tuple[Region, ...]:
+        rows = tuple((a * self.chosen, z * self.chosen) for a, z in region[0])
+        return (rows, region[2]), self._logits(region[0])
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        return self._matrices(region[2], region[1])
+
+    def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
+        attrs = {"experts": self.experts, "chosen": self.chosen, "normed": self.normed}
+        return Call("experts_down", self.weight_refs(region), attrs)

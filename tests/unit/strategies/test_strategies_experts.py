@@ -1,0 +1,65 @@
+"""Mixtures of experts divided over devices, in f32 and in blocks: what plain NumPy computes, whatever their shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_writer import converted
+from programs_run import run_programs
+from sites import TOLERANCE, plan, request, tensors
+
+from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.kernels.registry import works
+from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.plan_programs import device_programs, resident_weights
+from hepti_mqtt.program import Compute
+
+WEIGHTS = [(1.0,), (1.0, 2.0), (1.0, 3.0, 2.0), (2.0, 1.0, 0.0, 1.0)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-mixtral"])
+@pytest.mark.parametrize("length", [1, 13])
+def test_devices_with_columns_of_all_experts_are_the_whole_model(kind, weights, length):
+    spec = spec_of_kind(kind)
+    held, (shape, inputs) = tensors(spec), request(spec, (length,))
+    programs = device_programs(spec, plan(spec, ("decoder", {}), weights), shape)
+    got = run_programs(programs, held, inputs)
+    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("storage", ["q4_0", "q8_0"])
+def test_experts_in_blocks_are_divided_between_blocks(tmp_path: Path, storage: str) -> None:
+    original = make_model("tiny-qwen3-moe", tmp_path / "original")
+    keys = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    path = converted(original, tmp_path / "m.gguf", storage, storage, "qwen3moe", **_keys(keys))
+    with Checkpoint.open(path) as model:
+        spec, held, values = model.spec, model.weights(), model.tensors()
+        shape, inputs = request(spec, (9,))
+        want = models.reference(spec, values, inputs, shape)[1]
+        for weights in WEIGHTS[:3]:
+            made = plan(spec, ("decoder", {}), weights)
+            got = run_programs(device_programs(spec, made, shape), held, inputs)
+            np.testing.assert_allclose(got, want, atol=1e-3)
+            refs = [ref for device in made.devices for ref in resident_weights(spec, made, device)]
+            own = [ref for ref in refs if ".experts." in ref.tensor]
+            assert {ref.weight_dtype for ref in own} == {storage}
+
+
+def _keys(keys: dict[str, int]) -> dict[str, int]:
+    return {f"qwen3moe.{key}": value for key, value in keys.items()}
+
+
+def test_a_price_counts_chosen_experts_and_memory_all() -> None:
+    spec = spec_of_kind("tiny-qwen3-moe")
+    alone = plan(spec, ("single", {}), (1.0,))
+    program = device_programs(spec, alone, TokenBatch((1,), cache=32))["d0"]
+    ups = [op for op in program.ops if isinstance(op, Compute) and op.kernel == "experts_up"]
+    (work,) = works(ups[0], program.slots)
+    assert work.flops == 2.0 * 2 * 32 * 2 * 64, "gate and up of two of six experts"
+    assert work.n == 2 * 2 * 64
+    own = [ref for ref in resident_weights(spec, alone, "d0") if ".experts." in ref.tensor]
+    assert len(own) == spec.layers * 6 * 3
