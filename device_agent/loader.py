@@ -159,9 +159,9 @@ class WeightLoader:
     """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
-    asked for tiles. is_busy: whether runs are under way, which share the link. report: tells the planner what is in the cache. counters:
-    `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these `tile_bytes_from_peers`;
-    `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    asked for tiles. is_busy: whether runs are under way, which share the link. report: tells the planner what is in the
+    cache. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these
+    `tile_bytes_from_peers`; `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
