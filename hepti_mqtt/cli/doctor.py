@@ -139,7 +139,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     """Look at the broker as the device named like its user would."""
     from hepti_mqtt.protocol.topics import Topics
     from hepti_mqtt.transport import largest_packet, queue_capacity
-    from hepti_mqtt.transport.broker_limits import LOW_QUEUE, low_queue_warning
+    from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, low_queue_warning
 
     try:
         name = check_name("device", url.user or "doctor")
@@ -154,7 +154,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
         small_s, large_s = _echoes(url, topic, large)
         held = "set_tcp_nodelay true in the broker's configuration" if small_s > NAGLE_S else ""
         yield Finding("round trip", f"{small_s * 1e3:.2f} ms, {large / 2**20:.3g} MiB {large_s * 1e3:.1f} ms", held)
-        room = queue_capacity(url, client_id="hepti-doctor-room", topic=topic, wanted=LOW_QUEUE)
+        room = queue_capacity(url, client_id="hepti-doctor-room", topic=topic, wanted=KEPT_MESSAGES)
         if room is not None:
             yield Finding("queue", f"{room.queued} messages", low_queue_warning(*room, url.place))
         yield Finding("largest packet", f"{largest} bytes", low if largest < WANTED_BYTES else "")

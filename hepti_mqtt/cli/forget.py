@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import queue
 import sys
-import time
-import uuid
 from collections.abc import Iterable
 from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
-from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
+from hepti_mqtt.errors import ConfigError, RefusedError
 from hepti_mqtt.ids import PART_MARK, PLANNER, check_name
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
-from hepti_mqtt.transport import BrokerUrl, Delivery, PahoTransport, claim, new_boot
+from hepti_mqtt.service.retained import retained_topics
+from hepti_mqtt.transport import BrokerUrl, claim, new_boot
 
-ECHO_S: Final = 10.0
 SHOWN: Final = 10
 
 
@@ -54,12 +51,12 @@ def forget(args: argparse.Namespace) -> int:
     _refuse_while_online(url, topics, args.device)
     payloads = None if args.home_assistant is None else Payloads(topics, args.home_assistant)
     filters = [topics.everything(), *([payloads.all_configs()] if payloads else [])]
-    found = retained_of(topics, payloads, _retained(url, topics, filters), args.device, args.model)
+    found = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
     what = f"device {args.device}" if args.device else f"model {args.model}" if args.model else f"site {topics.site}"
     if found and not _agreed(args, what, found):
         return 1
-    _retained(url, topics, filters, found)
-    left = retained_of(topics, payloads, _retained(url, topics, filters), args.device, args.model)
+    retained_topics(url, topics, filters, cleared=found)
+    left = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
     if left:
         raise RefusedError(
             f"the broker still retains {_some(left)}: its access list does not let {url.user or 'an anonymous user'} "
@@ -78,38 +75,6 @@ def _refuse_while_online(url: BrokerUrl, topics: Topics, device: str | None) -> 
     topic = topics.planner_status() if device is None else topics.status(device)
     if claim(url, topic, f"hepti-{topics.site}-forget", new_boot(), look=True).held:
         raise ConfigError(f"{what} is online at site {topics.site} and would publish everything again; stop it first")
-
-
-def _retained(url: BrokerUrl, topics: Topics, filters: Iterable[str], cleared: Iterable[str] = ()) -> list[str]:
-    """Clear topics; return what the broker retained before that. Raises NetworkError if it does not answer."""
-    heard: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-    end, mark = topics.probe("doctor"), uuid.uuid4().bytes
-    transport = PahoTransport(
-        url,
-        f"hepti-{topics.site}-forget-{uuid.uuid4().hex[:12]}",
-        on_message=lambda _topic, _payload: None,
-        on_delivery=heard.put,
-        on_state=lambda _state: None,
-        name="forget",
-    )
-    found, until = set[str](), time.monotonic() + ECHO_S
-    try:
-        transport.subscribe([*((one, 0) for one in filters), (end, 0)])
-        transport.connect()
-        for topic in cleared:
-            transport.publish(topic, b"", 1, retain=True)
-        transport.publish(end, mark, 1)
-        while (got := heard.get(timeout=max(until - time.monotonic(), 0.0))).payload != mark:
-            if got.retained and got.payload:
-                found.add(got.topic)
-    except queue.Empty:
-        raise NetworkError(
-            f"the broker at {url.place} has not echoed a message on {end} within {ECHO_S:g} s; its access list must "
-            f"let this user publish and read there: take the login of the {PLANNER}"
-        ) from None
-    finally:
-        transport.close()
-    return sorted(found)
 
 
 def _agreed(args: argparse.Namespace, what: str, found: list[str]) -> bool:

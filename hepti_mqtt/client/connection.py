@@ -41,6 +41,7 @@ from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTranspo
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records
 ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
+LOOK_S: Final = 2.0  # between two looks for requests whose answers take long
 PLANNER_S: Final = 5.0  # for a planner that restarts
 
 T = TypeVar("T")
@@ -123,6 +124,8 @@ class Connection:
         self._unseen: RefusedError | None = None  # of devices alone: requests go on
         self._subscribed: set[int] = set()
         self._watching: int | None = None
+        self._looking: threading.Timer | None = None  # until late requests are sent again
+        self._closed = False
         self._answers_watch: int | None = None
         # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
@@ -142,6 +145,9 @@ class Connection:
     def _close(self) -> None:
         self._transport.close()
         with self._changed:
+            self._closed = True
+            if self._looking is not None:
+                self._looking.cancel()
             ended = self._session.abandon()
         for token in ended:
             settle(token, NetworkError("the client was closed before the answer came"))
@@ -209,6 +215,7 @@ class Connection:
     def _send(self, model: str, name: str, body: Mapping[str, Any], future: Future[Answer]) -> None:
         with self._changed:
             publication = self._session.add_request(model, name, body, future, time.perf_counter())
+            self._look_later()
         future.add_done_callback(lambda _: self._forget(model, name, future))
         try:
             self._transport.publish(publication.topic, publication.payload, 1)
@@ -382,6 +389,21 @@ class Connection:
             timer = threading.Timer(max(waits_s), self._look_again)
             timer.daemon = True
             timer.start()
+
+    def _look_later(self) -> None:
+        """Look for late requests after a while, if no look is due; the caller holds the lock."""
+        if self._looking is None and not self._closed:
+            self._looking = threading.Timer(LOOK_S, self._look_for_late)
+            self._looking.daemon = True
+            self._looking.start()
+
+    def _look_for_late(self) -> None:
+        with self._changed:
+            self._looking = None
+            late = self._session.resend_unanswered(time.perf_counter()) if self._connected else []
+            if self._session.has_pending:
+                self._look_later()
+        self._publish_again(late)
 
     def _look_again(self) -> None:
         with self._changed:

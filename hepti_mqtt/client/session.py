@@ -7,6 +7,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
@@ -184,6 +185,9 @@ class LookAgain(NamedTuple):
 
 
 ClientEvent = RequestEnded | PartialAnswer | RequestPublish | LookAgain
+REPEAT_S: Final = 10.0  # without an answer, a request is sent again
+REPEAT_FACTOR: Final = 1.25
+MOST_REPEATED: Final = 64  # requests that one look repeats
 SETTLE_S: Final = 0.5  # in which a group says that it has a request; groups that go at once are noticed one by one
 
 
@@ -198,8 +202,9 @@ class ModelOfGroup(NamedTuple):
 class _PendingRequest:
     """A pending request and its callers: all who sent it under this id.
 
-    sent_s: when it was published last. holder: the group that has taken it, "" if unknown. suspect: it may be lost, but
-    was published so shortly ago that a group may still say that it has it. refusals: of groups without a plan for it.
+    sent_s: when it was published, or heard of, last. holder: the group that has taken it, "" if unknown. suspect: it
+    may be lost, but was published so shortly ago that a group may still say that it has it. refusals: of groups without
+    a plan for it.
     """
 
     publication: RequestPublish
@@ -208,6 +213,8 @@ class _PendingRequest:
     holder: str = ""
     suspect: bool = False
     refusals: int = 0
+    #: Times that it was sent again for want of an answer.
+    repeats: int = 0
 
     def again(self, now: float) -> RequestPublish:
         """Return what to publish again, for any group."""
@@ -266,6 +273,8 @@ class ClientSession:
     answers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SERVED))
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
+    #: The longest time to an answer so far.
+    _slowest_s: float = 0.0
 
     @property
     def topics(self) -> Topics:
@@ -276,6 +285,11 @@ class ClientSession:
     def planner_online(self) -> bool:
         """Return whether a planner is online."""
         return any(map(self._online, self.planners))
+
+    @property
+    def has_pending(self) -> bool:
+        """Return whether a request waits for its answer."""
+        return bool(self._pending)
 
     def _online(self, group: str) -> bool:
         return group in self.planners and self.planners[group].state == "online"
@@ -369,6 +383,22 @@ class ClientSession:
         """Return the requests to publish again that may be lost, and that no group has taken meanwhile."""
         return [p.again(now) for p in self._pending.values() if p.suspect and not p.holder]
 
+    def resend_unanswered(self, now: float) -> list[RequestPublish]:
+        """Return requests to publish again because their answer takes long: a broker may have dropped either.
+
+        A request has a quarter more time than the slowest answer took, and twice as long after each repetition. The
+        planner computes a repeated request once. A request that a group has taken is left to it.
+        """
+        if not self.planner_online:
+            return []
+        patience_s = max(REPEAT_S, REPEAT_FACTOR * self._slowest_s)
+        late = (p for p in self._pending.values() if not p.holder and now - p.sent_s >= patience_s * 2**p.repeats)
+        out = []
+        for pending in islice(late, MOST_REPEATED):
+            pending.repeats += 1
+            out.append(pending.again(now))
+        return out
+
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
         try:
@@ -433,6 +463,7 @@ class ClientSession:
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):
                 raise WireError(f"a token of an answer has {', '.join(TOKEN)}")
+            pending.sent_s = now
             return [PartialAnswer(caller.handle, data) for caller in pending.callers]
         error = None if data.get("ok") is True else error_from(data)
         if error is None and (lacks := missing_answer_key(data)) is not None:
@@ -441,6 +472,7 @@ class ClientSession:
             pending.refusals += 1  # another group may have a plan
             return [pending.again(now)]
         del self._pending[topic.model, topic.request]
+        self._slowest_s = max(self._slowest_s, *(now - since_s for _, since_s in pending.callers), 0.0)
         return [
             RequestEnded(handle, Answer(data, (now - since_s) * 1e3) if error is None else error)
             for handle, since_s in pending.callers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple, get_args
 
-from hepti_mqtt.protocol.topics import TOPIC_ROOT
+from hepti_mqtt.protocol.topics import DROPPED_TOPIC, TOPIC_ROOT
 
 Role = Literal["planner", "device", "client", "viewer", "home"]
 AddedRole = Literal["device", "client", "viewer", "home"]  # a site has one planner
@@ -40,19 +40,19 @@ _CLIENT: Final = (
 
 _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(
-        read=("dev/+/hb", "dev/+/up", "infer/+/req/+", "infer/+/text/+"),
+        read=("dev/+/hb", "dev/+/up"),
         write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
         # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
-        # cannot stand in a device's topic. `hepti site forget` clears what is retained.
+        # cannot stand in a device's topic. It clears what others retain, also where nobody reads that.
         readwrite=(
             *("planner/status", "plan/+", "evt/+", "home/+/+", "dev/doctor/probe"),
-            *("dev/+/status", "dev/+/caps", "dev/+/use"),
+            *("dev/+/status", "dev/+/caps", "dev/+/use", "infer/+/req/+", "infer/+/text/+", "x/+/+/+/+"),
         ),
     ),
     "device": (
         *_rights(
             read=("dev/{me}/cmd", "work/+/+", "weights/{me}", "x/+/+/+/{me}", "x/+/+/+/all"),
-            write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+", "evt/+"),
+            write=("dev/{me}/status", "dev/{me}/caps", "dev/{me}/hb", "dev/{me}/up", "x/+/+/{me}/+"),
         ),
         *_EVERYBODY,
     ),
@@ -62,9 +62,9 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
 }
 
 
-# Beside the site's own topics: the planner announces the site to Home Assistant.
-_HOME_ASSISTANT: Final[Mapping[Role, tuple[AclRule, ...]]] = {
-    "planner": _rights(read=("homeassistant/status",), readwrite=("homeassistant/device/+/config",)),
+# Beside the site's own topics: the planner announces the site to Home Assistant, and logs what the broker drops.
+_BESIDE: Final[Mapping[Role, tuple[AclRule, ...]]] = {
+    "planner": _rights(read=("homeassistant/status", DROPPED_TOPIC), readwrite=("homeassistant/device/+/config",)),
     "home": _rights(read=("homeassistant/device/+/config",), readwrite=("homeassistant/status",)),
 }
 
@@ -86,5 +86,5 @@ def acl_text(site: str, users: Mapping[str, Role]) -> str:
     for user, role in users.items():
         lines += ["", f"# {role}", f"user {user}"]
         lines += [f"topic {right.access} {TOPIC_ROOT}/{site}/{right.topic}" for right in acl_rules(role, user)]
-        lines += [f"topic {right.access} {right.topic}" for right in _HOME_ASSISTANT.get(role, ())]
+        lines += [f"topic {right.access} {right.topic}" for right in _BESIDE.get(role, ())]
     return "\n".join(lines) + "\n"

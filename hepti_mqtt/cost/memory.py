@@ -144,8 +144,9 @@ def _bound_bytes(made: Lowered, device: str) -> int:
     whole, program = 0, made.compact_program(device)
     for op in program.ops:
         # Those of embeddings have no notes: they read rows, wherever these are.
-        is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
-        refs = op.weights if isinstance(op, Compute) and is_product else ()
+        refs: tuple[WeightRef, ...] = ()
+        if isinstance(op, Compute) and (kernel := KERNELS[op.kernel]).notes_panels:
+            refs = op.weights if kernel.work(op, program.slots).kind != "rowwise" else ()
         columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
         whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
     return whole

@@ -86,6 +86,8 @@ class Kernel:
     in_place: bool = False
     later: bool = False
     scratch_function: Scratch = _no_scratch
+    #: What is bound has the panels of every matrix, with their columns.
+    notes_panels: bool = True
 
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
         """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.

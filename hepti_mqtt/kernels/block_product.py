@@ -31,6 +31,8 @@ _GRAIN: Final = 1 << 15  # values of x that there must be for each thread; above
 _LEAST: Final = 1 << 19  # multiply-adds of a part
 _HALF: Final = BLOCK // 2
 
+ProductOf = Callable[[Sequence[int], Array, Array], None]
+
 # Steps from 0 to the largest value of a block of x, and magnitudes of it below which a block counts as 0: as digits,
 # and rounded.
 _PLACES: Final = np.float32(BASE * BASE), np.float32(BASE), ONE
@@ -240,6 +242,35 @@ def bind(
     runs = {n: alone(product) if n == 1 else divided(product) for n, product in ways.items()}
     kinds = tuple(sorted({matrix.storage.name for matrix in matrices}))
     return pool.fastest((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), runs)
+
+
+def bind_alike(matrices: Sequence[BlockMatrix], rounded: bool, pool: Workers) -> Callable[[int, int], ProductOf]:
+    """Return `of_rows(rows, count)`, the product of x [rows, k] with `count` of matrices of one size and storage.
+
+    Such a product takes their numbers, x and out [rows, count * columns]. Only one matrix has a table of panels; others
+    are found by their addresses.
+    """
+    table, alive = _panels_of(matrices[:1], [])
+    addresses = np.array([matrix.panels.__array_interface__["data"][0] for matrix in matrices], np.int64)
+    behind, (k, n) = table[:, _CODES] - addresses[0], (matrices[0].rows, matrices[0].columns)
+    none, nothing = np.empty((0, 0), np.float32), (np.empty(0, np.uint8), np.empty(0, np.float32))
+    how, kind = (NONE, int(rounded)), matrices[0].storage.name
+
+    def of_rows(rows: int, count: int) -> ProductOf:
+        tiles = -(-rows // ROWS[rounded])
+        of_tile, ragged = -(-rows // tiles) * WIDTH * k, bool(table[-1, _VALID] < WIDTH)
+        parts = matmul_parts(count * len(table), ragged, tiles, of_tile, pool.threads, 1, _LEAST)
+        product, places = pool.bind(_linear_blocks, parts, (rows, rounded, kind)), np.arange(count)[:, None]
+
+        def run(numbers: Sequence[int], x: Array, out: Array, _alive: tuple[object, ...] = alive) -> None:
+            panels = np.broadcast_to(table, (count, *table.shape)).copy()
+            panels[..., _CODES] = addresses[numbers, None] + behind
+            panels[..., _COLUMN] += places * n
+            product(x, *nothing, out, none, panels.reshape(-1, table.shape[1]), *how)
+
+        return run
+
+    return of_rows
 
 
 def _panels_of(

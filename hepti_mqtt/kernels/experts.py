@@ -11,7 +11,7 @@ its row alone. Matrices of experts that no row chooses are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels import block_product
 from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing
 from hepti_mqtt.kernels.blocks import BlockMatrix
-from hepti_mqtt.kernels.linear import bind_product
+from hepti_mqtt.kernels.linear import bind_alike
 from hepti_mqtt.kernels.rowwise import GATE
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.tile import NONE
 from hepti_mqtt.kernels.weights import PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
@@ -51,31 +50,27 @@ def _groups(chosen: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
 
 
 class _Products:
-    """Products of some rows with one of several equal matrices, bound when they are first needed."""
+    """Products of some rows with some of several equal matrices."""
 
     def __init__(self, matrices: Sequence[Weight], rounded: bool, pool: Workers) -> None:
-        self._matrices, self._rounded, self._pool = matrices, rounded, pool
-        self._runs: dict[tuple[int, int], Run] = {}
+        in_blocks = [matrix for matrix in matrices if isinstance(matrix, BlockMatrix)]
+        packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+        self._columns = (in_blocks or packed)[0].columns
+        self._of_rows = block_product.bind_alike(in_blocks, rounded, pool) if in_blocks else bind_alike(packed, pool)
+        self._alive = matrices  # what is bound has only their addresses
+        self._bound: dict[tuple[int, int], block_product.ProductOf] = {}
 
-    def __call__(self, number: int, x: Array) -> Array:
-        """Return x @ matrix [r, n]; x: rows up to a power of two are computed, of which few numbers are bound."""
+    def __call__(self, numbers: Sequence[int], x: Array) -> Array:
+        """Return x @ matrices side by side [r, count n]; up to a power of two rows are computed: few are bound."""
         rows, size = len(x), 1 << (len(x) - 1).bit_length()
         if size > rows:
             x = np.concatenate([x, np.zeros((size - rows, x.shape[1]), np.float32)])
-        if (run := self._runs.get((number, size))) is None:
-            run = self._runs[number, size] = self._bound(self._matrices[number], x.shape)
-        matrix = self._matrices[number]
-        assert isinstance(matrix, PackedMatrix | BlockMatrix)
-        out = np.empty((size, matrix.columns), np.float32)
-        run((np.ascontiguousarray(x),), (out,))
+        key = size, len(numbers)
+        if (product := self._bound.get(key)) is None:
+            product = self._bound[key] = self._of_rows(*key)
+        out = np.empty((size, len(numbers) * self._columns), np.float32)
+        product(numbers, np.ascontiguousarray(x), out)
         return out[:rows]
-
-    def _bound(self, matrix: Weight, shape: tuple[int, ...]) -> Run:
-        size = (shape[0], shape[1])
-        if isinstance(matrix, BlockMatrix):
-            return block_product.bind(size, [matrix], [], False, NONE, self._rounded, self._pool)
-        assert isinstance(matrix, PackedMatrix)
-        return bind_product(size, [matrix], [], False, NONE, self._pool)
 
 
 def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], kinds: int) -> Check:
@@ -101,18 +96,22 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     if not m or not f:
         return nothing
     product, activation = _Products(weights, op.attrs.get("x") == "i8", pool), op.attrs["activation"]
-    gated: dict[int, Callable[[Sequence[Array], Sequence[Array]], None]] = {}
+    specs = [SlotSpec((m * count, f))] * 3
+    gate = GATE.bind(Compute("gate", (0, 1), (2,), attrs={"activation": activation}), specs, [], pool)
 
     def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, logits = reads
-        for expert, places in _groups(chosen_experts(logits, count)):
-            rows, n = np.ascontiguousarray(x[places // count]), len(places)
-            if n not in gated:
-                specs = [SlotSpec((n, f))] * 3
-                gated[n] = GATE.bind(Compute("gate", (0, 1), (2,), attrs={"activation": activation}), specs, [], pool)
-            hidden = np.empty((n, f), np.float32)
-            gated[n]((product(expert, rows), product(experts + expert, rows)), (hidden,))
-            writes[0][places] = hidden
+        chosen = chosen_experts(logits, count)
+        if m == 1:  # all chosen matrices in one product
+            numbers = [*chosen[0], *(experts + chosen[0])]
+            both = product(numbers, x).reshape(2, count, f)
+            gate((both[0], both[1]), (writes[0],))
+            return
+        gates, ups = (np.empty((m * count, f), np.float32) for _ in range(2))
+        for expert, places in _groups(chosen):
+            both = product([expert, experts + expert], x[places // count])
+            gates[places], ups[places] = both[:, :f], both[:, f:]
+        gate((gates, ups), (writes[0],))
 
     return run
 
@@ -131,7 +130,7 @@ def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight]
         scales, out = expert_weights(logits, chosen, normed).reshape(-1), writes[0]
         out[...] = 0
         for expert, places in _groups(chosen):  # each expert once in a row, so rows are different
-            out[places // count] += scales[places, None] * product(expert, np.ascontiguousarray(hidden[places]))
+            out[places // count] += scales[places, None] * product([expert], hidden[places])
 
     return run
 
@@ -182,5 +181,5 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=max(round(m * chosen / read), 1), k=k, n=columns, flops=flops, product=product)
 
 
-EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work)
-EXPERTS_DOWN: Final = Kernel("experts_down", _bind_down, _reference_down, _work)
+EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, notes_panels=False)
+EXPERTS_DOWN: Final = Kernel("experts_down", _bind_down, _reference_down, _work, notes_panels=False)

@@ -12,7 +12,7 @@ depend neither on its tile nor on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -206,6 +206,29 @@ def bind_product(
         product(reads[0], writes[0], residual, table, bias, activation)
 
     return run
+
+
+def bind_alike(matrices: Sequence[PackedMatrix], pool: Workers) -> Callable[[int, int], block_product.ProductOf]:
+    """Return products with some of several matrices of one size, as `block_product.bind_alike` does."""
+    table, bias = panels_of(matrices[:1], [])
+    addresses = np.array([matrix.panels.__array_interface__["data"][0] for matrix in matrices], np.int64)
+    behind, (k, n) = table[:, _ADDRESS] - addresses[0], (matrices[0].rows, matrices[0].columns)
+    none = np.empty((0, 0), np.float32)
+
+    def of_rows(rows: int, count: int) -> block_product.ProductOf:
+        ragged = bool(table[-1, _VALID] < NR)
+        product = pool.bind(_linear, matmul_parts(count * len(table), ragged, rows, NR * k, pool.threads, MR))
+        biases, places = np.tile(bias, (count, 1)), np.arange(count)[:, None]
+
+        def run(numbers: Sequence[int], x: Array, out: Array) -> None:
+            panels = np.broadcast_to(table, (count, *table.shape)).copy()
+            panels[..., _ADDRESS] = addresses[numbers, None] + behind
+            panels[..., _COLUMN] += places * n
+            product(x, out, none, panels.reshape(-1, table.shape[1]), biases, NONE)
+
+        return run
+
+    return of_rows
 
 
 def _reference(

@@ -430,6 +430,7 @@ def _is_causal(spec: ModelSpec) -> bool:
 
 
 _ATTENDED: Final = ("query", "key", "value")
+_ROUTER: Final = ".router.weight"  # few bytes, by which experts are chosen
 
 
 def quantised(spec: Spec, how: Quantised) -> Spec:
@@ -444,7 +445,11 @@ def quantised(spec: Spec, how: Quantised) -> Spec:
     elif spec.storages:
         why = "its weights are in the blocks of its file already; leave out --weights"
     else:
-        whole = {s.name: storage for s in tensor_sources(spec) if not s.stored_shape[-1] % STORAGES[storage].block}
+        whole = {
+            s.name: storage
+            for s in tensor_sources(spec)
+            if not s.stored_shape[-1] % STORAGES[storage].block and not s.name.endswith(_ROUTER)
+        }
         made = with_storages(spec, whole)
         if isinstance(made, ModelSpec) and made.storages:
             return made

@@ -44,6 +44,7 @@ Kind = Literal[
 ]
 
 TOPIC_ROOT: Final = "hepti/v1"
+DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"  # of Mosquitto: a count since its start
 SHARE: Final = "hepti"  # the name of the shared subscription of a site's groups
 ANSWERS: Final = "answers"  # the kind of event that tells what became of the last requests
 MAX_LAYER: Final = 32_767

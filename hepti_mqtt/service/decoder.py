@@ -83,12 +83,11 @@ class MessageDecoder:
         }
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what the planner subscribes to besides requests, with the QoS of each."""
+        """Return what the planner subscribes to besides requests and heartbeats, with the QoS of each."""
         t = self.topics
         return [
             (t.all_status(), 1),
             (t.all_caps(), 1),
-            (t.all_heartbeats(), 0),
             (t.all_reports(), 1),
             (t.all_uses(), 1),
             (t.planner_status(), 1),

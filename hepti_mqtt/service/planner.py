@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import sys
 import threading
@@ -30,7 +31,7 @@ from hepti_mqtt.ids import Start, asked_name, check_name
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
-from hepti_mqtt.protocol.topics import ANSWERS, Topics
+from hepti_mqtt.protocol.topics import ANSWERS, DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
@@ -48,8 +49,10 @@ from hepti_mqtt.service.decoder import (
 )
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.home_assistant import HomeAssistant
+from hepti_mqtt.service.heartbeats import HeartbeatInbox
+from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
+from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
@@ -169,6 +172,32 @@ def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
     )
 
 
+def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
+    """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
+    served = tuple(
+        ServedModel(
+            m.name,
+            m.checkpoint.spec,
+            m.checkpoint.manifest.digest,
+            pins=m.pins,
+            batching=config.batching,
+            tiles=TileMap(m.checkpoint.manifest),
+        )
+        for m in models.values()
+    )
+    return session.CoordinatorSession(
+        config.site,
+        start.boot,
+        served,
+        config.in_flight,
+        broker_bytes_per_s=None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8,
+        secret=token_bytes(KEY_BYTES),
+        checked=config.checked,
+        recalls=True,
+        checks=config.log.isEnabledFor(logging.DEBUG),
+    )
+
+
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
         self.config, self.start, self.models = config, start, models
@@ -176,26 +205,12 @@ class _Planner:
         self.log = config.log
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
-        served = tuple(
-            ServedModel(
-                m.name,
-                m.checkpoint.spec,
-                m.checkpoint.manifest.digest,
-                pins=m.pins,
-                batching=config.batching,
-                tiles=TileMap(m.checkpoint.manifest),
-            )
-            for m in models.values()
-        )
-        broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
         self.recalled = set[str]()  # models that an earlier planner had a plan for
         self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
-        self.session = session.CoordinatorSession(
-            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked, True
-        )
+        self.session = _coordinator(config, start, models)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
@@ -213,7 +228,30 @@ class _Planner:
         self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)  # short ones wait for no whole search
         self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
         self.failure: HeptiError | None = None
-        name = f"hepti-{config.site}-planner"
+        self._make_connections(f"hepti-{config.site}-planner")
+        self.said: Will | None = None  # the status that is retained
+        self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
+        self.away = {"control", "requests"}  # lost connections; the session thread's
+        self.tiles = TileServer(
+            config.site,
+            start.boot,
+            {n: m.checkpoint for n, m in models.items()},
+            lambda topic, payload: self.bulk.publish(topic, payload, 1),
+            lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
+            lambda error: self.inbox.post(partial(self._fail, error)),
+        )
+        self.sweep = RetainedSweep(config.url, self.topics, self.log)
+        self.dropped: int | None = None  # messages that the broker has dropped, as it said last
+        self.served = Served()
+        self.home = self._home_assistant(config.home_assistant)
+        self.metrics = self._metrics()
+
+    def _make_connections(self, name: str) -> None:
+        """Make the connections to the broker: one for each kind of traffic, so that none queues behind another.
+
+        name: of the planner among MQTT clients.
+        """
+        config = self.config
         self.control = PahoTransport(
             config.url,
             name,
@@ -235,27 +273,17 @@ class _Planner:
             self._shared("offline"),
             MOST_REQUESTS,
         )
-        self.said: Will | None = None  # the status that is retained
-        self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
-        self.away = {"control", "requests"}  # lost connections; the session thread's
         self.bulk = _weights_connection(config.url, name)
-        self.tiles = TileServer(
-            config.site,
-            start.boot,
-            {n: m.checkpoint for n, m in models.items()},
-            lambda topic, payload: self.bulk.publish(topic, payload, 1),
-            lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
-            lambda error: self.inbox.post(partial(self._fail, error)),
-        )
-        self.served = Served()
-        self.home = self._home_assistant(config.home_assistant)
-        self.metrics = self._metrics()
+        heartbeats = self.topics.all_heartbeats()
+        self.heartbeats = HeartbeatInbox(config.url, f"{name}-heartbeats", heartbeats, self._handle_heartbeats_state)
 
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
             return None
         asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
-        tasks = {name: model.checkpoint.spec.head.task for name, model in asked.items()}
+        heads = {name: model.checkpoint.spec.head for name, model in asked.items()}
+        ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
+        tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 
@@ -272,6 +300,9 @@ class _Planner:
 
     def _handle_message(self, topic: str, payload: bytes) -> None:
         """Take a message from the broker."""
+        if topic == DROPPED_TOPIC:
+            self.inbox.post(lambda: self._note_dropped(payload))
+            return
         arrival = self.decoder.decode(topic, payload)
         if isinstance(arrival, RawRequest):
             self._enqueue_request(arrival)
@@ -298,7 +329,11 @@ class _Planner:
             self.inbox.post(interface.BrokerConnection(online=False))
         elif isinstance(state, Refused) and state.token is None:
             self.log.error("the broker refused a publish to %s: %s", ", ".join(state.topics), state.reason)
-        elif isinstance(state, Refused):
+        elif isinstance(state, Refused) and state.topics != (DROPPED_TOPIC,):
+            self.inbox.post(lambda: self._refused(state))
+
+    def _handle_heartbeats_state(self, state: State) -> None:
+        if isinstance(state, Refused):
             self.inbox.post(lambda: self._refused(state))
 
     def _handle_requests_connection(self, state: State) -> None:
@@ -432,6 +467,7 @@ class _Planner:
         """Connect and serve until `stop` is set; raises what ends the planner."""
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
+        self.control.subscribe([(DROPPED_TOPIC, 0)])  # apart, since a broker may refuse it
         executors = (self.reading, self.telling, self.refusing, self.searching, self.hurried)
         threads = [
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
@@ -441,18 +477,20 @@ class _Planner:
         try:
             if self.metrics is not None and self.config.metrics is not None:
                 served = self.metrics.serve(self.config.metrics)
-            for link in (self.bulk, self.channel, self.control, self.home):
+            for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
                 if link is not None:
                     self._connect(link, stop)
             for thread in threads:
                 thread.start()
             for executor in executors:
                 executor.start()
+            self.sweep.start()
             self._serve(stop)
         finally:
             for executor in executors:
                 executor.close()
             self.forecasts.close()
+            self.sweep.close()
             self.tiles.close()
             self._shut_down()
             if served is not None:
@@ -460,7 +498,9 @@ class _Planner:
         if self.failure is not None:
             raise self.failure
 
-    def _connect(self, link: PahoTransport | RequestChannel | HomeAssistant, stop: threading.Event) -> None:
+    def _connect(
+        self, link: PahoTransport | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
+    ) -> None:
         wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
     def _serve(self, stop: threading.Event) -> None:
@@ -485,7 +525,11 @@ class _Planner:
             )
 
     def _tick(self) -> interface.Tick:
-        heard_s = self.control.heard_s
+        for topic, payload in self.heartbeats.take():
+            heartbeat = self.decoder.decode(topic, payload)
+            if isinstance(heartbeat, interface.DeviceHeartbeat):
+                self._run_guarded(partial(self._handle, heartbeat))
+        heard_s = max(self.control.heard_s, self.heartbeats.heard_s)
         if "control" not in self.away and self.session.fleet.usable():
             found = self.watch.look(heard_s, time.monotonic())
             if found == "ask":
@@ -637,6 +681,19 @@ class _Planner:
             self.echoes.append(self.said.payload)
             self._publish(*self.said)
 
+    def _note_dropped(self, payload: bytes) -> None:
+        """Log messages that the broker has dropped, and let clients send again what they still wait for."""
+        if not payload.isdigit():
+            return
+        before, self.dropped = self.dropped, int(payload)
+        if before is not None and self.dropped > before:
+            self.log.warning(
+                "The broker dropped %d messages because a client's queue was full: requests or answers may be lost. "
+                "Raise max_queued_messages in mosquitto.conf to 1000000; see `hepti doctor`.",
+                self.dropped - before,
+            )
+            self._announce("control")
+
     def _fail(self, error: HeptiError) -> None:
         self.failure = error
 
@@ -657,6 +714,7 @@ class _Planner:
             if (shared := self._shared("offline")) is not None:
                 self._publish(*shared)
         self.bulk.close()
+        self.heartbeats.close()
         if self.home is not None:
             self.home.close()
         self.control.close(None if replaced else self._status("offline"))

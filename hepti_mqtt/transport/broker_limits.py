@@ -36,6 +36,7 @@ _PRECISION: Final = 16  # the answer may be a sixteenth below the true limit
 _MARK: Final = b"hepti-mark"
 _SMALL: Final = b"\0"
 LOW_QUEUE: Final = 100  # messages beyond those in flight
+KEPT_MESSAGES: Final = 2000  # that a broker should keep for a client that is away; Mosquitto as delivered keeps 1000
 
 
 def low_packet_limit_warning(largest_bytes: int, place: str) -> str:

@@ -16,6 +16,7 @@ from hepti_mqtt.errors import ConfigError
 
 DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883}
 FORM: Final = "mqtt[s]://[user:password@]host[:port]"
+FILES: Final = frozenset({"ca", "cert", "key"})  # of the query
 MAX_LOGIN_BYTES: Final = 1_000_000
 _ITERATIONS: Final = 20_000
 _CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
@@ -26,6 +27,7 @@ class BrokerUrl:
     """A broker's address; `str()` and `repr()` leave the password out.
 
     tls: encrypted (mqtts). ca: file of the authority that signed the broker's certificate, "" for the system's own.
+    cert, key: files of the client's own certificate and its key; "" for none, and for a key in the certificate's file.
     """
 
     host: str
@@ -34,14 +36,16 @@ class BrokerUrl:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     ca: str = ""
+    cert: str = ""
+    key: str = ""
 
     @classmethod
     def parse(cls, text: str) -> BrokerUrl:
-        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE]`, or of a login file.
+        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE&cert=FILE&key=FILE]`.
 
-        User and password may be percent-encoded. A login file has such a URL as its first line that is no comment (#),
-        and below it, for mqtts, the authority's certificate. Raises `ConfigError` otherwise. No message repeats the
-        text of a URL: it may hold a password.
+        Or of a login file: it has such a URL as its first line that is no comment (#), and below it, for mqtts, the
+        authority's certificate. User and password may be percent-encoded. Raises `ConfigError` otherwise. No message
+        repeats the text of a URL: it may hold a password.
         """
         return cls._of_url(text) if "://" in text else cls._of_file(text.strip())
 
@@ -88,8 +92,13 @@ class BrokerUrl:
         if parts.path not in ("", "/") or parts.fragment:
             raise ConfigError(f"the broker's URL has a path; write it as {FORM}, and the site with --site")
         tls = parts.scheme == "mqtts"
-        if set(query) - ({"ca"} if tls else set()):
-            raise ConfigError("the broker's URL has a query other than ?ca=FILE, which belongs to mqtts://")
+        if set(query) - (FILES if tls else set()):
+            raise ConfigError(
+                "the broker's URL has a query other than ?ca=FILE, cert=FILE or key=FILE, which belong to mqtts://"
+            )
+        files = {name: query.get(name, [""])[-1] for name in FILES}
+        if files["key"] and not files["cert"]:
+            raise ConfigError("the broker's URL has key=FILE without the certificate: add cert=FILE")
         if parts.password and not parts.username:
             raise ConfigError(f"the broker's URL has a password but no user; write it as {FORM}")
         return cls(
@@ -98,7 +107,7 @@ class BrokerUrl:
             tls=tls,
             user=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password is not None else None,
-            ca=query.get("ca", [""])[-1],
+            **files,
         )
 
     @property
@@ -129,6 +138,14 @@ class BrokerUrl:
                 context.load_default_certs()
         except (OSError, ValueError) as error:  # ValueError: no path has a null character
             raise ConfigError(f"the certificate authority's file {self.ca!r} cannot be used: {error}") from error
+        if self.cert:
+            try:
+                # Without a terminal, a key with a passphrase is an error and no question.
+                context.load_cert_chain(self.cert, self.key or None, password="")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"the client's certificate {self.cert!r} with key {self.key or self.cert!r} cannot be used: {error}"
+                ) from error
         return context
 
     def __str__(self) -> str:

@@ -304,7 +304,7 @@ class Fleet:
     def record_heartbeat(
         self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool = False, loading: bool = False
     ) -> str | None:
-        """Take a heartbeat; a device that was only believed lost is back.
+        """Take a heartbeat; a device that was only believed lost is back, one that has said that it leaves is not.
 
         One of another start counts if the known one is not there: it shows that this one is, whatever its term. busy:
         it has a part in a run. loading: it, or one that it works with, loads weights.
@@ -322,7 +322,7 @@ class Fleet:
         if member.quarantined_until_s is not None and now > member.quarantined_until_s:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
-        if not member.online and member.caps is not None:
+        if not member.online and not member.farewell and member.caps is not None:
             member.online, member.unheard = True, False
             return "joined" if member.usable else None
         return None

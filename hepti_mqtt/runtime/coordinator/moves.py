@@ -165,8 +165,8 @@ class Moves:
         """Return what the rule says of a text under a plan before the active one; None where it cannot stay there."""
         generation, beliefs = request.generation, self._beliefs(group, now)
         assert generation is not None
-        assert generation.plan_version is not None
-        if (plans := self._before_and_active(group, generation.plan_version, beliefs)) is None:
+        assert generation.session.plan_version is not None
+        if (plans := self._before_and_active(group, generation.session.plan_version, beliefs)) is None:
             return None
         then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
         tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)

@@ -30,9 +30,11 @@ from hepti_mqtt.runtime.coordinator.interface import (
     Tick,
     WeightsUnreadable,
 )
+from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -89,7 +91,7 @@ class Rollout:
             TopicNames(self._topics.site, served.name),
             served.spec,
             self._fleet.cluster(held),
-            representative_shape(served.spec, group.typical_length(), several),
+            representative_shape(served.spec, group.recent.typical_length(served.default_length), several),
             self.ids.next_version(),
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
@@ -128,7 +130,7 @@ class Rollout:
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
-            if not any(run.plan_version in record.versions for run in runs) and not group.waiting_texts(record):
+            if not any(run.plan_version in record.versions for run in runs) and not waiting_texts(group, record):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)
@@ -164,7 +166,7 @@ class Rollout:
         record.prepare_sent_s = now
         served = group.served
         spec = served.spec.to_dict()
-        shapes, needed = group.shapes_to_build()
+        shapes, needed = shapes_to_build(group)
         foreseen, out = tuple(shape.plain() for shape in shapes), list[CoordinatorCommand]()
         for plan in record.plan.executables:
             message = messages.Prepare(
@@ -581,7 +583,7 @@ class Standby:
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
         ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
-        shapes = tuple(shape.plain() for shape in group.shapes_to_build()[0])
+        shapes = tuple(shape.plain() for shape in shapes_to_build(group)[0])
         return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:

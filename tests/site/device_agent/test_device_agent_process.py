@@ -374,7 +374,7 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status(
-        "offline", start.boot, version=__version__, term=start.term
+        "offline", start.boot, version=__version__, term=start.term, reason="stopped"
     )
 
 

@@ -24,7 +24,7 @@ from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
-from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.protocol.topics import DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -242,7 +242,7 @@ def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplo
 def test_the_entry_point_prints_one_line_and_the_exit_code(capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("signal.signal", lambda *_: None)
-        assert main(["--broker", "mqtt://127.0.0.1:1", "--model", "m=/nowhere"]) == 1
+        assert main(["--broker", "mqtt://127.0.0.1:1", "--model", "m=/nowhere"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -366,9 +366,8 @@ def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
         messages.RunFailed("bert", epoch, 5, "device", "broken"),
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
-    beat = protocol_messages.Heartbeat(3, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
     for _ in range(SENDER_EVENTS + 2):
-        unconnected._handle_message(topics.heartbeat("loud"), messages.encode_heartbeat(beat))
+        unconnected._handle_message(topics.reports("loud"), messages.encode(said[0]))
     unconnected._handle_message(topics.status("a"), encode_status(will))
     for message in said:
         unconnected._handle_message(topics.reports("a"), messages.encode(message))
@@ -470,6 +469,18 @@ def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(un
     assert unconnected.refusing.step()
     answer = json.loads(said[0].payload)
     assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
+
+
+def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):
+    said = []
+    unconnected.control.publish = lambda topic, payload, *_: said.append((topic, decode_status(payload).state))
+    unconnected.away.clear()
+    for count in (b"7", b"7", b"9", b"no number"):
+        unconnected._handle_message(DROPPED_TOPIC, count)
+    for act in waiting(unconnected.inbox):
+        act()
+    assert [record.args[0] for record in caplog.records] == [2]
+    assert said == [(unconnected.topics.planner_status(), "online")]
 
 
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):

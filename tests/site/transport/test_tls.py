@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -54,6 +55,26 @@ def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers
     for payload in payloads:
         peer.transport.publish("tls", payload, qos)
     assert [bytes(peer.message()[1]) for _ in payloads] == payloads
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(certificate, mosquitto, tensors, shown):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    context.load_verify_locations(certificate[0])
+    context.verify_mode = ssl.CERT_REQUIRED
+    relay = Relay(mosquitto.port, context)
+    own = f"&cert={certificate[0]}&key={certificate[1]}" if shown else ""
+    url = BrokerUrl.parse(f"mqtts://127.0.0.1:{relay.port}?ca={certificate[0]}{own}")
+    make = DataConnection if tensors else PahoTransport
+    transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
+    try:
+        with contextlib.nullcontext() if shown else pytest.raises(NetworkError):
+            transport.connect()
+    finally:
+        transport.close()
+        relay.close()
 
 
 @pytest.mark.parametrize("tensors", [False, True])

@@ -102,6 +102,32 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
     assert session.to_resend(0.0) == []
 
 
+def test_a_request_without_an_answer_is_sent_again_ever_more_rarely(session):
+    session.handle_message(*status(), now=0.0)
+    publication = session.add_request("m", "q1", {}, "token", 0.0)
+    times = [now for now in range(200) if session.resend_unanswered(float(now)) == [publication]]
+    assert times == [10, 30, 70, 150], "after 10, 20, 40 and 80 s"
+
+
+def test_a_request_has_more_time_than_the_slowest_answer_took(session):
+    session.handle_message(*status(), now=0.0)
+    for name in ("q1", "q2"):
+        session.add_request("m", name, {}, name, 0.0)
+    session.handle_message(*reply("q1", result=1), now=40.0)
+    assert session.resend_unanswered(49.0) == []
+    assert len(session.resend_unanswered(50.0)) == 1
+
+
+def test_no_request_is_sent_again_while_its_tokens_come_or_nobody_could_take_it(session):
+    session.add_request("m", "q1", {}, "token", 0.0)
+    assert session.resend_unanswered(20.0) == [], "without a planner"
+    session.handle_message(*status(), now=20.0)
+    token = json.dumps({**dict.fromkeys(messages.TOKEN, 0), "final": False}).encode()
+    session.handle_message(T.response("m", "me", "q1"), token, now=25.0)
+    assert session.resend_unanswered(34.0) == []
+    assert len(session.resend_unanswered(35.0)) == 1
+
+
 def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without_a_plan_passes_them_on(session):
     def say(group, state="online", boot=1, active=None, now=1.0):
         payload = msgpack.packb(a_record(boot=1, active=active))

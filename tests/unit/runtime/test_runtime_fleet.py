@@ -603,6 +603,10 @@ def test_a_device_that_says_why_it_goes_offline_is_gone_at_once() -> None:
     heard = Heard()
     heard.word("a", reason="stopped")
     assert heard.site.session.fleet.usable().keys() == {"b"}
+    heard(interface.DeviceHeartbeat("a", heartbeat(1)))  # it came by another connection
+    assert heard.site.session.fleet.usable().keys() == {"b"}
+    heard.word("a", "online")
+    assert heard.site.session.fleet.usable().keys() == {"a", "b"}
 
 
 def test_a_broker_that_ends_takes_no_plan_with_it() -> None:

@@ -23,7 +23,8 @@ from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
-from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
+from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES
+from hepti_mqtt.runtime.coordinator.next_batch import MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES, shapes_to_build
 from hepti_mqtt.runtime.coordinator.plans import Search
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
@@ -485,8 +486,8 @@ def test_no_more_is_foreseen_than_fits() -> None:
         site.submit(f"r{number}", number)
         site.answer(number)
     model = site.session.groups.default("m")
-    model.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
-    found, needed = model.shapes_to_build()
+    model.recent.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
+    found, needed = shapes_to_build(model)
     assert found[: MAX_PREBUILT_SHAPES - 1] == shapes(*range(MAX_PREBUILT_SHAPES + 3, 4, -1))
     assert needed == len(found) == MAX_PREBUILT_SHAPES - 1, "the large one would fill the message"
 

@@ -23,6 +23,7 @@ from hepti_mqtt.transport import BrokerUrl
         ("mqtt://pi:a%3Ab%2F%40@broker", BrokerUrl("broker", 1883, user="pi", password="a:b/@")),
         ("mqtt://[fe80::1]:99", BrokerUrl("fe80::1", 99)),
         ("mqtts://broker?ca=%2Fca.pem", BrokerUrl("broker", 8883, tls=True, ca="/ca.pem")),
+        ("mqtts://broker?cert=/c&key=/k", BrokerUrl("broker", 8883, tls=True, cert="/c", key="/k")),
     ],
 )
 def test_a_url_is_read(text, url):
@@ -48,6 +49,7 @@ def test_a_url_is_read(text, url):
         "mqtt://broker/site",
         "mqtt://broker#x",
         "mqtt://broker?ca=x",
+        "mqtt://broker?cert=x",
         "mqtts://broker?key=x",
         "mqtts://broker?ca",
         "mqtt://:s3cret@broker",

@@ -1,0 +1,128 @@
+"""Retained messages of a site: read which topics have one, clear topics, sweep those that no part of Hepti reads."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from math import inf
+from typing import Final, NamedTuple
+
+from hepti_mqtt.errors import HeptiError, NetworkError, WireError
+from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.protocol.topics import Kind, Topics
+from hepti_mqtt.transport import BrokerUrl, Delivery, PahoTransport
+
+ECHO_S: Final = 10.0
+SWEEP_S: Final = 300.0  # between two sweeps that clear nothing; after one that does, the next follows at once
+SWEPT_BYTES: Final = 64 << 20  # of retained payloads that one sweep receives
+RETAINED: Final[frozenset[Kind]] = frozenset({"status", "caps", "use", "planner_status", "plan"})
+
+
+class _Seen(NamedTuple):
+    topic: str
+    nbytes: int
+    retained: bool
+    #: Whether it is the message that ends the look.
+    is_mark: bool
+
+
+def retained_topics(
+    url: BrokerUrl, topics: Topics, filters: Iterable[str], *, cleared: Iterable[str] = (), most_bytes: float = inf
+) -> list[str]:
+    """Clear topics; return the topics that were retained before that.
+
+    most_bytes: of payloads, after which the look ends. Raises NetworkError if the broker does not answer.
+    """
+    seen: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
+    end, mark = topics.probe("doctor"), uuid.uuid4().bytes
+
+    def note(delivery: Delivery) -> None:
+        payload = delivery.payload
+        seen.put(_Seen(delivery.topic, len(payload), delivery.retained and bool(payload), payload == mark))
+
+    transport = PahoTransport(
+        url,
+        f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}",
+        on_message=lambda _topic, _payload: None,
+        on_delivery=note,
+        on_state=lambda _state: None,
+        name="retained",
+    )
+    found, until, left = set[str](), time.monotonic() + ECHO_S, most_bytes
+    try:
+        transport.subscribe([*((one, 0) for one in filters), (end, 0)])
+        transport.connect()
+        for topic in cleared:
+            transport.publish(topic, b"", 1, retain=True)
+        transport.publish(end, mark, 1)
+        while left > 0 and not (one := seen.get(timeout=max(until - time.monotonic(), 0.0))).is_mark:
+            if one.retained:
+                found.add(one.topic)
+                left -= one.nbytes
+    except queue.Empty:
+        raise NetworkError(
+            f"the broker at {url.place} has not echoed a message on {end} within {ECHO_S:g} s; its access list must "
+            f"let this user publish and read there: take the login of the {PLANNER}"
+        ) from None
+    finally:
+        transport.close()
+    return sorted(found)
+
+
+def unread_topics(topics: Topics, retained: Iterable[str]) -> list[str]:
+    """Return the retained topics of a site that no part of Hepti reads as retained."""
+
+    home = topics.everything().replace("#", "home/")  # states for Home Assistant
+
+    def is_read(topic: str) -> bool:
+        try:
+            return topics.parse(topic).kind in RETAINED
+        except WireError:
+            return topic.startswith(home)
+
+    return [topic for topic in retained if not is_read(topic)]
+
+
+class RetainedSweep:
+    """A thread that clears what nobody reads: a login that may write many topics could fill the broker's memory."""
+
+    def __init__(self, url: BrokerUrl, topics: Topics, log: logging.Logger) -> None:
+        self._url, self._topics, self._log = url, topics, log
+        self._cleared = set[str]()  # by the last sweep
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="planner-sweep", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Start no further sweep; does not wait for one that runs."""
+        self._ended.set()
+
+    def sweep(self) -> int:
+        """Clear once; return how many topics were cleared that the last sweep did not clear. Raises NetworkError."""
+        filters = [self._topics.everything()]
+        unread = unread_topics(self._topics, retained_topics(self._url, self._topics, filters, most_bytes=SWEPT_BYTES))
+        fresh, self._cleared = set(unread) - self._cleared, set(unread)
+        if fresh:
+            retained_topics(self._url, self._topics, (), cleared=unread)
+            self._log.warning(
+                "Cleared %d retained messages that no part of Hepti reads, such as %s. Find out who publishes them.",
+                len(unread),
+                unread[0],
+            )
+        return len(fresh)
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._ended.wait(pause_s):
+            try:
+                pause_s = SWEEP_S if self.sweep() == 0 else 1.0
+            except HeptiError as error:
+                self._log.info("retained messages are not swept now: %s", error)
+                pause_s = SWEEP_S

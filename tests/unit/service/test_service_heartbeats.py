@@ -1,0 +1,47 @@
+"""Heartbeats that wait for the session: the latest of each device, bounded, each in its turn."""
+
+import pytest
+
+from hepti_mqtt.protocol.messages import MAX_SELF_BYTES
+from hepti_mqtt.service.heartbeats import TAKEN, TOPICS, HeartbeatInbox
+from hepti_mqtt.transport import BrokerUrl
+
+
+@pytest.fixture
+def inbox():
+    made = HeartbeatInbox(BrokerUrl.parse("mqtt://127.0.0.1:1"), "beats", "dev/+/hb", lambda _state: None)
+    yield made
+    made.close()
+
+
+def test_a_flood_of_one_device_leaves_one_heartbeat(inbox):
+    for number in range(5000):
+        inbox.put("loud", b"%d" % number)
+    inbox.put("quiet", b"here")
+    assert inbox.take() == [("loud", b"4999"), ("quiet", b"here")]
+    assert inbox.take() == []
+
+
+def test_a_flood_of_invented_devices_leaves_the_others_their_turn(inbox):
+    taken = []
+    inbox.put("quiet", b"1")
+    for number in range(TOPICS + 50):
+        inbox.put(f"invented {number}", b"x")
+    inbox.put("quiet", b"2")
+    while more := inbox.take():
+        assert len(more) <= TAKEN
+        taken += more
+    assert taken[0] == ("quiet", b"2")
+    assert (len(taken), inbox.dropped) == (TOPICS, 51)
+
+
+def test_what_is_too_large_for_a_heartbeat_is_dropped(inbox):
+    inbox.put("large", bytes(MAX_SELF_BYTES + 1))
+    assert (inbox.take(), inbox.dropped) == ([], 1)
+
+
+def test_the_payload_is_a_copy(inbox):
+    memory = bytearray(b"here")
+    inbox.put("a", memoryview(memory))
+    memory[:] = b"gone"
+    assert inbox.take() == [("a", b"here")]
