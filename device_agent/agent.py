@@ -22,7 +22,7 @@ import platformdirs
 import psutil
 
 from device_agent.background import BackgroundTuning, StartupStatus, prepare_kernels
-from device_agent.budget import BACKGROUND_SHARE, Budget
+from device_agent.budget import Budget
 from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
@@ -203,7 +203,7 @@ class _Agent:
             self._loader_counters,
             TilePeers(cache, self._send_to_peer, self._loader_counters),
             config.device_id,
-            is_busy=lambda: budget.running and budget.share == BACKGROUND_SHARE,
+            is_busy=lambda: budget.running,
             report=self._report_cached,
         )
         self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)

@@ -31,7 +31,14 @@ from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, Tile
 from hepti_mqtt.protocol.messages import CachedTiles
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.residents import Place
-from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, TileSources
+from hepti_mqtt.runtime.worker.tile_sources import (
+    BUSY_WINDOW,
+    PLANNER_ANSWER_S,
+    PLANNER_WINDOW,
+    WHOLE_LINK,
+    TileSources,
+    Windows,
+)
 
 MANIFESTS: Final = 4  # that are kept in memory
 
@@ -152,9 +159,9 @@ class WeightLoader:
     """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
 
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
-    asked for tiles. is_busy: whether runs share the link. report: tells the planner what is in the cache. counters:
-    `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these `tile_bytes_from_peers`;
-    `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    asked for tiles. is_busy: whether runs are under way, which share the link. report: tells the planner what is in the
+    cache. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these
+    `tile_bytes_from_peers`; `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
     """
 
     def __init__(
@@ -421,7 +428,10 @@ class WeightLoader:
         """Request the next tiles of the load under way."""
         job = self._jobs[0] if self._jobs else None
         if job is not None and job.sources is not None:
-            for source, digests in job.sources.requests(now, busy=self._is_busy(), limit=job.limit()).items():
+            windows = WHOLE_LINK
+            if self._is_busy():  # the planner keeps to the share that a request names
+                windows = Windows(BUSY_WINDOW, BUSY_WINDOW if self.share == BACKGROUND_SHARE else PLANNER_WINDOW)
+            for source, digests in job.sources.requests(now, windows, job.limit()).items():
                 self._request(job, source, digests)
 
     def _request(self, job: LoadJob, source: str, digests: list[bytes]) -> None:

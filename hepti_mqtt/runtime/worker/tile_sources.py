@@ -25,9 +25,19 @@ REST_S: Final = (2.0, 60.0)  # a peer that did not answer is not asked; doubled 
 SLOW_S: Final = 0.25  # for one tile, and twice as long as the planner: others bring what such a peer holds, too
 SMOOTHING: Final = 0.3
 PEER_WINDOW: Final = 8  # requests under way at one peer
-PLANNER_WINDOW: Final = 16
+PLANNER_WINDOW: Final = 16  # the same at the planner
 OWNER_S: Final = 0.25  # for which the division of tiles among devices stands
-BUSY_WINDOW: Final = 1  # while runs share the link
+BUSY_WINDOW: Final = 1  # while runs share the link: exchanges wait for one tile at most
+
+
+class Windows(NamedTuple):
+    """How many requests may be under way at one peer, and at the planner."""
+
+    peer: int = PEER_WINDOW
+    planner: int = PLANNER_WINDOW
+
+
+WHOLE_LINK: Final = Windows()
 
 
 class TileReport(NamedTuple):
@@ -206,13 +216,13 @@ class TileSources:
         """Return whether a source owes a tile."""
         return any(source.requested for source in self._sources.values())
 
-    def requests(self, now: float, *, busy: bool = False, limit: int | None = None) -> dict[str, list[bytes]]:
-        """Return the tiles to request now, by source. busy: runs share the link. limit: only the first tiles."""
+    def requests(self, now: float, windows: Windows = WHOLE_LINK, limit: int | None = None) -> dict[str, list[bytes]]:
+        """Return the tiles to request now, by source. limit: only the first tiles of the load."""
         asked: dict[str, list[bytes]] = {}
         end = len(self._tiles) if limit is None else limit
         # Several at once, when half of the last ones have come.
-        free = {n for n, s in self._sources.items() if len(s.requested) <= self._window(n, busy) // 2}
-        while choice := self._from_peer(now, end, busy, free) or self._from_planner(now, end, busy, free, limit):
+        free = {n for n, s in self._sources.items() if len(s.requested) <= self._window(n, windows) // 2}
+        while choice := self._from_peer(now, end, windows, free) or self._from_planner(now, end, windows, free, limit):
             name, index = choice
             self._sources[name].requested[index] = now
             self._open[index] = False
@@ -258,18 +268,16 @@ class TileSources:
             if name != PLANNER and not source.is_banned and source.rests_until_s <= now
         }
 
-    def _window(self, name: str, busy: bool) -> int:
+    def _window(self, name: str, windows: Windows) -> int:
         """Return how many requests may be under way at a source."""
-        if busy:
-            return BUSY_WINDOW
-        return PLANNER_WINDOW if name == PLANNER else self._sources[name].window
+        return windows.planner if name == PLANNER else min(self._sources[name].window, windows.peer)
 
-    def _from_peer(self, now: float, end: int, busy: bool, free: Container[str]) -> tuple[str, int] | None:
+    def _from_peer(self, now: float, end: int, windows: Windows, free: Container[str]) -> tuple[str, int] | None:
         """Return the peer with the fewest requests that holds an open tile, and the tile."""
         peers = self._peers(now)
         for name in sorted(peers, key=lambda peer: len(peers[peer].requested)):
             source = peers[name]
-            if name not in free or len(source.requested) >= self._window(name, busy):
+            if name not in free or len(source.requested) >= self._window(name, windows):
                 continue
             index = _first(self._open[:end] & source.holds[:end])
             if index is not None:
@@ -277,10 +285,10 @@ class TileSources:
         return None
 
     def _from_planner(
-        self, now: float, end: int, busy: bool, free_sources: Container[str], limit: int | None
+        self, now: float, end: int, windows: Windows, free_sources: Container[str], limit: int | None
     ) -> tuple[str, int] | None:
         """Return the planner and the next tile that this device is to request from it."""
-        if PLANNER not in free_sources or len(self._sources[PLANNER].requested) >= self._window(PLANNER, busy):
+        if PLANNER not in free_sources or len(self._sources[PLANNER].requested) >= self._window(PLANNER, windows):
             return None
         free = self._open[:end].copy()
         for source in self._peers(now).values():

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.runtime.worker.tile_sources import (
     ANSWER_S,
+    BUSY_WINDOW,
     PEER_WINDOW,
     PLANNER_ANSWER_S,
     PLANNER_WINDOW,
     TileReport,
     TileSources,
+    Windows,
 )
 
 TILE_S = 0.01  # of the hub's link
@@ -230,3 +232,17 @@ def test_a_tile_is_taken_from_whoever_sends_it_first() -> None:
     assert sources.receive(PLANNER, digest(0), 0.2) == "unneeded"
     assert sources.missing_count == 0
     assert sources.deadline() == float("inf")
+
+
+def test_while_runs_share_the_link_one_tile_is_under_way_at_each_peer() -> None:
+    tiles = [digest(p) for p in range(100)]
+    sources = TileSources(tiles, range(100), 100, "a", ["a", "b"], 0.0)
+    sources.add_peer("b")
+    sources.report("b", TileReport(np.arange(100) < 50, np.arange(100) < 0))
+    windows = Windows(BUSY_WINDOW, PLANNER_WINDOW)
+    for step in range(20):
+        asked = sources.requests(step / 100, windows).get("b", [])
+        assert len(asked) == 1
+        sources.receive("b", asked[0], step / 100)
+        sources.take(asked[0])
+    assert len(sources.requests(0.3)["b"]) > 1, "none is under way"
