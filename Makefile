@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
-	test-soak test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
+	test-soak test-chats test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 # Every target with the comment above it.
 help:
@@ -76,6 +76,12 @@ FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
+
+# Short chats that take over each other's KV caches, some cancelled; each token is compared: make test-chats TURNS=10000.
+TURNS ?= 10000
+
+test-chats: $(VENV)/.dev kernels
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/chat_soak.py --turns $(TURNS) --seed $(SEED)
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=

@@ -173,6 +173,11 @@ def top(args: argparse.Namespace) -> int:
     return 0
 
 
+def _next_step(record: Mapping[str, Any]) -> str:
+    """Return what is done for the next plan; a planner of another version may not say it."""
+    return record.get("loading") or ("preparing another plan" if record["preparing"] else "")
+
+
 def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
     rows, steps = [], []
     for name, record in records.items():
@@ -184,7 +189,7 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
                 "/".join([active["strategy"], *active["options"].values()]) if active else "-",
                 ", ".join(active["devices"]) if active else "-",
                 output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
-                error or ("preparing another plan" if record["preparing"] else active["reason"] if active else "-"),
+                error or _next_step(record) or (active["reason"] if active else "-"),
             )
         )
         steps += [

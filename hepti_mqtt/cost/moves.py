@@ -14,8 +14,13 @@ from hepti_mqtt.spec import Spec
 
 def bytes_to_load(spec: Spec, plan: Plan, device: str, held: Iterable[Plan]) -> int:
     """Return the bytes that a device must load for a plan where it holds those of others, the one loaded last first."""
+    return weights_bytes(resident_weights(spec, plan, device), held_matrices(spec, device, held))
+
+
+def held_matrices(spec: Spec, device: str, held: Iterable[Plan]) -> frozenset[WeightRef]:
+    """Return the matrices that a device holds for some plans, the one loaded last first."""
     there = tuple(PlanKey(other.for_device(device)) for other in held if device in other.devices)
-    return weights_bytes(resident_weights(spec, plan, device), _held_matrices(spec, there, device))
+    return _held_matrices(spec, there, device)
 
 
 @lru_cache(maxsize=KEPT_RESIDENTS)

@@ -182,7 +182,11 @@ async def translations(site: Site, body: RecordingBody) -> Any:
 
 async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
     timed = body.response_format not in ("json", "text")
-    options = {"language": body.language, "prompt": body.prompt, "temperature": body.temperature or None}
+    options: dict[str, Any] = {
+        "language": body.language,
+        "prompt": body.prompt,
+        "temperature": body.temperature or None,
+    }
     model = await site.model_named(body.model)
     found = await site.transcribe(model, body.file, timed=timed, task=task, **options)
     return TRANSCRIPT_FORMATS[body.response_format](found, task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
 from math import inf
@@ -66,6 +66,7 @@ class Client(Protocol):
 Vectors = NDArray[np.float32]
 #: tokens of a text, None for a pause, and at the end the whole answer
 Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
+Show = Callable[[str], Awaitable[None]]
 
 
 def unit(vectors: Vectors) -> Vectors:
@@ -215,10 +216,13 @@ class Site:
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
         return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
-    async def transcribe(self, model: str, recording: bytes, *, timed: bool = False, **options: Any) -> Spoken:
+    async def transcribe(
+        self, model: str, recording: bytes, *, timed: bool = False, show: Show | None = None, **options: Any
+    ) -> Spoken:
         """Return what is said in a recording, and with `timed` when; raises as `embed` does.
 
-        options: of the request. A recording that is longer than a window is always timed.
+        options: of the request. A recording that is longer than a window is always timed; show: is given the text of
+        each of its windows.
         """
         samples = await asyncio.to_thread(samples_of, recording)
         if samples is not None and await asyncio.to_thread(is_silent, samples):
@@ -228,12 +232,13 @@ class Site:
             found = (await self._ask_all(model, [body], **options))[0].result
             segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
             return Spoken(found["text"], found["language"], found["seconds"], segments)
-        return await self._read_on(model, samples, **options)
+        return await self._read_on(model, samples, show, **options)
 
     async def _read_on(
         self,
         model: str,
         samples: Floats,
+        show: Show | None,
         *,
         language: str | Sequence[str] | None = None,
         prompt: str | None = None,
@@ -252,6 +257,8 @@ class Site:
             is_whole = not 0 < found["seek"] < found["seconds"]
             heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
             segments += [_told(found, one, at_s) for one in heard]
+            if show is not None:
+                await show("".join(one["text"] for one in heard))
             said += [token for one in heard for token in one["ids"]]
             if found["temperature"] > KEPT_TEMPERATURE:
                 said.clear()

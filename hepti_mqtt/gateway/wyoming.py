@@ -22,7 +22,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.discovery import EVERYWHERE, SPEECH, registered
 from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
-from hepti_mqtt.gateway.site import Site
+from hepti_mqtt.gateway.site import PIECE_S, Show, Site
 from hepti_mqtt.service.languages import language_code
 from hepti_mqtt.service.silence import LEAST_S
 from hepti_mqtt.transport import is_loopback
@@ -180,7 +180,8 @@ class Wyoming:
             for name, languages in (await self._speech()).items()
             if self._model in (None, name)
         ]
-        program = {**_artifact("hepti", "speech over the devices of a site"), "models": models}
+        about = _artifact("hepti", "speech over the devices of a site")
+        program = {**about, "models": models, "supports_transcript_streaming": True}
         return Event(
             "info", {"asr": [program], **{kind: [] for kind in ("tts", "handle", "intent", "wake", "mic", "snd")}}
         )
@@ -188,8 +189,11 @@ class Wyoming:
     def _allows(self, code: str) -> bool:
         return not self._languages or any(language_code(one, [code]) for one in self._languages)
 
-    async def transcribe(self, recording: Recording, asked: Mapping[str, Any]) -> Event:
-        """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError."""
+    async def transcribe(self, recording: Recording, asked: Mapping[str, Any], show: Show) -> Event:
+        """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError.
+
+        show: is given the text of each window of a recording that has several.
+        """
         if recording.seconds < LEAST_S:
             return Event("transcript", {"text": ""})
         served = await self._speech()
@@ -201,9 +205,20 @@ class Wyoming:
         code = language_code(str(asked.get("language") or ""), allowed or known)
         # A language that the model, or this home, does not know is detected.
         found = await self._site.transcribe(
-            name, recording.wav(), language=code or allowed or None, prompt=self._prompt
+            name,
+            recording.wav(),
+            language=code or allowed or None,
+            prompt=_expected(self._prompt, asked),
+            show=show if recording.seconds > PIECE_S else None,
         )
         return Event("transcript", {"text": found.text, "language": found.language})
+
+
+def _expected(prompt: str | None, asked: Mapping[str, Any]) -> str | None:
+    """Return the names to expect: those of the server, and those that a client lists."""
+    lists = [asked.get(key) for key in ("transcript_names", "transcript_terms")]
+    names = [name for one in lists if isinstance(one, list) for name in one if isinstance(name, str)]
+    return ", ".join([*([prompt] if prompt else []), *names]) or None
 
 
 def _artifact(name: str, description: str) -> dict[str, Any]:
@@ -228,6 +243,8 @@ class _Conversation:
         self._whole, self._reader, self._writer = whole, reader, writer
         self._asked: Mapping[str, Any] = {}
         self._recording = Recording()
+        #: parts of a transcript were sent, and not its end
+        self._shows = False
 
     async def run(self) -> None:
         while True:
@@ -254,8 +271,19 @@ class _Conversation:
             case "audio-stop":
                 said, self._recording = self._recording, Recording()
                 asked, self._asked = self._asked, {}
-                return await self._whole.transcribe(said, asked)
+                text = await self._whole.transcribe(said, asked, self._show)
+                await _send(self._writer, text)
+                if self._shows:
+                    await _send(self._writer, Event("transcript-stop"))
+                self._shows = False
         return None
+
+    async def _show(self, text: str) -> None:
+        """Send a part of a transcript."""
+        if not self._shows:
+            await _send(self._writer, Event("transcript-start"))
+        self._shows = True
+        await _send(self._writer, Event("transcript-chunk", {"text": text}))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

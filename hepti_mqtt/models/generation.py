@@ -329,6 +329,11 @@ class TokenRules:
         return tuple(Likely(one, _log_probability(row, one)) for one in (token, *best))
 
     @property
+    def needs_attempts(self) -> bool:
+        """Return whether the prompt may be completed, silence measured, or the text judged and written again."""
+        return bool(self.choices) or self.silent >= 0 or self.judge is not None
+
+    @property
     def needs_logits(self) -> bool:
         """Return whether the likeliest tokens of a row are never enough."""
         steered = self.moments is not None or self.allowed is not None

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 class Candidate:
     """A plan with its price and the share weights that it came from.
 
-    load_bytes: by device, of weights that it would load; empty where nobody asked. fits_beside: whether every device
-    has room for it beside the active plan.
+    fits_beside: whether every device has room for it beside the active plan.
     """
 
     plan: Plan
     price: Price
     shares: tuple[float, ...]
-    load_bytes: Mapping[str, int] = field(default_factory=dict)
+    load_bytes: Mapping[str, int] = field(default_factory=dict)  #: weights that each device would load, if worked out
+    cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: the part of them that its cache has
+    hub_bytes: int = 0  #: the part that no device of the plan has: it leaves the planner's machine once
     fits_beside: bool = True
 
     @property

@@ -7,24 +7,25 @@ too little is known may be worth a trial: what is learned counts. Where nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from itertools import chain
+from math import sqrt
 from typing import Any, Final, Literal
 from zlib import crc32
 
 import numpy as np
 
-from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.cost.moves import bytes_to_load
+from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, site_load
+from hepti_mqtt.cost.memory import matrices, weights_bytes
+from hepti_mqtt.cost.moves import bytes_to_load, held_matrices
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.quantities import Remaining
-from hepti_mqtt.spec import Spec
 
 SURE: Final = 0.95  # probability that a plan is better
 LEAST_GAIN: Final = 0.05  # of the active plan's cost: prices are off by as much
@@ -38,7 +39,6 @@ NOTICED: Final = 3  # requests until it is noticed that a change has ended
 KNOWN_SD: Final = 0.04  # a method of which so much is known is not tried to know more
 TRIAL_RUNS: Final = 4  # runs that say what a method takes
 TRIAL_SHARE: Final = 0.01  # of all requests' time: a trial must win more
-UNSERVED_S: Final = 60.0  # where nothing serves, a plan is chosen for so long: a whole search follows
 
 Kind = Literal["go", "try", "must"]
 
@@ -147,19 +147,30 @@ class Verdict:
 
 def decide(situation: Situation) -> Verdict:
     """Return what to do in a situation."""
+    options = situation.options
     if situation.active is None:
-        found = [_without_plan(situation, option) for option in situation.options]
+        best = min(options, key=lambda o: float(o.cost.mean()), default=None)
+        assessed = [_without_plan(situation, option, best) for option in options if best is not None]
     else:
-        found = [_assess(situation, situation.active, option) for option in situation.options]
-    ranked = sorted(found, key=lambda a: (a.kind is None, -a.value_s))
+        assessed = [_assess(situation, situation.active, option) for option in options]
+        likeliest = max((a for a in assessed if a.kind == "try"), key=lambda a: a.gain * a.probability, default=None)
+        assessed = [
+            replace(a, kind=None, why="a likelier plan is tried first") if a.kind == "try" and a is not likeliest else a
+            for a in assessed
+        ]
+    ranked = sorted(assessed, key=lambda a: (a.kind is None, -a.value_s))
     return Verdict(ranked[0] if ranked and ranked[0].kind else None, tuple(ranked))
 
 
-def _without_plan(situation: Situation, option: Option) -> Assessment:
-    """Assess a plan where none serves: requests wait until it does, and then take what it takes."""
+def _without_plan(situation: Situation, option: Option, best: Option) -> Assessment:
+    """Assess a first plan: requests wait for its load, and it serves until the best plan has loaded too."""
     waiting_s = _waiting_s(option.load_s, situation.period_s)
-    requests = UNSERVED_S / situation.period_s
-    value_s = -(requests * float(option.cost.mean()) + waiting_s)
+    cost, least = float(option.cost.mean()), float(best.cost.mean())
+    serves_s = max(MOST_S - option.load_s, 0.0)
+    next_s = best.load_s / load_share(1 - least / max(cost, 1e-12)) + situation.search_s + ACTIVATE_S
+    until_s = serves_s if option is best else min(next_s, serves_s)
+    requests = serves_s / situation.period_s
+    value_s = -(waiting_s + (until_s * cost + (serves_s - until_s) * least) / situation.period_s)
     return Assessment(option, 0.0, 1.0, requests, waiting_s, value_s, "must", "nothing serves")
 
 
@@ -374,28 +385,31 @@ def with_loads(question: Question, decision: Decision, active: Candidate | None)
     Devices hold the weights of the question's residents, and of the active plan.
     """
     held = [*([] if active is None else [active.plan]), *question.residents]
-    ranking = tuple(_with_loads(question.spec, c, held, active) for c in decision.ranking)
+    ranking = tuple(_with_loads(question, c, held, active) for c in decision.ranking)
     return replace(decision, chosen=replace(ranking[0], plan=decision.chosen.plan), ranking=ranking)
 
 
-def _with_loads(spec: Spec, c: Candidate, held: Sequence[Plan], active: Candidate | None) -> Candidate:
+def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: Candidate | None) -> Candidate:
     if not c.price.feasible:
         return c
-    lacks, fits = {}, True
-    for device in c.plan.devices:
-        lacks[device] = bytes_to_load(spec, c.plan, device, held)
+    spec, devices, fits = question.spec, c.plan.devices, True
+    resident = {device: resident_weights(spec, c.plan, device) for device in devices}
+    memory = {device: held_matrices(spec, device, held) for device in devices}
+    shared = question.cluster.endpoints.issuperset(devices)  # devices send each other the tiles that one of them has
+    if question.tiles is not None:
+        needs = {d: frozenset(matrices(resident[d], memory[d]).values()) - memory[d] for d in devices}
+        load = site_load(question.tiles, needs, question.cached, shared=shared)
+    else:
+        lacks = {d: DeviceLoad(0, weights_bytes(resident[d], memory[d])) for d in devices}
+        anywhere = frozenset(chain.from_iterable(memory.values()))
+        once = weights_bytes(chain.from_iterable(resident.values()), anywhere)
+        load = SiteLoad(lacks, once if shared else sum(part.fetched_bytes for part in lacks.values()))
+    for device in devices:
         if active is not None and device in active.plan.devices:
             beside = bytes_to_load(spec, c.plan, device, [active.plan])
-            shared = weights_bytes(resident_weights(spec, c.plan, device)) - beside
-            together = c.price.needs[device] + active.price.needs[device] - shared
+            common = weights_bytes(resident[device]) - beside
+            together = c.price.needs[device] + active.price.needs[device] - common
             fits = fits and together <= c.price.memory_bytes[device]
-    return replace(c, load_bytes=lacks, fits_beside=fits)
-
-
-def load_seconds(nbytes: Mapping[str, int], bytes_per_s: Mapping[str, float], leave_bytes_per_s: float = inf) -> float:
-    """Return the seconds of a load, all devices at once.
-
-    bytes_per_s: by device. leave_bytes_per_s: what the machine that has the weights sends to all of them together.
-    """
-    each_s = max((n / bytes_per_s[d] for d, n in nbytes.items()), default=0.0)
-    return max(each_s, sum(nbytes.values()) / leave_bytes_per_s)
+    cached = {device: part.cached_bytes for device, part in load.devices.items()}
+    nbytes = {device: part.cached_bytes + part.fetched_bytes for device, part in load.devices.items()}
+    return replace(c, load_bytes=nbytes, cached_bytes=cached, hub_bytes=load.hub_bytes, fits_beside=fits)

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from math import inf, prod
 from typing import Final, NamedTuple
 
+from hepti_mqtt.cost.loads import Mask, TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
@@ -101,6 +102,8 @@ class Question:
     active: Plan | None = None
     residents: tuple[Plan, ...] = ()
     budget: Budget = field(default_factory=Budget, compare=False)
+    tiles: TileMap | None = field(default=None, compare=False)  #: of the model's weights, if its manifest is known
+    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property

@@ -15,6 +15,7 @@ from hepti_mqtt.errors import ModelError, WireError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
@@ -43,7 +44,7 @@ def decode_output(
     tokens. before: outputs of other models, of which the question is asked too.
     """
     spec, shape = checkpoint.spec, prepared.shape
-    if generation is not None and not generation.wants_states and prepared.rules.scored:
+    if isinstance(generation, Transcription) and not generation.wants_states and prepared.rules.scored:
         return transcript(checkpoint, prepared, generation)
     if prepared.new_tokens:
         ids, written = output.tolist(), WrittenText(checkpoint, prepared.stop)
@@ -54,7 +55,7 @@ def decode_output(
         if prepared.thoughts is not None:
             result[THINKING], result["text"] = divide(text + rest, prepared.thoughts)
         if prepared.rules.likely >= 0 and generation is not None:
-            result[LOGPROBS] = [described(checkpoint, likely) for likely in generation.likely]
+            result[LOGPROBS] = [described(checkpoint, likely) for likely in generation.text.likely]
         return result
     if output.shape != spec.output_shape(shape):
         raise WireError(

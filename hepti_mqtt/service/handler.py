@@ -29,6 +29,7 @@ from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, TokenReady
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey, RunStats
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts, shares
@@ -438,7 +439,8 @@ def _request(
         shape, rules = prepared.shape, prepared.rules
         if shape.want == "task" and not rules.needs_logits and not carried.size:
             shape = shape.with_want("candidates")
-        generation = Generation(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        made = Transcription if rules.needs_attempts else Generation
+        generation = made(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
         generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(

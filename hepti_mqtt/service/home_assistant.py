@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.errors import CancelledRequestError, HeptiError, WireError
 from hepti_mqtt.protocol.messages import (
     Heartbeat,
     Status,
@@ -39,6 +39,7 @@ MINUTE_S: Final = 60.0
 SHORT: Final = 2048  # bytes of an answer that may be an error
 _SPOKEN: Final = "transcription"  # what people say is no state for a broker to keep
 _LABELLED: Final = frozenset({"classification", "image_classification"})
+RANKING: Final = "ranking"  # a classifier with one label, which it never names
 _ORIGIN: Final = {"name": "Hepti", "sw_version": __version__}
 
 Json = dict[str, Any]
@@ -85,10 +86,16 @@ class Payloads:
         """Return the payload of a Hepti device."""
         parts = {
             "load": _sensor("Other load", "load_percent", unit="%", state_class="measurement"),
-            "memory": _sensor("Free memory", "free_mib", unit="MiB", device_class="data_size"),
-            "temperature": _sensor("Temperature", "temperature_c", unit="°C", device_class="temperature"),
+            "memory": _sensor(
+                "Free memory", "free_mib", unit="MiB", device_class="data_size", state_class="measurement"
+            ),
+            "temperature": _sensor(
+                "Temperature", "temperature_c", unit="°C", device_class="temperature", state_class="measurement"
+            ),
             "slowdown": _sensor("Slowdown", "slowdown", state_class="measurement", entity_category="diagnostic"),
-            "round_trip": _sensor("Round trip", "round_trip_ms", unit="ms", device_class="duration"),
+            "round_trip": _sensor(
+                "Round trip", "round_trip_ms", unit="ms", device_class="duration", state_class="measurement"
+            ),
             "share": _sensor("Share of the work", "share_percent", unit="%", state_class="measurement"),
             "use": {
                 "platform": "switch",
@@ -269,7 +276,7 @@ class HomeAssistantSession:
         found.answered_s.append(now)
         read = self._tasks[model] in _LABELLED | {"generation"} or len(payload) < SHORT
         body: Json = json.loads(payload) if read else {"ok": True}
-        if not body["ok"]:
+        if not body["ok"] and body["error"]["code"] != CancelledRequestError.code:  # a client that left is no error
             self._error = f"{model}: {body['error']['message']}"
             return self._publish_site()
         found.latency_ms = latency_ms

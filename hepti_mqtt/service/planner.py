@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import sys
 import threading
@@ -49,7 +50,7 @@ from hepti_mqtt.service.decoder import (
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
-from hepti_mqtt.service.home_assistant import HomeAssistant
+from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.served import Served
@@ -171,6 +172,32 @@ def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
     )
 
 
+def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
+    """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
+    served = tuple(
+        ServedModel(
+            m.name,
+            m.checkpoint.spec,
+            m.checkpoint.manifest.digest,
+            pins=m.pins,
+            batching=config.batching,
+            tiles=TileMap(m.checkpoint.manifest),
+        )
+        for m in models.values()
+    )
+    return session.CoordinatorSession(
+        config.site,
+        start.boot,
+        served,
+        config.in_flight,
+        broker_bytes_per_s=None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8,
+        secret=token_bytes(KEY_BYTES),
+        checked=config.checked,
+        recalls=True,
+        checks=config.log.isEnabledFor(logging.DEBUG),
+    )
+
+
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
         self.config, self.start, self.models = config, start, models
@@ -178,26 +205,12 @@ class _Planner:
         self.log = config.log
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
         self.topics = self.decoder.topics
-        served = tuple(
-            ServedModel(
-                m.name,
-                m.checkpoint.spec,
-                m.checkpoint.manifest.digest,
-                pins=m.pins,
-                batching=config.batching,
-                tiles=TileMap(m.checkpoint.manifest),
-            )
-            for m in models.values()
-        )
-        broker = None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8
         self.clocks: dict[str, float] = {}
         self.recalled = set[str]()  # models that an earlier planner had a plan for
         self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
-        self.session = session.CoordinatorSession(
-            config.site, start.boot, served, config.in_flight, broker, token_bytes(KEY_BYTES), config.checked, True
-        )
+        self.session = _coordinator(config, start, models)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
@@ -268,7 +281,9 @@ class _Planner:
         if prefix is None:
             return None
         asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
-        tasks = {name: model.checkpoint.spec.head.task for name, model in asked.items()}
+        heads = {name: model.checkpoint.spec.head for name, model in asked.items()}
+        ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
+        tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 

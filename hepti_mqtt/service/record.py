@@ -34,17 +34,17 @@ def encode_record(
 
     served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
     plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
-    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for those
-    that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what earlier runs
-    have taught. reason: why the first one was chosen. error: {code, message, detail} where none was found. progress:
-    [bytes there, bytes in all] of the weights of `preparing`, by device. story: the last transitions of the plans,
-    oldest first, in unix time; zero_s: when the session's clock was zero. in_flight: requests that run at once. unused:
-    why devices that are online are used for no plan, by name. clocks: by how many seconds a device's clock is ahead of
-    the planner's, where it is by more than a minute. considered: what the rule said last of other plans, the best
-    first, as `Assessment.to_dict`. evidence: what is believed of each device, in sentences. needs: bytes that the
-    active plan needs, by device. languages: that a model of speech knows; others have no such key. machines: addresses
-    of devices that share a machine, by device, if any do: predictions for several of them hold for idle cores. card: what the
-    model is (`service/card.py`).
+    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for
+    those that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what
+    earlier runs have taught. reason: why the first one was chosen. error: {code, message, detail} where none was
+    found. progress: [bytes there, bytes in all] of the weights of `preparing`, by device; loading: the same in a
+    sentence. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the session's clock
+    was zero. in_flight: requests that run at once. unused: why devices that are online are used for no plan, by
+    name. clocks: by how many seconds a device's clock is ahead of the planner's, where it is by more than a minute.
+    considered: what the rule said last of other plans, the best first, as `Assessment.to_dict`. evidence: what is
+    believed of each device, in sentences. needs: bytes that the active plan needs, by device. languages: that a
+    model of speech knows; others have no such key. machines: addresses of devices that share a machine, by device,
+    if any do: predictions for several of them hold for idle cores. card: what the model is (`service/card.py`).
     `protocol/messages.py` names all keys that users read.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
@@ -80,6 +80,7 @@ def encode_record(
             for c in (*ranking, *behind)
         ],
         "progress": {device: list(part) for device, part in shown.progress.items()},
+        "loading": shown.loading,
         "reason": decision.reason if decision is not None else "",
         "story": [
             {"time": zero_s + t.now, "plan": t.subject, "from": t.before, "to": t.after, "cause": t.cause}

@@ -17,7 +17,7 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
-from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.silence import has_pause, is_silent
@@ -167,7 +167,7 @@ def _words(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
     return str(checkpoint.tokenizer.decode([token for token in tokens if token < end]))
 
 
-def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generation) -> dict[str, Any]:
+def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcription) -> dict[str, Any]:
     """Return the answer: the text, and what is known of how sure it is.
 
     no_speech: the probability that nobody speaks; where it is high and the text unlikely, the text is empty. score: the
@@ -176,7 +176,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Generat
     where the last one ends that is whole.
     """
     tokens, written = checkpoint.speech, generation.tokens
-    text, score, silence = _words(checkpoint, written).strip(), _mean(generation.scores), generation.silence or 0.0
+    text, score, silence = _words(checkpoint, written).strip(), _mean(generation.text.scores), generation.silence or 0.0
     is_empty = prepared.silent or _is_silent(silence, score)
     codes = {i: code for code, i in tokens.languages.items()}
     spoken = [codes[i] for i in generation.prompt if i in codes]

@@ -283,7 +283,6 @@ class _Site:
         self.at(self.now + STEP_S, self.step)
         k, serving = self.truth.step(self.now), bool(self.runs)
         links = self.file.links
-        loading = sum(d.is_loading and d.loads[0].net_bytes > 0 for d in self.devices.values())
         hub = min(self.file.broker_bytes_per_s, max(link.down_bytes_per_s for link in links.values()))
         self.tiles = 0.0
         for i, device in enumerate(self.devices.values()):
@@ -299,7 +298,7 @@ class _Site:
             share = device.loads[0].prepare.share if device.loads else 0.0
             most = LOAD.bytes_per_s * (max(LOAD.cpu_share, share) if is_shared else 1.0)
             allowed = rate * max(LOAD.link_share, share) if serving else rate
-            coming_rate = min(allowed, rate, hub / max(loading, 1))
+            coming_rate = min(allowed, rate, hub)  # a tile leaves the hub once and travels on between devices
             for message in device.advance(self.now, STEP_S, self.truth.real.slowdown[k, i], coming_rate, most):
                 self.tell(interface.DeviceMessage(device.name, message))
             self.tiles += device.net_taken

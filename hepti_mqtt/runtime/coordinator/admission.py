@@ -76,7 +76,7 @@ class Admission:
         generation = request.generation
         grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
         if not grows:
-            group.recent_lengths.append(longest)
+            group.recent.lengths.append(longest)
         if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
             request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))

@@ -18,6 +18,7 @@ from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
+from hepti_mqtt.runtime.coordinator.next_batch import next_batch
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
@@ -117,6 +118,8 @@ class Dispatcher:
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch queued requests of a model while a plan is active and the limit of concurrent runs allows."""
+        for group in self._groups.of_model(name):
+            group.queue.discard_finished()
         out: list[CoordinatorCommand] = []
         held: dict[int, float] = {}  # groups whose requests wait for others, and until when
         while True:
@@ -130,7 +133,7 @@ class Dispatcher:
             if assigned is None:
                 held[id(group)] = inf
                 continue
-            items, due_s = group.next_batch(assigned.max_items, self._caches.room_rows(group))
+            items, due_s = next_batch(group, assigned.max_items, self._caches.room_rows(group))
             if now < due_s:
                 held[id(group)] = due_s
                 continue
@@ -140,7 +143,9 @@ class Dispatcher:
                 continue
             assert group.active is not None
             made = items[0].request.generation
-            if made is not None and made.plan_version != plan.version:  # its session begins with a run of its own
+            if (
+                made is not None and made.session.plan_version != plan.version
+            ):  # its session begins with a run of its own
                 items = items[:1]
             group.queue.remove(items)
             if items[0].request.wants_result:
@@ -192,7 +197,7 @@ class Dispatcher:
         """Return the plan, or the replica of one, that has a session's cache, None if none has."""
         if generation is None:
             return None
-        return next((p for p in group.session_plans if p.version == generation.plan_version), None)
+        return next((p for p in group.session_plans if p.version == generation.session.plan_version), None)
 
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
@@ -205,6 +210,9 @@ class Dispatcher:
             *out,
             *(self._orders.command(device, left) for device in run.plan.devices if device not in plan.devices),
         ]
+
+    def _searches(self) -> bool:
+        return any(group.plans.searching is not None for group in self._groups)
 
     def _dispatch(
         self,
@@ -220,11 +228,11 @@ class Dispatcher:
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
         generations = [item.request.generation for item in items if item.request.generation is not None]
         for generation in generations:
-            if generation.plan_version != plan.version:
+            if generation.session.plan_version != plan.version:
                 out += self._caches.begin(group, plan, generation)
         steps = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
-        group.record_shape(part.shape)
+        group.recent.record_shape(part.shape)
         tasks = task_count(group.served.spec, plan)
         step = begun[0] if begun and begun[0].is_run(part, sessions) else None
         if step is not None:
@@ -259,7 +267,7 @@ class Dispatcher:
             group.cluster(),
             RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
             sent,
-            BesideRun(alone=not others and before is None),
+            BesideRun(not others and before is None, only_search=self._searches()),
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),
             task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,

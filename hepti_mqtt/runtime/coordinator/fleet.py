@@ -356,6 +356,10 @@ class Fleet:
         """Return the tiles of a model in the caches of devices, by position in its manifest."""
         return {name: member.cached[model] for name, member in self.members.items() if model in member.cached}
 
+    def load_bytes_per_s(self, device: str) -> float:
+        """Return how fast a device loads tiles that it does not have."""
+        return min(self.members[device].load_rates.receive_bytes_per_s, self.estimates.link(device).down_bytes_per_s)
+
     def load_rates(self) -> dict[str, LoadRates]:
         """Return how fast devices load tiles."""
         return {name: member.load_rates for name, member in self.members.items()}
@@ -692,8 +696,8 @@ class HangDetector:
         record = group.plans.active
         load_s = 0.0
         if record is not None and not self._standby.is_held(group):
-            nbytes = max(record.needed_bytes(device) for device in run.plan.devices)
-            load_s = nbytes / self._groups.background.load_bytes_per_s
+            needed = {device: record.needed_bytes(device) for device in run.plan.devices}
+            load_s = max(nbytes / self._fleet.load_bytes_per_s(device) for device, nbytes in needed.items())
         most_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
         return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
 

@@ -251,6 +251,7 @@ class PublishPlan:
     in_flight: int = 1
     considered: tuple[Assessment, ...] = ()
     needs: Mapping[str, int] = field(default_factory=dict)
+    loading: str = ""  #: the load of `preparing` in a sentence
 
 
 @dataclass(frozen=True, slots=True)

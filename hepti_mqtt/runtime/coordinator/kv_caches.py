@@ -6,14 +6,44 @@ from collections.abc import Sequence
 
 from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.frames import MAX_SESSION
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.models import PlanGroup
 from hepti_mqtt.runtime.coordinator.orders import Orders
-from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions
+from hepti_mqtt.runtime.coordinator.plans import PlanRecord
+from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem
 from hepti_mqtt.runtime.coordinator.texts import Generation
+
+
+def _open_texts(group: PlanGroup) -> list[Generation]:
+    """Return the texts of requests that have not ended."""
+    made = {id(r): r.generation for r in group.requests() if r.generation is not None and not r.finished}
+    return [generation for generation in made.values() if generation is not None]
+
+
+def reserved_rows(group: PlanGroup, version: PlanVersion) -> int:
+    """Return for how many rows open sessions under a plan must have room."""
+    return sum(made.reserved_rows for made in _open_texts(group) if made.session.plan_version == version)
+
+
+def held_texts(group: PlanGroup) -> list[HeldText]:
+    """Return the texts that sessions of unfinished requests hold."""
+    texts = (generation.held(_longest_rows(group)) for generation in _open_texts(group))
+    return [text for text in texts if text is not None and len(text.ids)]
+
+
+def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
+    """Return the texts between two tokens whose sessions are under a plan."""
+    made = (item.request.generation for item in group.queue)
+    return [text for text in made if text is not None and text.session.plan_version in record.versions]
+
+
+def _longest_rows(group: PlanGroup) -> int:
+    """Return the rows that a session may have."""
+    return largest_shape(group.served.spec).session_rows
 
 
 class KvCaches:
@@ -36,13 +66,13 @@ class KvCaches:
         """
         self._number = self._number % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
-        version, ended = plan.version, [session for under, session in generation.left if under == plan.version]
-        prefix = self._held.find(version, ids, group.held_texts())
+        version, ended = plan.version, [session for under, session in generation.session.left if under == plan.version]
+        prefix = self._held.find(version, ids, held_texts(group))
         if prefix is not None and prefix.moves:
             self._held.forget((version, prefix.session))
         generation.start_session(version, self._number, prefix)
-        generation.left.clear()
-        room_rows = self.room_rows(group) - group.reserved_rows(version) - generation.reserved_rows
+        generation.session.left.clear()
+        room_rows = self.room_rows(group) - reserved_rows(group, version) - generation.reserved_rows
         ended += self._held.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self.end(group, version, ended)
 
@@ -53,33 +83,33 @@ class KvCaches:
         """
         out, room_rows = list[CoordinatorCommand](), self.room_rows(group)
         for version in {plan.version for plan in group.session_plans} if room_rows else ():
-            while group.reserved_rows(version) > room_rows:
+            while reserved_rows(group, version) > room_rows:
                 earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
                 waiting = (item.request for item in group.queue if item.request.sequence > earliest)
                 last = max(
-                    (r for r in waiting if r.generation and r.generation.plan_version == version),
+                    (r for r in waiting if r.generation and r.generation.session.plan_version == version),
                     key=lambda r: r.sequence,
                     default=None,
                 )
                 if last is None or last.generation is None:
                     break
-                out += self.end(group, version, [last.generation.session])
-                last.generation.leave_session()
+                out += self.end(group, version, [last.generation.session.number])
+                last.generation.session.leave()
         return out
 
     def keep(self, group: PlanGroup, generation: Generation) -> list[CoordinatorCommand]:
         """Keep the cache of a text that has ended, for texts that begin alike, while devices have room."""
-        if (text := generation.held(group.longest_rows)) is None:
+        if (text := generation.held(_longest_rows(group))) is None:
             return []
         version = text.session[0]
         self._held.keep(text)
-        room_rows = self.room_rows(group) - group.reserved_rows(version)
+        room_rows = self.room_rows(group) - reserved_rows(group, version)
         return self.end(group, version, self._held.make_room(version, room_rows))
 
     def forget_prefixes(self, version: PlanVersion, items: Sequence[WorkItem]) -> bool:
         """Forget the caches whose rows texts began with, because a device lost them; return whether there were any."""
         made = [item.request.generation for item in items if item.request.generation is not None]
-        prefixes = [generation.prefix for generation in made if generation.prefix is not None]
+        prefixes = [generation.session.prefix for generation in made if generation.session.prefix is not None]
         for prefix in prefixes:
             self._held.forget((version, prefix.session))
         return bool(prefixes)
@@ -91,8 +121,8 @@ class KvCaches:
             return []
         if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
             return []
-        made.leave_session()
-        left, made.left = made.left, []
+        made.session.leave()
+        left, made.session.left = made.session.left, []
         return [c for version, session in left for c in self.end(group, version, [session])]
 
     def end(self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]) -> list[CoordinatorCommand]:

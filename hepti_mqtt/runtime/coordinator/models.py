@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import hypot, inf, log
 from typing import Final
 
@@ -15,31 +15,46 @@ import numpy as np
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import is_planned_for, largest_shape, representative_shape
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
 from hepti_mqtt.planner.surface import Outlook, Priced, interval
-from hepti_mqtt.runtime.coordinator.batches import concatenate
-from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue, select_batch
+from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.guesses import StepPace
-from hepti_mqtt.runtime.coordinator.moves import BackgroundPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
 from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
-from hepti_mqtt.runtime.coordinator.prefixes import HeldText
-from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, WorkItem
+from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
-from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
-MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
 LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
 PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
 MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
-MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
+
+
+@dataclass(slots=True)
+class RecentRequests:
+    """The lengths of the last requests, and the shapes of the last runs."""
+
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+    shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  #: the last one last
+
+    def typical_length(self, default: int) -> int:
+        """Return the request length to plan for: the median of the last ones."""
+        lengths = sorted(self.lengths) or [default]
+        return lengths[len(lengths) // 2]
+
+    def record_shape(self, shape: RequestShape) -> None:
+        """Remember the shape of a run."""
+        self.shapes[shape] = None
+        self.shapes.move_to_end(shape)
+        if len(self.shapes) > MAX_PREBUILT_SHAPES:
+            self.shapes.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -90,8 +105,7 @@ class PlanGroup:
     missing_bytes: dict[str, int] = field(default_factory=dict)
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
     paced: tuple[PlanVersion, StepPace] | None = None
-    recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-    recent_shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  # the last one last
+    recent: RecentRequests = field(default_factory=RecentRequests)
     published_transitions: int = 0
 
     @property
@@ -157,91 +171,6 @@ class PlanGroup:
     def requests(self) -> list[Request]:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
-
-    def waiting_texts(self, record: PlanRecord) -> list[Generation]:
-        """Return the texts between two tokens whose sessions are under a plan."""
-        made = (item.request.generation for item in self.queue)
-        return [text for text in made if text is not None and text.plan_version in record.versions]
-
-    @property
-    def longest_rows(self) -> int:
-        """Return the rows that a session may have."""
-        return largest_shape(self.served.spec).session_rows
-
-    def _sessions(self) -> list[Generation]:
-        """Return the generations of requests that have not ended."""
-        made = {id(r): r.generation for r in self.requests() if r.generation is not None and not r.finished}
-        return [generation for generation in made.values() if generation is not None]
-
-    def reserved_rows(self, version: PlanVersion) -> int:
-        """Return for how many rows open sessions under a plan must have room."""
-        return sum(made.reserved_rows for made in self._sessions() if made.plan_version == version)
-
-    def held_texts(self) -> list[HeldText]:
-        """Return the texts that sessions of requests hold which have not ended."""
-        texts = (generation.held(self.longest_rows) for generation in self._sessions())
-        return [text for text in texts if text is not None and len(text.ids)]
-
-    def typical_length(self) -> int:
-        """Return the request length to plan for: the median recently ones, or the served default."""
-        lengths = sorted(self.recent_lengths) or [self.served.default_length]
-        return lengths[len(lengths) // 2]
-
-    def record_shape(self, shape: RequestShape) -> None:
-        """Remember the shape of a run."""
-        self.recent_shapes[shape] = None
-        self.recent_shapes.move_to_end(shape)
-        if len(self.recent_shapes) > MAX_PREBUILT_SHAPES:
-            self.recent_shapes.popitem(last=False)
-
-    def next_batch(self, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
-        """Return what runs next of what waits, and when: at once unless others may come to run with it.
-
-        Nothing where all that waits must have a session first and has no room for it. share: at most this many,
-        where others run on other replicas. room_rows: of all sessions under a plan, 0 of a model without them.
-        """
-        turns = self._with_room(room_rows) if room_rows else self.queue.in_turn()
-        first = next(turns, None)
-        return ((), inf) if first is None else self._next(chain([first], turns), share)
-
-    def _with_room(self, room_rows: int) -> Iterator[WorkItem]:
-        """Yield what waits in turn; behind a session that has no room yet, none begins.
-
-        A step of a session waits for those under way, so that it is made beside the next ones.
-        """
-        together = self.served.batching.max_requests > 1
-        stepping = {r.plan_version for r in self.runs.values() if together and r.steps and r.is_computing}
-        versions = {plan.version for plan in self.usable_executables}
-        used = max((self.reserved_rows(version) for version in versions), default=0)
-        begun = {plan.version for plan in self.session_plans}
-        for item in self.queue.in_turn():
-            made = item.request.generation
-            if made is not None and made.joins and made.plan_version in stepping:
-                continue
-            needed = 0 if made is None or made.plan_version in begun else made.reserved_rows
-            if needed and used + needed > room_rows:
-                used = room_rows
-                continue
-            used += needed
-            yield item
-
-    def _next(self, turns: Iterator[WorkItem], share: int | None = None) -> tuple[tuple[WorkItem, ...], float]:
-        return select_batch(turns, self.served.batching, largest_shape(self.served.spec).size, share)
-
-    def _waiting(self) -> Iterator[RequestShape]:
-        """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
-        queue = self.queue.copy()
-        queue.discard_finished()
-        for _ in range(MAX_PREBUILT_SHAPES):
-            if not queue:
-                return
-            items, _ = self._next(queue.in_turn())
-            queue.remove(items)
-            if len(items) > 1 and items[0].request.generation is None:
-                yield concatenate([item.batch for item in items]).shape
-            elif items[0].request.wants_result:
-                for item in items:
-                    yield from item.request.upcoming_shapes(item.index)
 
     # -- what is known of plans -----------------------------------------------------------------------------------
 
@@ -342,24 +271,6 @@ class PlanGroup:
         """Remember a plan that was released: devices keep its weights while they have room."""
         self.left = (plan, *(p for p in self.left if not is_same_division(p, plan)))[:MAX_LEFT]
 
-    def shapes_to_build(self) -> tuple[tuple[RequestShape, ...], int]:
-        """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
-
-        Queued shapes come first, then recent ones, then the one that plans are optimised for. If requests wait without
-        a plan, only the first queued shapes hold them up.
-        """
-        waiting = dict.fromkeys(self._waiting())
-        usual = representative_shape(self.served.spec, self.typical_length())
-        program_shape = self.served.spec.input_spec.program_shape
-        shapes = dict.fromkeys(map(program_shape, (*waiting, *reversed(self.recent_shapes), usual)))
-        first = [s for s in shapes if len(s.sizes) + len(s.plain().mask_rows) <= MAX_SHAPE_NUMBERS][
-            :MAX_PREBUILT_SHAPES
-        ]
-        if not waiting or self.plans.in_use is not None:
-            return tuple(first), len(first)
-        urgent = set(islice(dict.fromkeys(map(program_shape, waiting)), MAX_URGENT_SHAPES))
-        return tuple(first), max(sum(s in urgent for s in first), 1)
-
     def resident_decision(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
         record = self.plans.preparing or self.plans.active
@@ -415,7 +326,7 @@ class PlanGroups:
             )
             for s in served
         }
-        self.background = BackgroundPace()
+        self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
         self._illegal = 0  # illegal steps already reported
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, load_seconds
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import handover_moves
+from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.decisions import (
     KNOWN_SD,
     SURE,
@@ -28,7 +30,6 @@ from hepti_mqtt.planner.decisions import (
     Verdict,
     decide,
     goes_on,
-    load_seconds,
     pays_to_hold,
     pays_to_search,
 )
@@ -50,11 +51,10 @@ ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
-# Before any load or search was measured:
-LOAD_BYTES_PER_S: Final = 35e6  # that a device loads if it does nothing else
+# Before any search was measured:
 SEARCH_S: Final = 1.0
 BESIDE_SEARCH: Final = 1.2  # a request during a search takes so many times as long
-WORK_WEIGHT: Final = 0.3  # of the last load, search or run during one
+WORK_WEIGHT: Final = 0.3  # of the last search, or run during one
 
 
 class RequestPace:
@@ -82,18 +82,12 @@ class RequestPace:
         return now - self.last_s < IN_USE_S
 
 
-class BackgroundPace:
-    """Measured rates of background work, and the slowdown of requests during a search."""
+class SearchPace:
+    """Measured seconds of a search, and the slowdown of requests meanwhile."""
 
     def __init__(self) -> None:
-        self.load_bytes_per_s = LOAD_BYTES_PER_S  #: of a device that does nothing else
         self.search_s = SEARCH_S  #: of the wall clock
         self.beside_search = BESIDE_SEARCH  #: a request during a search takes so many times as long
-
-    def record_load(self, nbytes: int, seconds: float, share: float) -> None:
-        """Learn from a load that had a share of its device."""
-        if nbytes >= 1 << 20 and seconds > 0:
-            self.load_bytes_per_s = _nearer(self.load_bytes_per_s, nbytes / seconds / share)
 
     def record_search(self, seconds: float) -> None:
         """Take a whole search beside requests."""
@@ -171,8 +165,8 @@ class Moves:
         """Return what the rule says of a text under a plan before the active one; None where it cannot stay there."""
         generation, beliefs = request.generation, self._beliefs(group, now)
         assert generation is not None
-        assert generation.plan_version is not None
-        if (plans := self._before_and_active(group, generation.plan_version, beliefs)) is None:
+        assert generation.session.plan_version is not None
+        if (plans := self._before_and_active(group, generation.session.plan_version, beliefs)) is None:
             return None
         then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
         tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)
@@ -224,8 +218,7 @@ class Moves:
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
-        work, link = self._groups.background, self._fleet.estimates.link(device)
-        load_s = nbytes / min(link.down_bytes_per_s, work.load_bytes_per_s)
+        load_s = nbytes / self._fleet.load_bytes_per_s(device)
         lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
         return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now))
 
@@ -267,19 +260,17 @@ class Moves:
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
-        most = self._groups.background.load_bytes_per_s
-        rates = {d: min(beliefs.cluster.links[d].down_bytes_per_s, most) for d in candidate.plan.devices}
-        coming, lacks = group.plans.preparing, candidate.load_bytes
-        if coming is not None and is_same_division(coming.plan, candidate.plan):
-            lacks = {d: max(n - coming.progress_bytes.get(d, (0, 0))[0], 0) for d, n in lacks.items()}
+        load = _rest(candidate, group.plans.preparing)
+        down = {device: link.down_bytes_per_s for device, link in beliefs.cluster.links.items()}
+        seconds = load_seconds(load, self._fleet.load_rates(), down, beliefs.cluster.broker_bytes_per_s)
         option = Option(
             candidate,
             seen.cost,
             seen.seconds,
             group.methods.sd(candidate.plan),
-            load_bytes=sum(lacks.values()),
-            load_s=load_seconds(lacks, rates, beliefs.cluster.broker_bytes_per_s),
-            own_s=max((lacks[d] / rates[d] for d in lacks if d in used), default=0.0),
+            load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
+            load_s=max(seconds.values(), default=0.0),
+            own_s=max((seconds[device] for device in seconds if device in used), default=0.0),
             beside=candidate.fits_beside,
             unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
             if used
@@ -288,6 +279,18 @@ class Moves:
         if seen.before is None:
             return option
         return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
+
+
+def _rest(candidate: Candidate, coming: PlanRecord | None) -> SiteLoad:
+    """Return what is left to load for a plan; coming: the plan whose load is under way."""
+    loaded = coming.progress_bytes if coming and is_same_division(coming.plan, candidate.plan) else {}
+    devices = dict[str, DeviceLoad]()
+    for device, nbytes in candidate.load_bytes.items():
+        left, cached = max(nbytes - loaded.get(device, (0, 0))[0], 0), candidate.cached_bytes.get(device, 0)
+        devices[device] = DeviceLoad(min(cached, left), max(left - cached, 0))
+    most = max((part.fetched_bytes for part in devices.values()), default=0)
+    fetched = sum(part.fetched_bytes for part in devices.values())
+    return SiteLoad(devices, min(candidate.hub_bytes, fetched) if not loaded else min(candidate.hub_bytes, most))
 
 
 def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:

@@ -181,7 +181,7 @@ class WorkItem:
         mine, theirs = self.request.generation, other.request.generation
         if mine is None or theirs is None:
             return mine is theirs and self.batch.shape.want == other.batch.shape.want
-        return (mine.plan_version, mine.next_want) == (theirs.plan_version, theirs.next_want)
+        return (mine.session.plan_version, mine.next_want) == (theirs.session.plan_version, theirs.next_want)
 
 
 class Expectation(NamedTuple):

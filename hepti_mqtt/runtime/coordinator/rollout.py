@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
@@ -14,7 +14,6 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.planner.decisions import ACTIVATE_S
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
@@ -31,8 +30,11 @@ from hepti_mqtt.runtime.coordinator.interface import (
     Tick,
     WeightsUnreadable,
 )
+from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
+from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_load
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -89,7 +91,7 @@ class Rollout:
             TopicNames(self._topics.site, served.name),
             served.spec,
             self._fleet.cluster(held),
-            representative_shape(served.spec, group.typical_length(), several),
+            representative_shape(served.spec, group.recent.typical_length(served.default_length), several),
             self.ids.next_version(),
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
@@ -98,6 +100,8 @@ class Rollout:
             is_exhaustive=False,
             active=group.last_plan,
             residents=group.held(),
+            tiles=served.tiles,
+            cached=self._fleet.cached(served.name),
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
@@ -109,6 +113,7 @@ class Rollout:
         own = self._groups.default(group.name)
         preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress_bytes))
+        loading = "" if preparing is None else describe_load(preparing, preparing.progress_s)
         own.published_transitions = own.plans.story.count
         story = own.plans.story.last(PUBLISHED_TRANSITIONS)
         others = self._groups.pinned(group.name)
@@ -116,7 +121,7 @@ class Rollout:
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
         needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
         parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered, needs)
+        return PublishPlan(group.name, *parts, own.verdict.considered, needs, loading)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class Rollout:
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
-            if not any(run.plan_version in record.versions for run in runs) and not group.waiting_texts(record):
+            if not any(run.plan_version in record.versions for run in runs) and not waiting_texts(group, record):
                 group.plans.step(record, "idle", now)
                 group.note_left(record.plan)
                 out += self.release(record.plan)
@@ -138,8 +143,11 @@ class Rollout:
             return []
         if preparing.state == "swapping" and not preparing.waits_for & self._groups.plan_versions():
             group.plans.resume_preparation(preparing, now)
-        is_due = preparing.state == "preparing" and preparing.prepare_sent_s == -inf
-        return self._send_prepare(group, preparing, now) if is_due else []
+        if preparing.state != "preparing" or preparing.prepare_sent_s > -inf:
+            return []
+        text = "" if preparing.progress_bytes else describe_load(preparing, now)
+        story = [LogEvent("loading", text)] if text else []
+        return [*story, *self._send_prepare(group, preparing, now)]
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
@@ -158,7 +166,7 @@ class Rollout:
         record.prepare_sent_s = now
         served = group.served
         spec = served.spec.to_dict()
-        shapes, needed = group.shapes_to_build()
+        shapes, needed = shapes_to_build(group)
         foreseen, out = tuple(shape.plain() for shape in shapes), list[CoordinatorCommand]()
         for plan in record.plan.executables:
             message = messages.Prepare(
@@ -281,7 +289,6 @@ class Rollout:
         return out
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
-        self._record_load({device: total for device, (_, total) in record.progress_bytes.items()}, record, now)
         self._note_trial(group, record, now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
@@ -293,15 +300,10 @@ class Rollout:
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
         activate = ((d, messages.Activate(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
-        note = LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}")
-        return [*out, *(self.command_device(*told) for told in activate), note, self.publish_plan(group)]
-
-    def _record_load(self, loaded: Mapping[str, int], record: PlanRecord, now: float) -> None:
-        """Learn the rate of loads from the device that loaded most; also from a load that is given up."""
-        if loaded:
-            device = max(loaded, key=loaded.__getitem__)
-            seconds = now - record.begun_s - ACTIVATE_S
-            self._groups.background.record_load(loaded[device], seconds, self._share(record, device))
+        loaded = describe_end(record, now)
+        notes = [LogEvent("loaded", loaded)] if loaded else []
+        notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
+        return [*out, *(self.command_device(*told) for told in activate), *notes, self.publish_plan(group)]
 
     @staticmethod
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
@@ -418,10 +420,9 @@ class Rollout:
         why: str,
     ) -> list[CoordinatorCommand]:
         """Give up a plan on its way."""
-        if event == "outdated":
-            self._record_load({device: done for device, (done, _) in record.progress_bytes.items()}, record, now)
         group.plans.step(record, event, now, why)
-        return self.release(record.plan)
+        text = describe_end(record, now, why)
+        return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
 
     def _handle_failed_preparation(
         self,
@@ -582,7 +583,7 @@ class Standby:
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
         ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
-        shapes = tuple(shape.plain() for shape in group.shapes_to_build()[0])
+        shapes = tuple(shape.plain() for shape in shapes_to_build(group)[0])
         return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:

@@ -221,7 +221,7 @@ class Run:
     def items_of(self, sessions: Collection[int]) -> list[WorkItem]:
         """Return the items of some sessions; all items if none is among these."""
         made = [(item, item.request.generation) for item in self.items]
-        return [item for item, of in made if of is not None and of.session in sessions] or list(self.items)
+        return [item for item, of in made if of is not None and of.session.number in sessions] or list(self.items)
 
     def check(self) -> None:
         """Raise AssertionError if its fields contradict its state."""

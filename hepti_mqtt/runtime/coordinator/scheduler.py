@@ -160,7 +160,7 @@ class Scheduler:
             return out + (self.fail_request(group, run.items[0].request, error, now) if ends else [])
         for item in run.open_items:  # what is cached may follow from what was forged
             if item.request.generation is not None:
-                item.request.generation.leave_session()
+                item.request.generation.session.leave()
         return self._part(group, run, now)
 
     def _part(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
@@ -213,7 +213,7 @@ class Scheduler:
                 back.append(item)
         for item in back:
             if item.request.generation is not None:  # start a new session: devices may have cached different rows
-                item.request.generation.leave_session()
+                item.request.generation.session.leave()
             if item.request.losses[item.index] > 1:  # it may be what brings runs to nothing
                 item.request.unbatchable.add(item.index)
         group.queue.prepend([*whole, *back])
@@ -426,7 +426,7 @@ class Scheduler:
         for place, token in enumerate(step.taken, step.place):
             if place >= len(published):
                 so_far = tuple(step.tokens[: place + 1])
-                out.append(TokenReady(request, place, so_far, step.attempt, step.likely[place]))
+                out.append(TokenReady(request, place, so_far, step.attempt, step.text.likely[place]))
             elif place >= 0 and token != published[place]:
                 text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
                 text += "the request; a device may be faulty (see `hepti devices`)."
@@ -445,7 +445,7 @@ class Scheduler:
         if request.wants_report and any(request is i.request for run in group.runs.values() for i in run.items):
             return []
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
-            group.recent_lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
+            group.recent.lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
         request.finished = True
         out: list[CoordinatorCommand] = [
             AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))

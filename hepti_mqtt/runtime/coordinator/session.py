@@ -45,6 +45,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     WeightsUnreadable,
     devices_first,
 )
+from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
@@ -58,13 +59,16 @@ BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seem
 LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
 LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
 
+Step = Callable[[], Iterable[CoordinatorCommand]]
+
 
 class CoordinatorSession:
     """The state machine of the planner; boot: of its start, in_flight the runs at once per model.
 
     broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
     bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model.
+    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model. checks: the invariants are
+    asserted after each event.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class CoordinatorSession:
         secret: bytes | None = None,
         checked: Checked = "header",
         recalls: bool = False,
+        checks: bool = False,
     ) -> None:
-        self.site = site
+        self.site, self._checks = site, checks
+        self._is_settled = False  #: no plan is searched for, on its way or retiring, so frames change runs alone
         self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
@@ -124,20 +130,41 @@ class CoordinatorSession:
         if not self._begun:
             self._begun = True
             self._searches.begin(now, recalls=self._recalls)
-        self._mark_runs_beside_work()
-        changed_s = self.fleet.estimates.last_change_s
-        self._do(
-            (
-                partial(self._handlers[type(event)], event, now),
-                partial(self._blame_changes, changed_s),
-                partial(self._advance, now),
-                partial(self._standby.handle, event, now),
-            )
-        )
+        checks = (self._check,) if self._checks else ()
+        blame = partial(self._blame_changes, self.fleet.estimates.last_change_s)
+        if self._is_settled and isinstance(event, DeviceFrame):
+            dispatch = partial(self._scheduler.dispatch_ready, event.frame.model, now)
+            self._do((partial(self._handle_frame, event, now), blame, dispatch, *checks))
+        else:
+            self._handle_all(event, now, blame, checks)
         out, self._made = self._made, []
         return devices_first(out)
 
-    def _do(self, steps: Iterable[Callable[[], Iterable[CoordinatorCommand]]]) -> None:
+    def _handle_all(self, event: CoordinatorEvent, now: float, blame: Step, checks: Iterable[Step]) -> None:
+        """Take an event, and all that becomes possible by it: plans released, prepared and searched for, too."""
+        self._mark_runs_beside_work()
+        self._is_settled = False
+        self._do(
+            (
+                partial(self._handlers[type(event)], event, now),
+                blame,
+                partial(self._advance, now),
+                partial(self._standby.handle, event, now),
+                *checks,
+            )
+        )
+        self._is_settled = not self._loading_devices() and all(
+            group.active is not None
+            and group.recalled is None
+            and not (group.plans.retiring or group.plans.preparing or group.plans.searching)
+            for group in self.groups
+        )
+
+    def _check(self) -> list[CoordinatorCommand]:
+        self.assert_invariants()
+        return []
+
+    def _do(self, steps: Iterable[Step]) -> None:
         """Take the commands of all steps, also those of a step before it raises; then raise every error."""
         errors: list[Exception] = []
         for step in steps:
@@ -317,8 +344,8 @@ class CoordinatorSession:
                 plans.request_search(now, now, why)
             for record in [r for r in plans.serving if device in r.plan.devices]:
                 was_active, lost = record is plans.active, record.plan.for_device(device).version
-                for text in group.waiting_texts(record):
-                    text.leave_session()
+                for text in waiting_texts(group, record):
+                    text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
                     group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
@@ -373,6 +400,9 @@ class CoordinatorSession:
 
     def _handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         change = self.fleet.record_message(event.device, now, served=event.frame.kind == "done")
+        if change is None:
+            return self._scheduler.handle_frame(event, now)
+        self._is_settled = False
         return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
@@ -435,14 +465,14 @@ class CoordinatorSession:
                     yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
-            if text is None or text.plan_version not in record.versions:
+            if text is None or text.session.plan_version not in record.versions:
                 continue
             verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
             if active is not None and verdict is not None:
                 is_first, text.judged_for = text.judged_for != active.version, active.version
                 yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
-                text.leave_session()
+                text.session.leave()
 
     @staticmethod
     def _tell_going_on(

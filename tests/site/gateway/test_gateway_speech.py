@@ -22,7 +22,7 @@ from wyoming.info import Describe, Info
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
@@ -56,7 +56,7 @@ def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray
         asked = {"audio": base64.b64encode(recording()).decode(), "language": "en", **options}
         prepared = read_input(checkpoint, asked)
         prompt, frames = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-        found = Generation(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
+        found = Transcription(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
         while not found.done:
             ids = [*found.prompt, *found.tokens]
             inputs = np.concatenate([[0], ids, frames]).astype(np.int32)

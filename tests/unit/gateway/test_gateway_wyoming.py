@@ -39,7 +39,10 @@ class FakeSite:
         await self.barrier.wait()
         if self.error is not None:
             raise self.error
-        return Spoken(f"{len(recording)} bytes", options["language"] or "en", 1.0)
+        if options["show"] is not None:
+            for part in ("one", " two"):
+                await options["show"](part)
+        return Spoken(f"{len(recording)} bytes", str(options["language"] or "en"), 1.0)
 
 
 def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **options: Any) -> None:
@@ -87,6 +90,42 @@ def test_a_command_is_described_spoken_and_written() -> None:
         assert (file.getframerate(), file.getnchannels()) == (16_000, 1)
         assert file.readframes(len(SOUND)) == SOUND.tobytes()
     assert [options["language"] for _, _, options in site.asked] == ["de", None]
+
+
+def test_a_home_has_languages_and_names() -> None:
+    site = FakeSite()
+
+    async def talk(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await client.write_event(Describe().event())
+            (program,) = Info.from_event(await client.read_event()).asr
+            assert program.models[0].languages == ["de", "en"]
+            for language in ("de-CH", "nb-NO", "auto", None):
+                await client.write_event(Transcribe(language=language).event())
+                await say(client, SOUND)
+                await client.read_event()
+            await client.write_event(Transcribe(transcript_names=["Attic"]).event())
+            await say(client, SOUND)
+            await client.read_event()
+
+    conversation(site, talk, languages=["de", "en-GB"], prompt="Kitchen")
+    both = ["de", "en"]
+    assert [options["language"] for _, _, options in site.asked] == ["de", both, both, both, both]
+    assert [options["prompt"] for _, _, options in site.asked] == ["Kitchen"] * 4 + ["Kitchen, Attic"]
+
+
+def test_a_long_recording_is_shown_as_it_is_written() -> None:
+    async def talk(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await say(client, np.tile(SOUND, 31))
+            kinds = [await client.read_event() for _ in range(5)]
+            assert [event.type for event in kinds] == [
+                "transcript-start", "transcript-chunk", "transcript-chunk", "transcript", "transcript-stop",
+            ]  # fmt: skip
+            await say(client, SOUND)
+            assert (await client.read_event()).type == "transcript"
+
+    conversation(FakeSite(), talk)
 
 
 @pytest.mark.parametrize("audio", [False, True])

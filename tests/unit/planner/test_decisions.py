@@ -29,7 +29,6 @@ from hepti_mqtt.planner.decisions import (
     Situation,
     decide,
     goes_on,
-    load_seconds,
     load_share,
     pays_to_hold,
 )
@@ -66,15 +65,6 @@ def test_a_sure_gain_counts_from_five_parts_of_a_hundred_on(gain: float, moves: 
     verdict = decide(situation(option(1.0), option(1.0 - gain, "block")))
     assert (verdict.move is not None) is moves
     assert not moves or verdict.move.kind == "go"
-
-
-def test_what_all_devices_load_leaves_by_one_link() -> None:
-    whole, part = dict.fromkeys("abcd", 800), dict.fromkeys("abcd", 200)
-    links = dict.fromkeys("abcd", 20.0)
-    assert load_seconds({"a": 800}, links, 20.0) == 40.0
-    assert load_seconds(whole, links) == 40.0
-    assert load_seconds(whole, links, 20.0) == 160.0
-    assert load_seconds({**part, "a": 800}, links, 40.0) == 40.0, "the one that loads most"
 
 
 def test_the_share_of_a_load_is_the_one_that_costs_least() -> None:
@@ -161,6 +151,35 @@ def test_where_nothing_serves_the_plan_that_is_ready_soonest_counts() -> None:
     assert verdict.move is not None
     assert (verdict.move.option, verdict.move.kind) == (soon, "must")
     assert decide(situation(None, replace(fast, load_s=1.0), soon)).move.option.plan.strategy == "row"
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "together_s", "period_s", "first"),
+    [
+        (45.0, 45.0, 60.0, "row"),  # empty caches: tiles travel between devices
+        (45.0, 45.0, 1.0, "row"),
+        (45.0, 180.0, 60.0, "single"),  # each device loads from the planner
+        (0.0, 45.0, 1.0, "single"),  # it serves while the others load
+        (4.5, 4.5, 60.0, "row"),  # full caches
+    ],
+)
+def test_a_first_plan_is_chosen_by_its_load_and_by_what_requests_take_until_the_best_one_serves(
+    alone_s: float, together_s: float, period_s: float, first: str
+) -> None:
+    single, row = option(2.7, "single", load_s=alone_s), option(1.1, "row", load_s=together_s)
+    verdict = decide(situation(None, single, row, period_s=period_s))
+    assert verdict.move is not None
+    assert verdict.move.option.plan.strategy == first
+
+
+def test_the_likeliest_plan_is_tried_first() -> None:
+    """Its trial costs more, and the other one gains little; the second one would keep it from being tried."""
+    likely = option(0.8, "block", sd=0.2, method_sd=0.15, load_bytes=1 << 30, load_s=20.0, own_s=20.0)
+    unlikely = option(0.98, "galaxy", sd=0.15, method_sd=0.15)
+    verdict = decide(situation(option(1.0), unlikely, likely))
+    assert verdict.move is not None
+    assert (verdict.move.kind, verdict.move.option.plan.strategy) == ("try", "block")
+    assert {a.kind for a in verdict.considered} == {"try", None}
 
 
 def test_another_unit_of_cost_changes_nothing() -> None:

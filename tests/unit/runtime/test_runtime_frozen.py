@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from scripted_site import Site, everyone, heartbeat, settled
 
+from hepti_mqtt.cost.loads import LoadRates
 from hepti_mqtt.errors import OverloadedError
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.protocol.messages import Status
@@ -101,8 +102,8 @@ def test_a_silent_device_is_put_aside_where_the_broker_has_nothing_to_say_but_he
     site.mute = {"b"}
     site.submit("r1", within=1e9)
     nbytes = site.session.groups.default("m").plans.active.needed_bytes("a")
-    for _ in range(50):  # loads are slow, so a silent device has longer than the time between two heartbeats
-        site.session.groups.background.record_load(nbytes, load_s, share=1.0)
+    for name in "ab":  # loads are slow, so a silent device has longer than the time between two heartbeats
+        site.session.fleet.member(name).load_rates = LoadRates(receive_bytes_per_s=nbytes / load_s)
     frozen, heard_s = Frozen(site), site.now
     for tick in range(40):
         site.now += TICK_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hepti_mqtt.runtime.coordinator.moves import IN_USE_S, BackgroundPace, RequestPace
+from hepti_mqtt.runtime.coordinator.moves import IN_USE_S, RequestPace, SearchPace
 
 
 def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
@@ -27,13 +27,8 @@ def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
 
 
 def test_what_background_work_takes_is_learned() -> None:
-    seen, nothing = BackgroundPace(), BackgroundPace()
+    seen = SearchPace()
     for _ in range(20):
-        seen.record_load(80 << 20, 10.0, share=0.25)
         seen.record_search(3.0)
         seen.record_run(1.6)
-    assert seen.load_bytes_per_s == pytest.approx(32 * (1 << 20), rel=0.05)
     assert (seen.search_s, seen.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)
-    nothing.record_load(10, 5.0, share=1.0)
-    nothing.record_load(1 << 30, 0.0, share=1.0)
-    assert nothing.load_bytes_per_s == BackgroundPace().load_bytes_per_s

@@ -23,6 +23,7 @@ from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, RESTORE_AFT
 from hepti_mqtt.runtime.coordinator.plans import PLANS, Ids
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import PREPARE_TIMEOUT_S, PUBLISHED_TRANSITIONS
+from hepti_mqtt.runtime.coordinator.runs import RUN_STATES
 from hepti_mqtt.runtime.machinery import (
     MAX_TRANSITIONS,
     IllegalStepError,
@@ -301,7 +302,7 @@ DOOR = StateTable(
     steps={"closed": {"push": "open", "burn": "gone"}, "open": {"pull": "closed"}, "gone": {}},
     safe={"closed": "closed", "open": "closed", "gone": "gone"},
 )
-TABLES = (PLANS, RESIDENT_STATES, DOOR)
+TABLES = (PLANS, RESIDENT_STATES, RUN_STATES, DOOR)
 
 
 def machine(table: StateTable = DOOR) -> tuple[StateMachine, TransitionLog, Counter[str]]:

@@ -11,6 +11,7 @@ import pytest
 from scripted_site import ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES
 
+from hepti_mqtt.cost.loads import LoadRates
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
@@ -179,8 +180,8 @@ def test_a_device_that_has_started_again_has_kept_nothing() -> None:
 
 def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
-    for _ in range(100):  # of the 1.4 MB that a device needs
-        site.session.groups.background.record_load(10**8, 100.0, share=1.0)
+    for name in "ab":  # of the 1.4 MB that a device needs
+        site.session.fleet.member(name).load_rates = LoadRates(receive_bytes_per_s=1e6)
     site.mute = {"b"}
     site.submit("r")
     site.pass_by(15, 0.1)

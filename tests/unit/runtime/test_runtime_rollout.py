@@ -23,7 +23,8 @@ from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
-from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES
+from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES
+from hepti_mqtt.runtime.coordinator.next_batch import MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES, shapes_to_build
 from hepti_mqtt.runtime.coordinator.plans import Search
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
@@ -485,8 +486,8 @@ def test_no_more_is_foreseen_than_fits() -> None:
         site.submit(f"r{number}", number)
         site.answer(number)
     model = site.session.groups.default("m")
-    model.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
-    found, needed = model.shapes_to_build()
+    model.recent.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
+    found, needed = shapes_to_build(model)
     assert found[: MAX_PREBUILT_SHAPES - 1] == shapes(*range(MAX_PREBUILT_SHAPES + 3, 4, -1))
     assert needed == len(found) == MAX_PREBUILT_SHAPES - 1, "the large one would fill the message"
 
@@ -573,3 +574,26 @@ def test_without_another_device_requests_end() -> None:
     other_version(site, "b")
     site.tick(10.0)
     assert isinstance(site.errors["r"], PlanError)
+
+
+def test_a_load_is_told_at_its_begin_and_at_its_end_with_the_time_that_is_left() -> None:
+    def decider(question: Question) -> Decision:
+        row = everyone(question)
+        heavy = replace(row.chosen, load_bytes=dict.fromkeys(row.chosen.plan.devices, 1_300_000_000))
+        return replace(row, chosen=heavy, ranking=(heavy,))
+
+    site = Site(decider=decider)
+    site.join("a", "b")
+    site.tick(1.1)
+    for done in (300, 600, 900):
+        site.tick(10.0)
+        for device, asked in site.prepares().items():
+            version = Plan.from_dict(asked.plan).version
+            progress = messages.PrepareProgress(asked.transaction_id, "m", version, done * 10**6, 1300 * 10**6)
+            site.event(interface.DeviceMessage(device, progress))
+    shown = [c.loading for c in site.seen if isinstance(c, interface.PublishPlan)]
+    assert all(text in shown[-1] for text in (" of 1.3 GB on ", "2 devices", " s left"))
+    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 0)
+    site.ready()
+    assert site.plan is not None
+    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 1)

@@ -13,6 +13,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
+from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 
 TINY = spec_of_kind("tiny-llama")
@@ -104,5 +105,5 @@ def test_one_who_leaves_frees_what_devices_hold(others, prompt):
     assert others or site.held == {(0, 0)}
     version = plan_of(site).version
     site.run(60, until=lambda: len(site.answers) == others)
-    assert site.planner.groups.default(MODEL).reserved_rows(version) == 0
+    assert reserved_rows(site.planner.groups.default(MODEL), version) == 0
     assert set(site.errors) == {name}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hepti_mqtt.protocol.messages import Heartbeat, Status, encode_heartbeat, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.home_assistant import LONGEST_STATE, SETTLE_S, STATE_S, HomeAssistantSession
+from hepti_mqtt.service.home_assistant import LONGEST_STATE, RANKING, SETTLE_S, STATE_S, HomeAssistantSession
 
 TOPICS = Topics("home")
 TASKS = {"mini": "embedding", "mood": "classification"}
@@ -238,6 +238,9 @@ def test_labels_and_long_texts() -> None:
     failed = json.dumps({"ok": False, "error": {"code": "no_plan", "message": "no device"}}).encode()
     broker.take(broker.session.record_reply("gpt", 1.0, failed, 70.0))
     assert "no device" in broker.state("site", "state")["last_error"]
+    left = json.dumps({"ok": False, "error": {"code": "cancelled", "message": "taken back"}}).encode()
+    broker.take(broker.session.record_reply("gpt", 1.0, left, 71.0))
+    assert "no device" in broker.state("site", "state")["last_error"], "a client that left is no error"
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[]", b"null"])
@@ -248,3 +251,13 @@ def test_what_cannot_be_read_is_ignored(payload: bytes) -> None:
     for name in (TOPICS.heartbeat("a"), "homeassistant/status", "homeassistant/device/x/config", "elsewhere"):
         broker.hear(name, payload, 100.0)
     assert broker.kept == kept
+
+
+def test_a_ranker_has_no_label_and_measurements_have_statistics() -> None:
+    broker = started({"ranker": RANKING, "mood": "classification"})
+    online("pi1", broker)
+    parts = {name: config["components"] for name, config in broker.configs().items()}
+    labels = [name for name, one in parts.items() if "label" in one]
+    assert [("RANKER" in name.upper()) for name in labels] == [False]
+    (device,) = [one for one in parts.values() if "temperature" in one]
+    assert {device[name].get("state_class") for name in ("temperature", "memory", "round_trip")} == {"measurement"}

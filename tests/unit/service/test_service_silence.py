@@ -12,7 +12,8 @@ import pytest
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.mel import RATE
-from hepti_mqtt.runtime.coordinator.requests import Generation
+from hepti_mqtt.runtime.coordinator.texts import TextSoFar
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.languages import NAMES, language_code
@@ -74,7 +75,7 @@ def test_the_text_of_silence_is_empty(checkpoint: Checkpoint) -> None:
         assert prepared.silent is silent
         if silent:
             assert prepared.new_tokens == 1
-            generation = Generation((1,), 1, prepared.shape, prepared.rules, tokens=[5], scores=[0.0])
+            generation = Transcription((1,), 1, prepared.shape, prepared.rules, text=TextSoFar([5], [0.0]))
             answer = decode_output(checkpoint, prepared, np.array([5]), generation=generation)
             assert (answer["text"], answer["seconds"]) == ("", 0.25)
 

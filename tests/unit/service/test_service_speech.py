@@ -17,7 +17,8 @@ from hepti_mqtt.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
 from hepti_mqtt.models.speech import STEP, SpeechInput
-from hepti_mqtt.runtime.coordinator.texts import Attempt, Generation
+from hepti_mqtt.runtime.coordinator.texts import TextSoFar
+from hepti_mqtt.runtime.coordinator.transcriptions import Attempt, Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import ModelInput, read_input
@@ -170,7 +171,7 @@ def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
     prompt, rules = tokens.begin("en", "transcribe", timed=True)
     shape = timed.spec.input_spec.run(len(prompt), rows)
     ids = [first, light, first + 4, first + 5, light, first + 9, tokens.end]
-    generation = Generation(prompt, 8, shape, rules, tokens=ids, scores=[-0.1] * 7)
+    generation = Transcription(prompt, 8, shape, rules, text=TextSoFar(ids, [-0.1] * 7))
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.4)
     found = decode_output(timed, prepared, np.array(ids), None, generation)
     assert [(one["start"], one["end"], one["text"]) for one in found["segments"]] == [
@@ -278,8 +279,9 @@ def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], sil
     steering, rules = checkpoint.speech.begin("en", "transcribe")
     shape = checkpoint.spec.input_spec.run(len(steering), 24)
     verdict = judge(checkpoint, tokens, scores, silence)
-    tried = [Attempt(tokens, scores, 0.0, verdict)]
-    generation = Generation(steering, 8, shape, rules, tokens=tokens, scores=scores, silence=silence, tried=tried)
+    text = TextSoFar(tokens, scores)
+    tried = [Attempt(text, 0.0, verdict)]
+    generation = Transcription(steering, 8, shape, rules, text=text, silence=silence, tried=tried)
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.3)
     return decode_output(checkpoint, prepared, np.array(tokens), None, generation)
 

@@ -204,7 +204,7 @@ def test_a_run_that_follows_none_that_is_known_is_refused():
     host = swarm.hosts["d0"]
     (resident,) = host.session.plans.residents()
     generation, _ = wanted()
-    generation.cached_rows = len(PROMPT) - 1
+    generation.session.rows = len(PROMPT) - 1
     part, session, draw = generation.following_step(0)
     follows = frames.Followed(998, (draw,))
     payload = frames.encode_work(

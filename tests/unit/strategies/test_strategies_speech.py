@@ -22,6 +22,7 @@ from hepti_mqtt.planner.accuracy import weight_error
 from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -60,7 +61,7 @@ def site(decider, devices: int, **network) -> Swarm:
 
 def begin(swarm: Swarm, rules: TokenRules) -> Generation:
     shape = READS.run(len(PROMPT), ROWS)
-    generation = Generation(PROMPT, MOST, shape, rules, FRAMES)
+    generation = Transcription(PROMPT, MOST, shape, rules, FRAMES)
     swarm.begin("r", Batch(shape, inputs(PROMPT)), generation)
     return generation
 
@@ -110,8 +111,8 @@ def test_a_text_is_that_of_whole_passes(method):
     (_, stats), *_ = swarm.answers["r"]
     assert [s.shape.encodes for s in stats] == [True] + [False] * (MOST - 1), "the sound is encoded once"
     assert generation.silence == pytest.approx(RULES.silence(next(iter(swarm.logits.values()))))
-    assert len(generation.scores) == MOST
-    assert max(generation.scores) < 0
+    assert len(generation.text.scores) == MOST
+    assert max(generation.text.scores) < 0
 
 
 def test_states_are_those_of_one_pass_whatever_is_said_of_tokens():
@@ -170,7 +171,7 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
 def test_a_step_that_does_not_follow_is_taken_back():
     verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
     rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
-    generation = Generation(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
+    generation = Transcription(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
     some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
     for logits in some[:4]:
         generation.append_tokens(logits)

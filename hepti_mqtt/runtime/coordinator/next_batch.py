@@ -1,0 +1,91 @@
+"""Which queued items of a group run next, and the shapes of runs that are coming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from math import inf
+from typing import Final
+
+from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.runtime.coordinator.batches import concatenate
+from hepti_mqtt.runtime.coordinator.fair_queue import select_batch
+from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows
+from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
+from hepti_mqtt.runtime.coordinator.requests import WorkItem
+from hepti_mqtt.spec import RequestShape
+
+MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
+MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
+
+
+def next_batch(group: PlanGroup, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
+    """Return the next batch and its start time: now, or later if more requests may join it.
+
+    Nothing if all queued items lack room for a session. share: at most this many, if others run on other replicas.
+    room_rows: of all sessions under a plan, 0 for a model without sessions.
+    """
+    turns = _with_room(group, room_rows) if room_rows else group.queue.in_turn()
+    first = next(turns, None)
+    return ((), inf) if first is None else _select(group, chain([first], turns), share)
+
+
+def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
+    """Yield what waits in turn; behind a session that has no room yet, none begins.
+
+    A step of a session waits for those under way, so that it is made beside the next ones.
+    """
+    together = group.served.batching.max_requests > 1
+    stepping = {r.plan_version for r in group.runs.values() if together and r.steps and r.is_computing}
+    versions = {plan.version for plan in group.usable_executables}
+    used = max((reserved_rows(group, version) for version in versions), default=0)
+    begun = {plan.version for plan in group.session_plans}
+    for item in group.queue.in_turn():
+        made = item.request.generation
+        if made is not None and made.joins and made.session.plan_version in stepping:
+            continue
+        needed = 0 if made is None or made.session.plan_version in begun else made.reserved_rows
+        if needed and used + needed > room_rows:
+            used = room_rows
+            continue
+        used += needed
+        yield item
+
+
+def _select(
+    group: PlanGroup, turns: Iterator[WorkItem], share: int | None = None
+) -> tuple[tuple[WorkItem, ...], float]:
+    return select_batch(turns, group.served.batching, largest_shape(group.served.spec).size, share)
+
+
+def shapes_to_build(group: PlanGroup) -> tuple[tuple[RequestShape, ...], int]:
+    """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
+
+    Queued shapes come first, then recent ones, then the one that plans are optimised for. If requests wait without
+    a plan, only the first queued shapes hold them up.
+    """
+    waiting = dict.fromkeys(_waiting(group))
+    usual = representative_shape(group.served.spec, group.recent.typical_length(group.served.default_length))
+    program_shape = group.served.spec.input_spec.program_shape
+    shapes = dict.fromkeys(map(program_shape, (*waiting, *reversed(group.recent.shapes), usual)))
+    first = [s for s in shapes if len(s.sizes) + len(s.plain().mask_rows) <= MAX_SHAPE_NUMBERS][:MAX_PREBUILT_SHAPES]
+    if not waiting or group.plans.in_use is not None:
+        return tuple(first), len(first)
+    urgent = set(islice(dict.fromkeys(map(program_shape, waiting)), MAX_URGENT_SHAPES))
+    return tuple(first), max(sum(s in urgent for s in first), 1)
+
+
+def _waiting(group: PlanGroup) -> Iterator[RequestShape]:
+    """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
+    queue = group.queue.copy()
+    queue.discard_finished()
+    for _ in range(MAX_PREBUILT_SHAPES):
+        if not queue:
+            return
+        items, _ = _select(group, queue.in_turn())
+        queue.remove(items)
+        if len(items) > 1 and items[0].request.generation is None:
+            yield concatenate([item.batch for item in items]).shape
+        elif items[0].request.wants_result:
+            for item in items:
+                yield from item.request.upcoming_shapes(item.index)

@@ -1,0 +1,97 @@
+"""Transcriptions: texts of speech that are judged and, if they are not good enough, written again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hepti_mqtt.models.generation import Verdict
+from hepti_mqtt.runtime.coordinator.batches import Array
+from hepti_mqtt.runtime.coordinator.texts import GeneratedTokens, Generation, TextSoFar
+
+
+class Attempt(NamedTuple):
+    """A text that was tried, and what it is worth."""
+
+    text: TextSoFar
+    temperature: float
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class Transcription(Generation):
+    """Texts of one recording, one after the other, in the same session; the best of them is the answer."""
+
+    silence: float | None = None  #: the probability that nobody speaks, None if it is unknown
+    tried: list[Attempt] = field(default_factory=list)  #: texts before this one
+    asked: tuple[int, ...] = ()  #: the prompt before a token of the model's choice ended it
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the text."""
+        return len(self.tried)
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature of the text."""
+        known = next((one.temperature for one in self.tried if one.text is self.text), None)
+        return self.rules.temperatures[len(self.tried)] if known is None else known
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return what the text is worth, None unless it is whole and judged."""
+        return next((one.verdict for one in self.tried if one.text is self.text), None)
+
+    @property
+    def ends_session(self) -> bool:
+        """Return whether no other text can follow this one in its session."""
+        no_more = len(self.tried) + 1 >= len(self.rules.temperatures) and not self._lacks_choice
+        return no_more and bool(self.carried.size) and len(self.tokens) + 1 >= self.max_new_tokens
+
+    @property
+    def _lacks_choice(self) -> bool:
+        return bool(self.rules.choices) and not self.asked
+
+    def append_tokens(self, logits: Array) -> GeneratedTokens:
+        """Take an answer as `Generation.append_tokens` does; a text that is whole may be followed by another one."""
+        if not self.session.rows and self.silence is None:
+            self.silence = self.rules.silence(logits)
+        step = Generation.append_tokens(self, logits)
+        if self.rules.judge is not None and not self.wants_states and self.done:
+            self._conclude(self.rules.judge(self.tokens, self.text.scores, self.silence or 0.0))
+        return step
+
+    def _take(self, logits: Array) -> GeneratedTokens:
+        if not self._lacks_choice:
+            return Generation._take(self, logits)
+        step = GeneratedTokens(self.text, -1, (self.rules.choose_prompt(logits),), 0, 0.0)
+        self.asked = self.prompt
+        self.prompt = (*self.rules.opening, *self.prompt, step.taken[0], *self.rules.forced)
+        if self.rules.opening:  # then the rows that are cached stand at other places
+            self.session.leave()
+        return step
+
+    def follows(self, step: GeneratedTokens, logits: Array) -> bool:
+        """Return whether a step follows from the answer of its run."""
+        if step.place < 0:
+            return self.rules.choose_prompt(logits) == step.taken[0]
+        return Generation.follows(self, step, logits)
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Begin another text if this one is not good enough, else take the best one."""
+        self.tried.append(Attempt(self.text, self.temperature, verdict))
+        if verdict.again and len(self.tried) < len(self.rules.temperatures):
+            self.text, self.published_tokens = TextSoFar(), ()
+            self.session.rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
+        elif verdict.again:
+            self.text = max(self.tried, key=lambda one: one.verdict.worth).text
+
+    def rewind(self, run: int) -> None:
+        """Take back what has followed since a run, with the texts that began since."""
+        step = self.steps[run]
+        if any(later.place < 0 for later in self.steps[run:]):
+            self.prompt, self.asked = self.asked, ()
+        if step.text is not self.text:
+            self.text, self.published_tokens = step.text, ()
+        Generation.rewind(self, run)
+        del self.tried[step.attempt :]
