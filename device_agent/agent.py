@@ -173,6 +173,10 @@ def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
         except StopRequested:
             signals.ignore_further()
             config.log.info("stopped before the device was online")
+        except Exception as error:
+            if agent is not None:
+                agent.fault = agent.fault or str(error) or repr(error)
+            raise
         finally:
             signals.ignore_further()
             if agent is not None:
@@ -230,6 +234,7 @@ class _Agent:
             self._complaints.record,
         )
         self._reached = False  # whether the site knows that the device is starting
+        self.fault = ""  # why the agent ends, if it fails
 
     def run(self, signals: StopSignals) -> None:
         """Connect, measure, and work."""
@@ -320,8 +325,8 @@ class _Agent:
         if self._heartbeat is not None:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
-        reason = STOPPED if self._shell is None else self._shell.fault or STOPPED
-        self._network.close(self._offline(reason) if farewell else None)
+        fault = self.fault if self._shell is None else self._shell.fault or self.fault
+        self._network.close(self._offline(fault or STOPPED) if farewell else None)
         if self._links is not None:
             self._links.close()
         self._loader.close()

@@ -378,6 +378,17 @@ def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
     )
 
 
+def test_an_agent_that_cannot_start_says_why(planner, broker, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no room for kernels")
+
+    monkeypatch.setattr("device_agent.agent.prepare_kernels", fail)
+    with pytest.raises(OSError, match="no room"):
+        run_agent(agent_config(broker.url, tmp_path), StopSignals())
+    status = planner.wait("own1", protocol_messages.Status, lambda status: status.reason == "no room for kernels")
+    assert status.state == "offline"
+
+
 def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, tmp_path):
     with broker_of("amqtt") as broker:
         planner, stop = planners(broker.url), StopSignals()
