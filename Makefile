@@ -94,7 +94,7 @@ SITES ?= 5
 WEATHER ?=
 
 test-weather: $(VENV)/.dev
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/weather_table.py --sites $(SITES) --minutes $(MINUTES) $(WEATHER)
+	$(BIN)/python -m benchmarks.weather --sites $(SITES) --minutes $(MINUTES) $(WEATHER)
 
 # docs/reference/cli.md, from the commands' parsers; a test compares them.
 cli-docs: $(VENV)/.dev

@@ -410,7 +410,7 @@ class _Agent:
     def _measure(self, starting: StartupStatus) -> tuple[Workers, Curves]:
         config = self._config
         started_s = time.time()
-        prepare_kernels(config.threads, starting, self._log)
+        prepare_kernels(starting, self._log)
         self._workers = workers = Workers(config.threads)
         waiting = partial(starting.update, "waiting for another agent on this machine to measure")
         with compile_lock(jit.cache_directory(), waiting):

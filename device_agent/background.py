@@ -82,14 +82,13 @@ class StartupStatus:
             self._say()
 
 
-def prepare_kernels(threads: int, status: StartupStatus, log: logging.Logger) -> None:
+def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
     """Compile what f32 weights need in other processes; load what is there."""
     start = perf_counter()
-    whole = precompile.ready(threads)
+    whole = precompile.ready()
     most = max(1, min(ceil(usable_cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
         "all" if whole else "first",
-        threads,
         lambda done, total: status.update("compiling kernels", done, total) if done < total else None,
         most,
     )
@@ -173,7 +172,7 @@ class BackgroundTuning:
 
     def _run(self) -> None:
         try:
-            warm = precompile.load_rest(self._threads, lambda *_: self._give_up(), self._rest)
+            warm = precompile.load_rest(lambda *_: self._give_up(), self._rest)
             release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
             self._watch()

@@ -37,6 +37,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, RemoteError, WireError
 from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.kernels import Workers
+from hepti_mqtt.program import Compute
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
 from hepti_mqtt.protocol.keys import Channel, agree
@@ -92,7 +93,7 @@ class BuilderThread:
         emit: Callable[[ProgramBuilt | PrepareAnalysed], None],
         budget: Budget,
     ) -> None:
-        self._device, self._topics, self._workers, self._emit = device, topics, workers, emit
+        self._device, self._topics, self.workers, self._emit = device, topics, workers, emit
         self._budget = budget
         self._awaited: Orders = SimpleQueue()
         self._others: Orders = SimpleQueue()
@@ -128,7 +129,7 @@ class BuilderThread:
             if isinstance(order, AnalysePrepare):
                 self._emit(analyse(order, self._device, self._topics))
             else:
-                self._emit(build(order, self._device, self._workers))
+                self._emit(build(order, self._device, self.workers))
             self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
 
@@ -174,8 +175,9 @@ class SessionLoop:
     ) -> None:
         self._links, self._private_key, self._budget = links, private_key, budget or Budget()
         self._session, self._inbox, self._network = session, inbox, network
-        self._loader, self._meter, self._complaints, self._announce, self._log = (
+        self._loader, self._builder, self._meter, self._complaints, self._announce, self._log = (
             loader,
+            builder,
             meter,
             complaints,
             announce,
@@ -221,7 +223,13 @@ class SessionLoop:
                 JoinPeers: links.join,
                 LeavePeers: links.leave,
             }
-            inbox.wake = links.mesh.wake
+        inbox.wake = self._wake
+
+    def _wake(self) -> None:
+        """Make the session's thread look at the inbox; from any thread."""
+        self._builder.workers.interrupt()
+        if self._links is not None:
+            self._links.mesh.wake()
 
     def run(self) -> None:
         """Work until a `Stop`; raises its error, and RemoteError if an unexpected error repeats without a pause."""
@@ -247,8 +255,9 @@ class SessionLoop:
     def _work(self) -> Stop:
         """Take events and run ops until a `Stop`, and return it."""
         inbox, session, clock = self._inbox, self._session, time.perf_counter
-        links, heard = self._links, 0.0
+        links, heard, workers = self._links, 0.0, self._builder.workers
         while True:
+            workers.resume()
             step = None if not inbox.empty() else session.next_step()
             if step is None:
                 if inbox.empty():
@@ -270,25 +279,19 @@ class SessionLoop:
                 heard = now
 
     def _compute(self, step: Step) -> None:
-        """Run a step, and those of its run that are next, until there is something to send or PEER_POLL_S is over."""
-        samples, clock = self._meter.samples, time.perf_counter
+        """Run a step, until it is done, an event came, or PEER_POLL_S are over that peers may have to wait."""
         commands: list[Command] = []
-        computed, until = 0.0, clock() + PEER_POLL_S
+        limit_s = PEER_POLL_S if self._links is not None and self._links.has_peers else 0.0
         try:
-            while True:
-                start = clock()
-                outgoing = step.run()
-                end = clock()
-                if outgoing is None:
-                    computed += end - start
-                if step.kernel in METERED:
-                    program = step.running.bound.template.program
-                    samples.append((program.ops[step.place], program.slots, end - start))
-                following = step.next_of_run() if outgoing is None and end < until else None
-                if following is None:
-                    break
-                step = following
-            commands = self._session.finish_step(step, outgoing, computed, end)
+            start = time.perf_counter()
+            outgoing = step.run(limit_s)
+            end = time.perf_counter()
+            program = step.running.bound.template.program
+            for place, seconds in step.timings:
+                op = program.ops[place]
+                if isinstance(op, Compute) and op.kernel in METERED:
+                    self._meter.samples.append((op, program.slots, seconds))
+            commands = self._session.finish_step(step, outgoing, 0.0 if outgoing else end - start, end)
         except Exception as exc:
             self._on_op_failed(step, exc)
         for place, command in enumerate(commands):
@@ -300,7 +303,7 @@ class SessionLoop:
                 self._execute([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:
-            self._probe_in_pause(clock())
+            self._probe_in_pause(time.perf_counter())
 
     def _probe_in_pause(self, now: float) -> None:
         try:

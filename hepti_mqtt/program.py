@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -228,6 +228,27 @@ class Program:
     def node(self, number: int) -> str:
         """Return the name of a node for people."""
         return self.nodes[number] if 0 <= number < len(self.nodes) else str(number)
+
+
+LINE_BYTES: Final = 64  # of a cache line
+
+
+def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], int]:
+    """Return where arrays lie that are used from a first to a last call, and the bytes of all: (first, last, bytes)."""
+    offsets: dict[Any, int] = {}
+    live: list[tuple[int, int, int]] = []  # offset, end, last call
+    most = 0
+    for key, (first, last, nbytes) in sorted(uses.items(), key=lambda item: item[1][0]):
+        live = [entry for entry in live if entry[2] >= first]
+        size, at = -(-nbytes // LINE_BYTES) * LINE_BYTES, 0
+        for start, end, _ in live:
+            if at + size <= start:
+                break
+            at = end
+        offsets[key] = at
+        insort(live, (at, at + size, last))
+        most = max(most, at + size)
+    return offsets, most
 
 
 class SameProgram:

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.program import ExchangeKey, Program, Recv, Slot, slots_written
+from hepti_mqtt.program import Compute, ExchangeKey, Program, Recv, Slot, slots_written
 
 
 def route_to_replicas(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
@@ -52,7 +52,7 @@ class RunTemplate:
     the slot that an exchange fills. inputs: the exchanges that the request itself brings. ready_at_start: ops that wait
     for nothing. op_count: how many ops run whatever is leased; a Recv does not, its exchange arrives. task_inputs:
     the exchanges with which each leased task begins. task_of_op: that of each op, -1 for none; empty without tasks.
-    ops_per_task: how many ops of each task run.
+    ops_per_task: how many ops of each task run. places: of the ops; of a stretch that runs as one op, the first.
     """
 
     program: Program
@@ -68,6 +68,7 @@ class RunTemplate:
     task_inputs: Mapping[int, tuple[ExchangeKey, ...]]
     task_of_op: tuple[int, ...]
     ops_per_task: Mapping[int, int]
+    places: tuple[int, ...]
 
     def without(self, places: AbstractSet[int]) -> RunTemplate:
         """Return the template in which some ops never become ready, and so free nothing."""
@@ -107,42 +108,80 @@ def _after(
     return OpEffects(tuple(ready), tuple(waiting), tuple(freed), tuple(shared))
 
 
-def make_template(program: Program) -> RunTemplate:
-    """Return the Template of a Program."""
+def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the places of ops in groups: Computes that wait for the same exchanges; a Send or Recv is alone.
+
+    The ops of a stretch follow each other, except for Recvs, and belong to one block. So stretches run in the order in
+    which their ops would run.
+    """
+    awaited: dict[Slot, int] = {}  # of each slot the Recvs before it, as bits
+    out: list[list[int]] = []
+    last: tuple[int, int] | None = None
+    for place, op in enumerate(program.ops):
+        bits = 1 << place if isinstance(op, Recv) else 0
+        for slot in program.reads(op):
+            bits |= awaited.get(slot, 0)
+        awaited.update(dict.fromkeys(slots_written(op), bits))
+        key = (bits, program.block_of(op.node)) if isinstance(op, Compute) else None
+        if key is not None and key == last:
+            out[-1].append(place)
+        elif isinstance(op, Recv):
+            out.insert(0, [place])  # it does not run, so it ends no stretch
+            continue
+        else:
+            out.append([place])
+        last = key
+    return tuple(map(tuple, out))
+
+
+def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None = None) -> RunTemplate:
+    """Return the template of a Program; stretches: the places of ops that run as one, by default each alone."""
+    groups = stretches or tuple((place,) for place in range(len(program.ops)))
     readers: list[list[int]] = [[] for _ in program.slots]
-    pending, first, reads = [], [], []
+    pending, first = [0] * len(program.ops), []
+    reads: dict[int, list[Slot]] = {}
     recv: dict[ExchangeKey, Slot] = {}
     kept = program.state_inputs()
-    for place, op in enumerate(program.ops):
-        slots = program.reads(op)
-        reads.append(slots)
-        for slot in slots:
+    for place, *others in groups:
+        op, group = program.ops[place], [program.ops[p] for p in (place, *others)]
+        within = {slot for each in group for slot in slots_written(each)}
+        used = dict.fromkeys(slot for each in group for slot in program.reads(each))
+        reads[place] = [slot for slot in used if slot not in within]
+        for slot in reads[place]:
             readers[slot].append(place)
-        pending.append(len(set(slots).difference(kept)))
+        pending[place] = len(set(reads[place]).difference(kept))
         if isinstance(op, Recv):
             recv.update(dict.fromkeys(op.keys, op.slot))
-        elif not pending[-1]:
+        elif not pending[place]:
             first.append(place)
-    task = _task_of(program)
-    runs = Counter(t for op, t in zip(program.ops, task, strict=False) if t >= 0 and not isinstance(op, Recv))
+    effects = [OpEffects((), (), (), ())] * len(program.ops)
+    for place, *others in groups:
+        written = [slot for p in (place, *others) for slot in slots_written(program.ops[p])]
+        if others:
+            written = [slot for slot in written if readers[slot]]
+        effects[place] = _after(written, reads[place], readers, pending)
+    places = tuple(sorted(place for place, *_ in groups))
+    task, runs = _task_of(program), Counter[int]()
+    of_ops = [place for place in places if not isinstance(program.ops[place], Recv)]
+    if task:
+        runs.update(task[place] for place in of_ops if task[place] >= 0)
     begun = {t: tuple(op.key for op in program.ops if isinstance(op, Recv) and op.task == t) for t in runs}
     late = {key for keys in begun.values() for key in keys}
     return RunTemplate(
         program=program,
         state_slots=kept,
         pending=tuple(pending),
-        effects=tuple(
-            _after(slots_written(op), slots, readers, pending) for op, slots in zip(program.ops, reads, strict=True)
-        ),
+        effects=tuple(effects),
         readers=tuple(tuple(r) for r in readers),
         reader_counts=tuple(len(r) for r in readers),
         slot_of_exchange=recv,
         inputs=tuple(key for key in recv if key[2] == PLANNER and key not in late),
-        ready_at_start=tuple(first),
-        op_count=sum(not isinstance(op, Recv) for op in program.ops) - runs.total(),
+        ready_at_start=tuple(sorted(first)),
+        op_count=len(of_ops) - runs.total(),
         task_inputs=begun,
         task_of_op=task,
         ops_per_task=runs,
+        places=places,
     )
 
 
@@ -231,6 +270,10 @@ class RunMachine(Generic[R]):
                 heappush(self._ready, (run.run_id, place))
         return bool(readers)
 
+    def suspend(self, run: R, place: int) -> None:
+        """Take a stretch back that has begun, to go on at a place of it."""
+        heappush(self._ready, (run.run_id, place))
+
     def next_op(self, of: int | None = None) -> tuple[R, int] | None:
         """Return the run and the place of the op that is next, or None if every run waits; it must run now.
 
@@ -251,7 +294,7 @@ class RunMachine(Generic[R]):
         What the ops before have filled for those behind stays.
         """
         ops = run.template.program.ops
-        behind = frozenset(p for p, op in enumerate(ops) if op.node >= node and not isinstance(op, Recv))
+        behind = frozenset(p for p in run.template.places if ops[p].node >= node and not isinstance(ops[p], Recv))
         ready = {place for run_id, place in self._ready if run_id == run.run_id}
         if any(not run.pending[place] and place not in ready for place in behind):
             return False

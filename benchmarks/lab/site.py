@@ -32,7 +32,8 @@ class LabSite:
 
     models: name -> directory. Kernels are compiled at full speed first; then every host is throttled, and only then
     agents start and measure themselves, so that the planner plans with what the hosts will have. planner: more of its
-    options. agents: options of each host's agent, by default as the lab's file says.
+    options. agents: options of each host's agent, by default as the lab's file says. is_cold: entry ends when the
+    processes have started: hosts are throttled, and nothing is loaded.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class LabSite:
         planner: Sequence[str] = (),
         agents: Mapping[str, AgentOptions] | None = None,
         site: str = SITE,
+        is_cold: bool = False,
     ) -> None:
+        self._is_cold = is_cold
         self.lab, self.hub, self.models, self.site, self.url = lab, lab.hub, models, site, ""
         self._planner = planner
         self._agents = agents or {
@@ -72,7 +75,11 @@ class LabSite:
         for alike in self._quotas().values():
             for name in alike:
                 self._start_agent(name)
+            if self._is_cold:
+                continue
             self.wait(alike, (), ONLINE_S)  # hosts of one quota measure once; those of another would disturb them
+        if self._is_cold:
+            return
         self.lab.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait(list(self._agents), list(self.models), LOADED_S)
         self.lab.throttle(True)

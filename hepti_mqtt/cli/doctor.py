@@ -122,15 +122,15 @@ def _kernels(compiles: bool) -> Finding:
     from hepti_mqtt.kernels import isa, precompile
     from hepti_mqtt.kernels.jit import cache_directory
 
-    directory, threads = cache_directory(), os.cpu_count() or 1
+    directory = cache_directory()
     if directory is None:
         advice = "each process compiles for itself: set NUMBA_CACHE_DIR to a place to write to"
         return Finding("kernels", f"{isa()}, no place to keep them", advice)
     if compiles:
         view = output.ProgressLines()
         tell = lambda done, total: view.print("kernels", f"compiled {done} of {total}")  # noqa: E731
-        precompile.fill_cache("all", threads, tell)
-    done, total = precompile.compiled(threads)
+        precompile.fill_cache("all", tell)
+    done, total = precompile.compiled()
     offer = "" if done == total else "an agent compiles the others at its start; now: hepti doctor --compile"
     return Finding("kernels", f"{isa()}, {done} of {total} compiled, kept in {directory}", offer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain
 from typing import Final
 
 from hepti_mqtt.lowering import Lowered
@@ -12,8 +11,9 @@ from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
-from hepti_mqtt.program import Compute, Program, SlotSpec, WeightRef, slots_written
+from hepti_mqtt.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
+from hepti_mqtt.schedule import make_template, stretches_of
 from hepti_mqtt.spec import Spec
 
 # Rows for each run in flight that have room on a device beside one session as long as the model allows. In what is left
@@ -80,27 +80,33 @@ def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
 def live_bytes(program: Program) -> int:
     """Return the bytes of buffers that one run of a Program needs, ops in list order, without its session's arrays.
 
-    The executor keeps freed buffers by shape for the next op of the same shape, so the bound is the sum over shapes of
-    the most that are alive at once.
+    Slots that one stretch alone uses share scratch memory, which is that of the largest stretch. The executor keeps the
+    buffers of others by shape for the next one of the same shape, so they need the sum over shapes of the most that
+    are alive at once.
     """
-    reads = [program.reads(op) for op in program.ops]
-    left = Counter(chain.from_iterable(reads))
+    stretches = sorted(stretches_of(program))
+    template = make_template(program, stretches)
     alive: Counter[SlotSpec] = Counter()
     most: Counter[SlotSpec] = Counter()
-    for op, slots in zip(program.ops, reads, strict=True):
-        for slot in slots_written(op):
+    scratch = 0
+    for places in stretches:
+        ops = [program.ops[place] for place in places]
+        written = [s for op in ops for s in slots_written(op) if not program.slots[s].state]
+        inner = {s for s in written if not template.readers[s]} if isinstance(ops[0], Compute) else set()
+        for slot in set(written) - inner:
             spec = program.slots[slot]
-            if spec.state:
-                continue
             alive[spec] += 1
             most[spec] = max(most[spec], alive[spec])
-            if not left[slot]:
-                alive[spec] -= 1
-        for slot in slots:
-            left[slot] -= 1
-            if not left[slot] and not program.slots[slot].state:
+        uses: dict[Slot, tuple[int, int, int]] = {}
+        for number, op in enumerate(ops):
+            for slot in inner.intersection((*slots_written(op), *program.reads(op))):
+                uses[slot] = uses.get(slot, (number,))[0], number, program.slots[slot].nbytes
+        scratch = max(scratch, lay_out(uses)[1])
+        for slot in {*written, *(s for op in ops for s in program.reads(op))} - inner:
+            readers = template.readers[slot]
+            if not program.slots[slot].state and (not readers or readers[-1] == places[0]):
                 alive[program.slots[slot]] -= 1
-    return sum(spec.nbytes * count for spec, count in most.items())
+    return sum(spec.nbytes * count for spec, count in most.items()) + scratch + (LINE_BYTES if scratch else 0)
 
 
 def scratch_bytes(program: Program) -> int:

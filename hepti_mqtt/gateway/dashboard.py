@@ -19,7 +19,8 @@ from hepti_mqtt.cost.explain import timeline_busy
 from hepti_mqtt.errors import HeptiError, OverloadedError
 from hepti_mqtt.gateway.site import Client
 from hepti_mqtt.models import representative_shape, spec_from_dict
-from hepti_mqtt.models.shapes import ImageInput, TextInput
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Plan
 
 LOOK_S: Final = 1.5  # for the heartbeats of all devices, of which each sends one a second
@@ -31,6 +32,8 @@ SIMULATED_S: Final = 20.0
 COST: Final = 20  # a simulation is kept for at least 20 times what it took
 STEPS: Final = 40  # of a model's story
 CANDIDATES: Final = 10  # the best
+#: What a model reads, as the page asks for it; a decoder reads texts too.
+READS: Final[Mapping[type, str]] = {DecoderInput: "chat", SpeechInput: "sound", TextInput: "text", ImageInput: "image"}
 PAGE: Final[Mapping[str, tuple[str, str]]] = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -83,6 +86,8 @@ class View:
         kept = ("reason", "error", "progress", "in_flight")
         told = {"name": name, "reads": None, **{key: record[key] for key in kept}}
         told |= {
+            "machines": record.get("machines", {}),
+            "chats": record.get("card", {}).get("chat", True),  # a planner may be older
             "candidates": record["candidates"][:CANDIDATES],
             "story": record["story"][-STEPS:],
             "active": record["active"],
@@ -125,7 +130,7 @@ def simulated(site: str, record: Mapping[str, Any], found: Sequence[Mapping[str,
     try:
         spec, plan = spec_from_dict(record["spec"]), Plan.from_dict(record["active"])
         kind = spec.input_spec
-        reads = "text" if isinstance(kind, TextInput) else "image" if isinstance(kind, ImageInput) else "other"
+        reads = next((name for known, name in READS.items() if isinstance(kind, known)), "other")
         shape = representative_shape(spec, plan.predicted_tokens or 128)
         result = simulate_plan(site, spec, plan, shape, cluster_of_devices(usable(found), plan.devices)).result
     except (HeptiError, KeyError, TypeError, ValueError) as error:
@@ -141,7 +146,13 @@ def simulated(site: str, record: Mapping[str, Any], found: Sequence[Mapping[str,
         {"device": device, "lane": lane, "busy": [round(min(b, 1.0), 3) for b in parts]}
         for (device, lane), parts in busy.items()
     ]
-    return {"reads": reads, "shares": devices, "simulated_ms": result.seconds * 1e3, "timeline": lanes}
+    return {
+        "reads": reads,
+        "shares": devices,
+        "simulated_ms": result.seconds * 1e3,
+        "simulated_tokens": shape.size,
+        "timeline": lanes,
+    }
 
 
 class Dashboard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -10,19 +10,33 @@ from hepti_mqtt.errors import HeptiError
 
 ERRORS: Final = 100
 HOUR_S: Final = 3600.0
+RATE_S: Final = 5.0
+TOKENS: Final = 1000
 SAME_S: Final = 5.0  # between an error here and the planner's word of it
 
 
 class Journal:
-    """What the gateway knows of its own requests, bounded; waiting: requests sent and not answered."""
+    """What the gateway knows of its own requests, bounded."""
 
     def __init__(self) -> None:
-        self.waiting = 0
+        #: Requests that were sent and are not answered, by model.
+        self.waiting: Counter[str] = Counter()
+        #: Times of the last streamed tokens, in unix seconds.
+        self._tokens: deque[float] = deque(maxlen=TOKENS)
         self._errors: deque[dict[str, Any]] = deque(maxlen=ERRORS)
 
     def add_error(self, model: str, error: HeptiError, now_s: float) -> None:
         """Remember an error; now_s: unix seconds."""
         self._errors.append({"time": now_s, "model": model, "code": error.code, "message": str(error)[:500]})
+
+    def add_token(self, now_s: float) -> None:
+        """Count a streamed token; now_s: unix seconds."""
+        self._tokens.append(now_s)
+
+    def tokens_per_s(self, now_s: float) -> float | None:
+        """Return the rate of streamed tokens of the last seconds, None without any."""
+        recent = [at for at in self._tokens if now_s - at < RATE_S]
+        return len(recent) / max(now_s - recent[0], 1.0) if recent else None
 
     def to_dict(self, served: Sequence[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
         """Return the answers of the site and the errors of the last hour, oldest first.
@@ -35,7 +49,12 @@ class Journal:
                 own.append({"time": one["time"], "model": one["model"], "code": one["outcome"], "message": ""})
         recent = sorted((error for error in own if now_s - error["time"] < HOUR_S), key=lambda error: error["time"])
         answers = [one for one in served if one["outcome"] == "ok"]
-        return {"waiting": self.waiting, "answers": answers, "errors": recent[-ERRORS:]}
+        return {
+            "waiting": {model: count for model, count in self.waiting.items() if count},
+            "tokens_per_s": self.tokens_per_s(now_s),
+            "answers": answers,
+            "errors": recent[-ERRORS:],
+        }
 
 
 def _is_same(error: Mapping[str, Any], one: Mapping[str, Any]) -> bool:

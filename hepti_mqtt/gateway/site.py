@@ -294,7 +294,7 @@ class Site:
     async def _read(
         self, model: str, stream: AnswerStream, parts: asyncio.Queue[Mapping[str, Any] | None]
     ) -> AsyncGenerator[Mapping[str, Any] | Answer | None, None]:
-        self.journal.waiting += 1
+        self.journal.waiting[model] += 1
         waited_s = 0.0
         try:
             while True:
@@ -311,13 +311,14 @@ class Site:
                 if part is None:
                     break
                 for token in stream.take(part):
+                    self.journal.add_token(time.time())
                     yield token
             yield stream.result()
         except HeptiError as error:
             self.journal.add_error(model, error, time.time())
             raise
         finally:
-            self.journal.waiting -= 1
+            self.journal.waiting[model] -= 1
             stream.cancel()
 
     def _late(self, model: str, limit_s: float) -> DeadlineError:
@@ -333,7 +334,7 @@ class Site:
             async with slots:
                 return await asyncio.wrap_future(self.client.submit(model, **body, **options, deadline_ms=deadline_ms))
 
-        self.journal.waiting += len(bodies)
+        self.journal.waiting[model] += len(bodies)
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(ask(body)) for body in bodies]
@@ -346,7 +347,7 @@ class Site:
                 self.journal.add_error(model, first, time.time())
             raise first from None
         finally:
-            self.journal.waiting -= len(bodies)
+            self.journal.waiting[model] -= len(bodies)
         return [task.result() for task in tasks]
 
 

@@ -37,14 +37,12 @@ anything is written. A query without a key gives 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32
+from numba import float32, int32, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import attention_few
@@ -62,18 +60,17 @@ from hepti_mqtt.kernels.base import (
     Array,
     Check,
     Kernel,
-    Run,
     check_at,
-    first_of,
     items_of,
-    nothing,
+    refuse_at,
     row_parts,
     rowwise,
     starts_of,
 )
-from hepti_mqtt.kernels.codecs import widen_rows
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, operands, scratch
+from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
-from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, address_table, fills, floats, helper, kernel, reads
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
 from hepti_mqtt.kernels.weights import Weight
@@ -317,23 +314,20 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout
     return r, s, layout
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     r, s, layout = _check(op, slots)
     added = _distances(Check(op, slots), layout, weights)
     if not r * layout.heads:
-        return nothing
+        return []
     seen = _placed(op, seen_keys(op, s))
     tiles, limits, table = _tiles(op, seen), seen.ranges, layout.table()
     flops = _pairs(seen.ranges) * 4 * layout.heads * layout.d
     threads = min(pool.threads, 1 + flops // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads, flops)
-    scale, attend = np.float32(op.attrs["scale"]), pool.bind(attention_units, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        attend(reads[0], reads[1], writes[0].reshape(-1), tiles, limits, table, seen.q_at, seen.k_at, *added, scale)
-
-    return run
+    (q, kv), (out,) = operands(op, slots)
+    fixed = tiles, limits, table, seen.q_at, seen.k_at, *added, np.float32(op.attrs["scale"])
+    return pool.bind(attention_units, parts)(q, kv, out.reshape(-1), *fixed)
 
 
 def _pairs(key_ranges: NDArray[np.int64]) -> int:
@@ -436,7 +430,7 @@ def _combine(states: Any, count: int, out: Any, heads: int, d: int, first: int, 
                     result[c] /= by
 
 
-def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(None)
     check.dtypes()
@@ -447,17 +441,11 @@ def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weig
         check.shape(spec, (r, heads, d + 2))
     check.shape(check.writes[0], (r, heads * d))
     count = len(op.reads)
-    table, fill = address_table(count)
     parts = row_parts(r, heads * d * count, pool)
     if not parts or not heads:
-        return nothing
-    combine = pool.bind(_combine, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        fill([state.reshape(r, -1) for state in reads])
-        combine(table, count, writes[0], heads, d)
-
-    return run
+        return []
+    states, (out,) = operands(op, slots)
+    return pool.bind(_combine, parts)(Addresses(states), count, out, heads, d)
 
 
 def _reference_combine(
@@ -477,7 +465,76 @@ def _reference_combine(
 ATTENTION_COMBINE: Final = Kernel("attention_combine", _bind_combine, _reference_combine, rowwise)
 
 
-def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(int32, 1), INT, INT)
+def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+    first = at[0]
+    if first < 0 or first + len(new) > len(out):
+        raise ValueError
+    if copied:
+        out[:] = state
+    for row in range(len(new)):
+        out[first + row] = new[row, column : column + out.shape[1]]
+
+
+def _plain_append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+    with np.errstate(over="ignore"):
+        _append_rows(state.view(np.float16), out.view(np.float16), new, at, column, copied)
+
+
+def _plain_widen_heads(
+    kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int
+) -> None:
+    d, low, stop = wide.shape[1] // 2, max(at[item] - near, 0), at[item] + rows
+    for column, to in ((k_column, 0), (v_column, d)):
+        wide[low:stop, to : to + d] = kv[low:stop, column : column + d].view(np.float16)
+
+
+if HALF_IN_HARDWARE:
+
+    @kernel(reads(uint16, 2), fills(uint16, 2), reads(float32, 2), reads(int32, 1), INT, INT)
+    def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+        """Append rows as f16; beyond 65504 is infinity, as on the wire."""
+        first = at[0]
+        if first < 0 or first + len(new) > len(out):
+            raise ValueError
+        if copied:
+            out[:] = state
+        for row in range(len(new)):
+            for i in range(out.shape[1]):
+                out[first + row, i] = half_bits(new[row, column + i])
+
+    @kernel(reads(uint16, 2), fills(float32, 2), reads(int32, 1), INT, INT, INT, INT, INT)
+    def _widen_heads(
+        kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int
+    ) -> None:
+        """Widen the keys and values of one head that new rows of an item meet to wide [.., 2 d]."""
+        d = wide.shape[1] // 2
+        for row in range(max(at[item] - near, 0), at[item] + rows):
+            for c in range(d):
+                wide[row, c] = from_half_bits(kv[row, k_column + c])
+                wide[row, d + c] = from_half_bits(kv[row, v_column + c])
+
+else:
+    _append_halves, _widen_heads = _plain_append_halves, _plain_widen_heads
+
+
+@kernel(TABLE, reads(int32, 1), INT, INT, INT, TABLE, TABLE)
+def _move_limits(empty: Any, at: Any, item: int, near: int, capacity: int, tiles: Any, limits: Any) -> None:
+    """Fill the tiles of an empty cache, and the limits of its queries, for the rows that the cache of an item holds."""
+    first = at[item]
+    if first < 0 or first + len(limits) > capacity:
+        raise ValueError
+    for row in range(len(limits)):
+        limits[row, 1] = first + row + 1
+        limits[row, 0] = max(first + row - near, 0)
+    for i in range(len(empty)):
+        for column in range(empty.shape[1]):
+            tiles[i, column] = empty[i, column]
+        tiles[i, 2] = limits[empty[i, 0], 0]
+        tiles[i, 3] += first
+
+
+def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     kept = _kept(op, slots)
     check = check_at(op, slots, (kept, "f32"), result=kept)
     check.weights(weights, 0)
@@ -485,19 +542,13 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
     column = op.attrs.get("column", 0)
     check.that(0 <= column <= check.reads[1].shape[1] - width, f"column leaves no room for the {width} of the state")
     check.shape(check.writes[0], (rows, width))
-    # Beyond 65504 is infinity, as on the wire; f32 is spared what saying so costs.
-    quiet = partial(np.errstate, over="ignore") if kept == "f16" else nullcontext
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        state, new, at = reads
-        out = writes[0]
-        first = first_of(op, at, m, rows, "rows of the cache")
-        if out is not state and not np.may_share_memory(out, state):
-            out[...] = state
-        with quiet():
-            out[first : first + m] = new[:, column : column + width]
-
-    return run
+    (state, new, at), (out,) = operands(op, slots)
+    refuse, name = refuse_at(op, (m,), rows, "rows of the cache"), slots[op.writes[0]].state
+    copied = int(not name or name != slots[op.reads[0]].state)  # else they are one array
+    if kept == "f32":
+        return [Call(_append_rows, (state, out, new, at, column, copied), refuse=refuse)]
+    halves = state.view(np.uint16), out.view(np.uint16)
+    return [Call(_append_halves, (*halves, new, at, column, copied), refuse=refuse)]
 
 
 def _kept(op: Compute, slots: Sequence[SlotSpec], read: int = 0) -> str:
@@ -505,7 +556,7 @@ def _kept(op: Compute, slots: Sequence[SlotSpec], read: int = 0) -> str:
     return "f16" if read < len(op.reads) and slots[op.reads[read]].dtype == "f16" else "f32"
 
 
-def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     lengths = items_of(op, slots[op.reads[0]].shape[0])
     kept = _kept(op, slots, 1)
     check = check_at(op, slots, ("f32", *[kept] * len(lengths)), len(lengths))
@@ -515,106 +566,74 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     layout = check_heads(check)
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
-        return nothing
-    attend_item, fits = _attend_at if kept == "f32" else _attend_widened, attention_few.takes(layout.d, kept)
+        return []
+    fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
-    attend_few = _attend_few(op, check, layout, few, pool) if few else nothing
-    places = list(pairwise(accumulate(lengths, initial=0)))
-    many = [
-        (attend_item(op, check, layout, item, lengths[item], pool), item, *places[item])
-        for item in range(len(lengths))
-        if item not in few
-    ]
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        attend_few(reads, writes)
-        q, at, out = reads[0], reads[-1], writes[0]
-        for attend, item, start, stop in many:
-            attend(q[start:stop], reads[1 + item], at, out[start:stop])
-
-    return run
+    calls = caches_of.attend_few(few, pool) if few else Calls()
+    for item, rows in enumerate(lengths):
+        if rows and item not in few:
+            calls += caches_of.attend(item, pool) if kept == "f32" else caches_of.attend_widened(item, pool)
+    return calls
 
 
-def _attend_few(op: Compute, check: Check, layout: HeadLayout, few: Sequence[int], pool: Workers) -> Run:
-    """Return the attention of those items that have few rows, all in one call."""
-    lengths = items_of(op, check.reads[0].shape[0])
-    starts, (capacity, width) = list(accumulate(lengths, initial=0)), check.reads[1].shape
-    near, scale, heads = op.attrs.get("window", capacity), np.float32(op.attrs["scale"]), layout.table()
-    nbytes = DTYPE_BYTES[check.reads[1].dtype]
-    narrow = nbytes < attention_few.FLOAT_BYTES
-    items = np.asarray([(0, 0, starts[item], lengths[item]) for item in few], np.int64)
-    addresses, note = address_table(len(few))
-    units = len(few) * layout.heads
-    attend = pool.bind_sized(attention_few.attention_few, ranges(units, pool.threads), nbytes)
+class _Caches:
+    """Attention over the caches of items."""
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pairs = 0
-        for place, item in enumerate(few):
-            held = first_of(op, reads[-1], lengths[item], capacity, "rows of the cache", item)
-            items[place, attention_few.HELD] = held
-            pairs += lengths[item] * min(held + lengths[item], near + 1)
-        caches = [reads[1 + item] for item in few]
-        note([cache[:1, :2].view(np.float32) for cache in caches] if narrow else caches)  # for their addresses
-        items[:, attention_few.CACHE] = addresses[: len(few)]
-        sized = attend(4 * layout.heads * layout.d * pairs)
-        sized(reads[0], writes[0], items, heads, width, nbytes, near, scale)
+    def __init__(
+        self, op: Compute, slots: Sequence[SlotSpec], check: Check, layout: HeadLayout, lengths: Sequence[int]
+    ) -> None:
+        (self.q, *self.caches, self.at), (self.out,) = operands(op, slots)
+        self.layout, self.lengths, self._check = layout, lengths, check
+        self.capacity, self.width = check.reads[1].shape
+        self.near, self.scale = op.attrs.get("window", self.capacity), np.float32(op.attrs["scale"])
+        self.starts = list(accumulate(lengths, initial=0))
+        self.refuse = refuse_at(op, lengths, self.capacity, "rows of the cache")
 
-    return run
+    def attend_few(self, few: Sequence[int], pool: Workers) -> Calls:
+        """Return the attention of those items that have few rows, all in one call."""
+        nbytes, rows = self.caches[0].dtype.itemsize, sum(self.lengths[item] for item in few)
+        items = np.asarray([(item, self.starts[item], self.lengths[item]) for item in few], np.int64)
+        units = ranges(len(few) * self.layout.heads, pool.threads)
+        attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows))
+        caches, table = Addresses(self.caches[item] for item in few), self.layout.table()
+        how = table, self.width, nbytes, self.capacity, self.near, self.scale
+        return attend(self.q, self.out, items, caches, self.at, *how, refuse=self.refuse)
 
+    def attend(self, item: int, pool: Workers, alone: int | None = None, kv: Operand | None = None) -> Calls:
+        """Return the attention of an item's rows over its cache.
 
-def _attend_at(
-    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers, alone: int | None = None
-) -> Callable[[Array, Array, Array, Array], None]:
-    """Return the attention of one item's m rows over its cache: q, kv, at -> out.
+        alone: of the heads that share the keys and values of one, which kv has alone.
+        """
+        layout, m, heads, skipped = self.layout, self.lengths[item], self.layout.heads, 0
+        if alone is not None:
+            heads, skipped = layout.group, alone * layout.group
+            layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
+        # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
+        ends = np.arange(1, m + 1)
+        empty = tiles_of(np.zeros((m, 1), np.int64), np.stack([0 * ends, ends], axis=1), 0 * ends)
+        tiles, limits = scratch(empty.shape, np.int64), scratch((m, 2), np.int64)
+        move = empty, self.at, item, self.near, self.capacity, tiles, limits
+        work, begin, nowhere = 4 * heads * layout.d * m * m, skipped * len(empty), np.zeros(0, np.int64)
+        units = ranges(heads * len(empty), 4 * pool.threads)
+        parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads, work)
+        rows, added = (self.starts[item], self.starts[item] + m), _distances(self._check, layout, ())
+        fixed = tiles, limits, layout.table(), nowhere, nowhere, *added, self.scale
+        attend = pool.bind(attention_units, parts)
+        return [
+            Call(_move_limits, move, refuse=self.refuse),
+            *attend(self.q.rows(*rows), kv or self.caches[item], self.out.rows(*rows).reshape(-1), *fixed),
+        ]
 
-    alone: of the heads that share the keys and values of one, which kv has alone.
-    """
-    capacity, heads, skipped = check.reads[1].shape[0], layout.heads, 0
-    if alone is not None:
-        heads, skipped = layout.group, alone * layout.group
-        layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
-    # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
-    ends, near = np.arange(1, m + 1), op.attrs.get("window", capacity)
-    limits = np.stack([0 * ends, ends], axis=1)
-    empty = tiles_of(limits[:, :1], limits, limits[:, 0])
-    tiles, nowhere = empty.copy(), np.zeros(0, np.int64)
-    added = _distances(check, layout, ())
-    units, per_key, begin = heads * len(tiles), 4 * heads * layout.d * m, skipped * len(tiles)
-    parts = Parts((begin + a, begin + z) for a, z in ranges(units, 4 * pool.threads))
-    attend = pool.bind_sized(attention_units, parts)
-    table, scale = layout.table(), np.float32(op.attrs["scale"])
-
-    def run(q: Array, kv: Array, at: Array, out: Array) -> None:
-        first = first_of(op, at, m, capacity, "rows of the cache", item)
-        np.add(empty[:, 3], first, out=tiles[:, 3])
-        np.add(ends, first, out=limits[:, 1])
-        if near < capacity:
-            np.maximum(limits[:, 1] - 1 - near, 0, out=limits[:, 0])
-            tiles[:, 2] = limits[tiles[:, 0], 0]
-        sized = attend(per_key * min(first + m // 2 + 1, near + 1))
-        sized(q, kv, out.reshape(-1), tiles, limits, table, nowhere, nowhere, *added, scale)
-
-    return run
-
-
-def _attend_widened(
-    op: Compute, check: Check, layout: HeadLayout, item: int, m: int, pool: Workers
-) -> Callable[[Array, Array, Array, Array], None]:
-    """Return the same of a cache in f16, of which the keys and values of one head are widened at a time."""
-    (capacity, width), d, near = check.reads[1].shape, layout.d, op.attrs.get("window", check.reads[1].shape[0])
-    groups = layout.heads // layout.group
-    attend = [_attend_at(op, check, layout, item, m, pool, group) for group in range(groups)]
-
-    def run(q: Array, kv: Array, at: Array, out: Array) -> None:
-        first = first_of(op, at, m, capacity, "rows of the cache", item)
-        low, stop = max(first - near, 0), first + m
-        wide, narrow = np.empty((stop, 2 * d), np.float32), kv.reshape(-1)
-        for group in range(groups):
-            for column, to in ((layout.k_column, 0), (layout.v_column, d)):
-                widen_rows(narrow, wide, (low, stop), width, column + group * d, to, d)
-            attend[group](q, wide, at, out)
-
-    return run
+    def attend_widened(self, item: int, pool: Workers) -> Calls:
+        """Return the same of a cache in f16, of which the keys and values of one head are widened at a time."""
+        d, cache, calls = self.layout.d, self.caches[item].view(np.uint16), Calls()
+        wide = scratch((self.capacity, 2 * d), np.float32)
+        for group in range(self.layout.heads // self.layout.group):
+            columns = self.layout.k_column + group * d, self.layout.v_column + group * d
+            widen = cache, wide, self.at, item, self.lengths[item], self.near, *columns
+            move, *attend = self.attend(item, pool, group, wide)
+            calls += [move, Call(_widen_heads, widen), *attend]
+        return calls
 
 
 def _reference_append_rows(
@@ -794,7 +813,7 @@ def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
     return np.asarray(sorted(found, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
 
 
-def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, heads, d = _check_reordered(op, slots)
     has_bias = bool(op.attrs["bias"])
     check.weights(weights, 4 if has_bias else 2)
@@ -807,17 +826,13 @@ def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     bias = biases[1] if has_bias else np.zeros(heads * d, np.float32)
     units = units_of(_tiles(op, seen_keys(op, s)), heads)
     if not len(units):
-        return nothing
+        return []
     flops = int(_flops(op, s, w))
     threads = min(pool.threads, 1 + flops // GRAIN)
     parts = ranges(len(units), threads if threads == 1 else 4 * threads, flops)
     fixed = (keys.panels, values.panels, bias, units, op.attrs["q_column"], d, np.float32(op.attrs["scale"]))
-    attend = pool.bind(_reordered_units, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        attend(reads[0], reads[1], writes[0], *fixed)
-
-    return run
+    (q, x), (out,) = operands(op, slots)
+    return pool.bind(_reordered_units, parts)(q, x, out, *fixed)
 
 
 def _pairs_reordered(op: Compute, keys: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import float32
+from numba import float32, int32
 
 from hepti_mqtt.kernels.attention_tile import Vectors, scaled_rows
 from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits
@@ -138,8 +138,8 @@ _scores: Final = lowered(emitter(6, _emit_scores), _plain_scores)
 # bytes between values, rows (at least 1), total.
 _weighted: Final = lowered(emitter(6, _emit_weighted), _plain_weighted)
 
-# Columns of the table of items: address of the cache, rows that it holds, first row of q, how many.
-CACHE, HELD, ROW, COUNT = range(4)
+# Columns of the table of items: number of the item, first row of q, how many.
+ITEM, ROW, COUNT = range(3)
 
 
 def takes(d: int, kept: str) -> bool:
@@ -211,22 +211,29 @@ def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
 
 
 @kernel(
-    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, INT, INT, INT, FLOAT, INT, INT, part=2,
+    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, reads(int32, 1), INT_ARRAY, INT, INT, INT, INT, FLOAT, INT,
+    INT, part=2,
 )  # fmt: skip
 def attention_few(
-    q: Any, out: Any, items: Any, layout: Any, width: int, nbytes: int, near: int, scale: Any, first: int, stop: int
-) -> None:
+    q: Any, out: Any, items: Any, caches: Any, at: Any, layout: Any, width: int, nbytes: int, capacity: int, near: int,
+    scale: Any, first: int, stop: int,
+) -> None:  # fmt: skip
     """Fill out [m, heads d] for the units first..stop; a unit is item * heads + head.
 
-    items [items, 4]: of each its cache [*, width], how many rows that held before, and its rows of q. Query i of an
-    item sees rows held + i - near to held + i of its cache. nbytes: of a value there, 4 of f32, or where `takes` says
+    items [items, 3]: of each its place in `at`, which says how many rows its cache [capacity, width] held before, and
+    its rows of q. Query i of an item sees rows held + i - near to held + i of its cache. Raises ValueError where new
+    rows do not lie in the cache. nbytes: of a value there, 4 of f32, or where `takes` says
     so 2 of f16. layout: the table of `HeadLayout`; d is whole vectors.
     """
     heads, d, group, stride = layout[3], layout[4], layout[6], nbytes * width
     size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)
     for item in range(first // heads, (stop + heads - 1) // heads):
+        if at[items[item, ITEM]] < 0 or at[items[item, ITEM]] + items[item, COUNT] > capacity:
+            raise ValueError
+    for item in range(first // heads, (stop + heads - 1) // heads):
         low_head, high_head = max(first - item * heads, 0), min(stop - item * heads, heads)
-        row, count, held, some = items[item, ROW], items[item, COUNT], items[item, HELD], high_head - low_head
+        row, count, some = items[item, ROW], items[item, COUNT], high_head - low_head
+        held = int(at[items[item, ITEM]])
         work = np.empty(count * some * size, np.uint8)
         for j in range(count):
             for head in range(low_head, high_head):
@@ -234,11 +241,11 @@ def attention_few(
                 _begin(mine, q, row + j, layout[0] + head * d, d, scale)
         end = held + count
         for block in range(max(held - near, 0) // _BLOCK * _BLOCK, end, _BLOCK):
-            keys, at = min(_BLOCK, end - block), items[item, CACHE] + block * stride
+            keys, begin = min(_BLOCK, end - block), caches[item] + block * stride
             for i in range(0, keys, LANES):
                 rows = min(LANES, keys - i)
                 for of_keys in range(low_head // group, (high_head + group - 1) // group):
-                    key = at + i * stride + nbytes * (layout[1] + of_keys * d)
+                    key = begin + i * stride + nbytes * (layout[1] + of_keys * d)
                     _copy(key, width, nbytes, rows, d, copies.ctypes.data)
                     for j in range(count):
                         for head in range(max(low_head, of_keys * group), min(high_head, (of_keys + 1) * group)):
@@ -251,7 +258,7 @@ def attention_few(
                         _softmax(work.ctypes.data + size * (j * some + head), low, high, d)
             for i in range(0, keys, LANES):
                 for of_keys in range(low_head // group, (high_head + group - 1) // group):
-                    value = at + i * stride + nbytes * (layout[2] + of_keys * d)
+                    value = begin + i * stride + nbytes * (layout[2] + of_keys * d)
                     _copy(value, width, nbytes, min(LANES, keys - i), d, copies.ctypes.data)
                     for j in range(count):
                         low, high = max(held + j - near - block, i), min(held + j + 1 - block, i + LANES)

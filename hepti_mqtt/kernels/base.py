@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.blocks import BlockMatrix
+from hepti_mqtt.kernels.calls import Calls
 from hepti_mqtt.kernels.jit import compile_all, compile_first
+from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
@@ -55,8 +57,7 @@ def reference_norm(x: Array, weights: Sequence[Array], attrs: Mapping[str, Any])
     return np.asarray((x - mean) / np.sqrt(var + attrs["eps"]) * gamma + beta)
 
 
-Run = Callable[[Sequence[Array], Sequence[Array]], None]
-Bind = Callable[[Compute, Sequence[SlotSpec], Sequence[Weight], Workers], Run]
+Bind = Callable[[Compute, Sequence[SlotSpec], Sequence[Weight], Workers], Calls]
 Reference = Callable[[Compute, Sequence[SlotSpec], Sequence[Array], Sequence[Array]], list[Array]]
 Estimate = Callable[[Compute, Sequence[SlotSpec]], Work]
 Scratch = Callable[[Compute, Sequence[SlotSpec]], int]
@@ -68,6 +69,28 @@ def _no_scratch(_op: Compute, _slots: Sequence[SlotSpec]) -> int:
 
 # Elements of which an op needs as many as these for each thread; above it `choice` finds out.
 ROWWISE_GRAIN = 1 << 14
+
+
+class BoundKernel:
+    """The calls of an op with its weights; calling it runs them alone, on arrays that the op reads and writes."""
+
+    def __init__(self, op: Compute, slots: Sequence[SlotSpec], calls: Calls, pool: Workers) -> None:
+        self.calls = calls
+        self._op, self._slots, self._pool = op, slots, pool
+        self._tape: Tape | None = None
+
+    def __call__(self, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        """Run the op; the arrays are trusted."""
+        arrays = dict(zip((*self._op.reads, *self._op.writes), (*reads, *writes), strict=True))
+        if self._tape is None:
+            growing = [slot for slot in arrays if self._slots[slot].state]
+            self._tape = Tape([self.calls], self._pool, list(arrays), growing)
+        row, scratch = 0, np.empty(self._tape.nbytes, np.uint8)
+        while row < len(self.calls):  # whatever interrupts the pool
+            row = self._tape.run(list(arrays.values()), scratch, row)
+
+
+Run = Callable[[Sequence[Array], Sequence[Array]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +110,21 @@ class Kernel:
     later: bool = False
     scratch_function: Scratch = _no_scratch
 
-    def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-        """Return `run(reads, writes)` for one op of a template; `run` allocates nothing large and releases the GIL.
+    def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> BoundKernel:
+        """Return the calls of one op of a template; they allocate nothing large and release the GIL.
 
-        Everything that depends on shapes, attributes and weights is worked out here, once. `run` trusts what it
-        is given (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit
-        together.
+        Everything that depends on shapes, attributes and weights is worked out here, once. Calls trust their arrays
+        (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit together.
         """
         is_later = self.later or any(isinstance(w, NarrowMatrix | BlockMatrix) for w in weights)
         (compile_all if is_later else compile_first)()
         try:
-            return self.bind_function(op, slots, weights, pool)
+            return BoundKernel(op, slots, self.bind_function(op, slots, weights, pool), pool)
         except KeyError as error:
             raise ValueError(f"{self.name}: attribute {error} is missing; it has {sorted(op.attrs)}") from error
 
     def checked(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
-        """Return `bind`'s run behind checks of every array that it is given, for everybody but the executor.
+        """Return what `bind` returns behind checks of every array that it is given, for everybody but the executor.
 
         The executor makes its arrays from the slot table, and needs no check. Raises TypeError for what is no array or
         has another dtype, ValueError for another number, shape or layout, or for outputs that cannot be written or
@@ -258,10 +280,6 @@ def norm_of(
     return gamma, beta, np.float32(attrs["eps"]), int(not attrs.get("rms", False))
 
 
-def nothing(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-    """Do what an op over an empty dimension does."""
-
-
 def row_parts(rows: int, columns: int, pool: Workers) -> Parts:
     """Return ranges of rows for the threads of `pool`; one range where threads cannot pay."""
     return ranges(rows, min(pool.threads, 1 + rows * columns // ROWWISE_GRAIN), rows * columns)
@@ -303,11 +321,15 @@ def items_of(op: Compute, rows: int) -> tuple[int, ...]:
     return lengths
 
 
-def first_of(op: Compute, at: Array, m: int, size: int, what: str, item: int = 0) -> int:
-    """Return the first of the m new rows of an item; raises ValueError if they do not lie in `size`."""
-    first = int(at[item])
-    if first < 0 or first + m > size:
-        raise ValueError(
-            f"{op.kernel}: rows {first}..{first + m} do not lie in the {size} {what}; end sequences earlier"
-        )
-    return first
+def refuse_at(op: Compute, lengths: Sequence[int], size: int, what: str) -> Callable[..., None]:
+    """Return what raises ValueError if new rows of items do not lie in `size`; they begin at its last i32 array."""
+
+    def refuse(*arguments: Any) -> None:
+        at = [a for a in arguments if isinstance(a, np.ndarray) and a.dtype == np.int32][-1]
+        for first, rows in zip(at.tolist(), lengths, strict=True):
+            if first < 0 or first + rows > size:
+                raise ValueError(
+                    f"{op.kernel}: rows {first}..{first + rows} do not lie in the {size} {what}; end sequences earlier"
+                )
+
+    return refuse

@@ -8,16 +8,16 @@ block's scale. Each output depends on its row of x and its column alone: not on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Run
 from hepti_mqtt.kernels.block_tile import BASE, BYTEWISE, DIGITS, KINDS, ROWS, WORDS, block_tile
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
+from hepti_mqtt.kernels.calls import Call, Calls, ProductArrays, scratch
 from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
@@ -198,48 +198,39 @@ def _linear_blocks(
 
 
 def bind(
-    shape: tuple[int, int],
+    arrays: ProductArrays,
     matrices: Sequence[BlockMatrix],
     biases: Sequence[NDArray[np.float32]],
-    has_residual: bool,
     activation: int,
     rounded: bool,
     pool: Workers,
-) -> Run:
-    """Return the run of a checked `linear` over x of `shape` [m, k], as `linear.bind_product` does.
+) -> Calls:
+    """Return the calls of a checked `linear` over x [m, k], as `linear.bind_product` does.
 
     The matrices may be in several storages. rounded: whether x is.
     """
-    m, k = shape
+    m, k = arrays.x.shape
     table, alive = _panels_of(matrices, biases)
     tiles = -(-m // ROWS[rounded])
     of_tile = -(-m // tiles) * WIDTH * k
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), tiles, of_tile, pool.threads, 1, _LEAST)
-    prepare = pool.bind(prepare_tiles, ranges(tiles, min(pool.threads, 1 + m * k // _GRAIN), m * k), rounded)
-    none, how = np.empty((0, 0), np.float32), (activation, int(rounded))
-    nothing = np.empty(0, np.uint8), np.empty(0, np.float32)
-    octets, words = sizes(m, k, int(rounded))
-
-    def alone(product: Callable[..., None]) -> Run:
-        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-            product(reads[0], *nothing, writes[0], reads[1] if has_residual else none, table, *how)
-
-        return run
-
-    def on_threads(product: Callable[..., None]) -> Run:
-        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-            taken = np.empty(octets, np.uint8), np.empty(words, np.float32)
-            prepare(reads[0], *taken, int(rounded))
-            product(reads[0], *taken, writes[0], reads[1] if has_residual else none, table, *how)
-
-        return run
-
-    # Where each thread has one part, it prepares x itself: that takes less than a call.
-    divided = alone if len(parts) <= pool.threads else on_threads
-    ways = pool.ways(_linear_blocks, parts)
-    runs = {n: alone(product) if n == 1 else divided(product) for n, product in ways.items()}
     kinds = tuple(sorted({matrix.storage.name for matrix in matrices}))
-    return pool.fastest((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), runs)
+    choice = pool.choice((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), parts)
+    how, nothing = (table, activation, int(rounded)), (np.empty(0, np.uint8), np.empty(0, np.float32))
+    alone = arrays.x, *nothing, arrays.out, arrays.residual, *how
+    # Where each thread has one part, it prepares x itself: that takes less than a call.
+    if choice is None or len(parts) <= pool.threads:
+        return [Call(_linear_blocks, alone, parts, choice, alive=alive)]
+    octets, words = sizes(m, k, int(rounded))
+    taken = scratch((octets,), np.uint8), scratch((words,), np.float32)
+    tiles_of_thread = ranges(tiles, min(pool.threads, 1 + m * k // _GRAIN), m * k)
+    return [
+        Call(_linear_blocks, alone, parts, choice, most=1, alive=alive),
+        Call(prepare_tiles, (arrays.x, *taken, int(rounded)), tiles_of_thread, choice, least=2),
+        Call(
+            _linear_blocks, (arrays.x, *taken, arrays.out, arrays.residual, *how), parts, choice, least=2, alive=alive
+        ),
+    ]
 
 
 def _panels_of(

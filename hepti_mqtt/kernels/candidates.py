@@ -16,13 +16,90 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from numba import float32, int32
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, rowwise
+from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
+from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative, from_bits
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
 
-_GROUPS: Final = 8  # times K: of whose largest values the K-th is a bound
+_MINUS_INF: Final = np.float32(-np.inf)
+_BLOCK: Final = 64  # values that are looked at together
+# What a row has behind its candidates.
+_SUM, _HEATED, _HEAT = range(3)
+
+
+@helper
+def _insert(result: Any, k: int, count: int, value: Any, column: int) -> None:
+    """Insert a value behind those of the first `count` that are not below it; the last of k is lost."""
+    at = min(count, k - 1)
+    while at > 0 and value > result[at - 1]:
+        result[at], result[k + at] = result[at - 1], result[k + at - 1]
+        at -= 1
+    result[at], result[k + at] = value, np.float32(column)
+
+
+@kernel(reads(float32, 2), reads(int32, 1), fills(float32, 2), INT, INT)
+def _choose(logits: Any, temperatures: Any, out: Any, k: int, first: int) -> None:
+    n = logits.shape[1]
+    for row in range(len(logits)):
+        x, result = logits[row], out[row]
+        for i in range(k):
+            result[i], result[k + i] = _MINUS_INF, np.float32(-1)
+        for i in range(min(k, n)):
+            _insert(result, k, i, x[i], first + i)
+        for low in range(min(k, n), n, _BLOCK):
+            block = x[low : min(low + _BLOCK, n)]
+            top = block[0]
+            for i in range(len(block)):
+                top = block[i] if block[i] > top else top
+            if top > result[k - 1] or np.isnan(block[0]):
+                for i in range(len(block)):
+                    if block[i] > result[k - 1]:
+                        _insert(result, k, k, block[i], first + low + i)
+        heat = from_bits(temperatures[row])
+        heat = heat if heat > ZERO else ONE
+        top, spoilt, total, heated = result[0], 0.0, 0.0, 0.0
+        for i in range(n):
+            spoilt += np.float64(x[i])
+            total += np.float64(exp_of_negative(x[i] - top))
+        if heat != ONE:
+            for i in range(n):
+                heated += np.float64(exp_of_negative((x[i] - top) / heat))
+        else:
+            heated = total
+        spoilt *= 0.0  # NaN where a value is not finite
+        result[2 * k + _SUM], result[2 * k + _HEATED] = np.float32(total + spoilt), np.float32(heated + spoilt)
+        result[2 * k + _HEAT] = heat
+
+
+@kernel(INT_ARRAY, fills(float32, 2), INT)
+def _merge(addresses: Any, out: Any, k: int) -> None:
+    width, count = out.shape[1], len(addresses)
+    for row in range(len(out)):
+        result, taken = out[row], np.zeros(count, np.int64)
+        for i in range(k):
+            best, value, column = -1, _MINUS_INF, np.float32(0)
+            for p in range(count):
+                if taken[p] < k:
+                    part = floats(addresses[p] + 4 * row * width, width)
+                    mine, where = part[taken[p]], part[k + taken[p]]
+                    if best < 0 or mine > value or (mine == value and where < column):
+                        best, value, column = p, mine, where
+            taken[best] += 1
+            result[i], result[k + i] = value, column
+        heat = floats(addresses[0] + 4 * row * width, width)[2 * k + _HEAT]
+        total, heated, by = 0.0, 0.0, np.float64(heat if heat != ZERO else ONE)
+        for p in range(count):
+            part = floats(addresses[p] + 4 * row * width, width)
+            lower = np.float64(part[0]) - np.float64(result[0])
+            total += np.float64(part[2 * k + _SUM]) * np.exp(lower)
+            heated += np.float64(part[2 * k + _HEATED]) * np.exp(lower / by)
+        result[2 * k + _SUM], result[2 * k + _HEATED] = np.float32(total), np.float32(heated)
+        result[2 * k + _HEAT] = heat
 
 
 def _checked(op: Compute, slots: Sequence[SlotSpec]) -> int:
@@ -34,43 +111,9 @@ def _checked(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return (width - 3) // 2
 
 
-def _bind_candidates(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Run:
-    k, first, columns = _checked(op, slots), int(op.attrs["first"]), slots[op.reads[0]].shape[1]
-    scratch = np.empty(columns, np.float32)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        for x, temperature, out in zip(reads[0], _temperatures(reads[-1]), writes[0], strict=True):
-            best = _best(x, k)
-            out[:k], out[k : 2 * k] = -np.inf, -1.0
-            out[: len(best)] = x[best]
-            out[k : k + len(best)] = best + first
-            out[2 * k :] = *_sums(x, x[best[0]], temperature, scratch), temperature
-
-    return run
-
-
-def _best(x: Array, k: int) -> Array:
-    """Return the places of the k largest values, best first and of equal ones the first."""
-    groups = min(len(x), _GROUPS * k)
-    bound = -np.inf
-    if len(x) > k:  # at least k groups have a value that is not below this
-        largest = x[: len(x) // groups * groups].reshape(-1, groups).max(axis=0)
-        bound = np.partition(largest, groups - k)[groups - k]
-    near = np.flatnonzero(~(x < bound))
-    return near[np.argsort(-x[near], kind="stable")[:k]]
-
-
-def _sums(x: Array, top: Any, temperature: np.float32, scratch: Array) -> tuple[Any, Any]:
-    spoilt = 0 * x.sum()  # NaN where a value is not finite
-    np.subtract(x, top, out=scratch)
-    if temperature == 1:
-        np.exp(scratch, out=scratch)
-        plain = scratch.sum(dtype=np.float64)
-        return plain + spoilt, plain + spoilt
-    at_one = np.exp(scratch).sum(dtype=np.float64)
-    np.divide(scratch, temperature, out=scratch)
-    np.exp(scratch, out=scratch)
-    return at_one + spoilt, scratch.sum(dtype=np.float64) + spoilt
+def _bind_candidates(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
+    k, (given, (out,)) = _checked(op, slots), operands(op, slots)
+    return [Call(_choose, (given[0], given[-1], out, k, int(op.attrs["first"])))]
 
 
 def _temperatures(bits: Array) -> Array:
@@ -78,21 +121,9 @@ def _temperatures(bits: Array) -> Array:
     return np.where(found > 0, found, np.float32(1))
 
 
-def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Run:
-    k = _checked(op, slots)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        for i, out in enumerate(writes[0]):
-            rows = np.stack([part[i] for part in reads])  # [n, 2 K + 3]
-            values, columns = rows[:, :k].ravel(), rows[:, k : 2 * k].ravel()
-            order = np.lexsort((columns, -values))[:k]
-            out[:k], out[k : 2 * k] = values[order], columns[order]
-            lower = rows[:, 0].astype(np.float64) - out[0]
-            out[2 * k] = (rows[:, -3] * np.exp(lower)).sum()
-            out[2 * k + 1] = (rows[:, -2] * np.exp(lower / (rows[0, -1] or 1))).sum()
-            out[2 * k + 2] = rows[0, -1]
-
-    return run
+def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
+    k, (parts, (out,)) = _checked(op, slots), operands(op, slots)
+    return [Call(_merge, (Addresses(parts), out, k))]
 
 
 def _reference_candidates(

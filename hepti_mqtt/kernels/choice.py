@@ -55,6 +55,11 @@ class Choice:
         self._budget = _MOST_SECONDS
         self._left, self._tried, self._wakes, self._trying = 1 + _TRIES, 0, 0, False
 
+    @property
+    def threads(self) -> int:
+        """Return the number of threads of the next run."""
+        return self._threads[self.next]
+
     def note(self, place: int, seconds: float, woke: bool = False) -> None:
         """Take what a run with threads[place] took, and decide on the next. woke: unused threads had to be woken."""
         if woke and self._wakes < _WAKES:

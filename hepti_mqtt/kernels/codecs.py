@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from collections.abc import Sequence
+from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int8, types, uint16
+from numba import float32, int8, types, uint8, uint16
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, Run, rowwise
+from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
+from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands
 from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.elementary import ZERO, bits_of, from_bits
-from hepti_mqtt.kernels.jit import JIT, TABLE, entry, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.jit import JIT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.plan import Range
@@ -73,15 +74,15 @@ def _plain_from_f16(x: Any, out: Any) -> None:
     out[...] = x.view(np.float16)
 
 
-_half_bits: Final = lowered(_emit_half_bits, _plain_to_f16)
-from_half_bits: Final = lowered(_emit_from_half_bits, _plain_from_f16)  # in compiled code alone
+half_bits: Final = lowered(_emit_half_bits, _plain_to_f16)  # in compiled code alone
+from_half_bits: Final = lowered(_emit_from_half_bits, _plain_from_f16)
 
 if HALF_IN_HARDWARE:
 
     @kernel(reads(float32, 1), fills(uint16, 1))
     def _to_f16(x: Any, out: Any) -> None:
         for i in range(len(x)):
-            out[i] = _half_bits(x[i])
+            out[i] = half_bits(x[i])
 
     @kernel(reads(uint16, 1), fills(float32, 1))
     def _from_f16(x: Any, out: Any) -> None:
@@ -126,7 +127,7 @@ def _from_i8(x: Any, out: Any) -> None:
             out[row, i] = np.float32(x[row, i]) * scale
 
 
-def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.weights(weights, 0)
@@ -134,18 +135,13 @@ def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     check.dtypes(*(("f32", "f16") if encode else ("f16", "f32")))
     check.shape(check.writes[0], check.reads[0].shape)
 
-    convert = entry(_to_f16 if encode else _from_f16)
-
-    def run_to(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        convert(reads[0].reshape(-1), writes[0].reshape(-1).view(np.uint16))
-
-    def run_from(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        convert(reads[0].reshape(-1).view(np.uint16), writes[0].reshape(-1))
-
-    return run_to if encode else run_from
+    (x,), (out,) = operands(op, slots)
+    if encode:
+        return [Call(_to_f16, (x.reshape(-1), out.reshape(-1).view(np.uint16)))]
+    return [Call(_from_f16, (x.reshape(-1).view(np.uint16), out.reshape(-1)))]
 
 
-def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.weights(weights, 0)
@@ -153,10 +149,9 @@ def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     check.dtypes(*(("f32", "i8") if encode else ("i8", "f32")))
     plain, coded = (check.reads[0], check.writes[0])[:: 1 if encode else -1]
     check.shape(coded, (*plain.shape[:-1], plain.shape[-1] + SCALE_BYTES))
-    code = entry(_to_i8 if encode else _from_i8)
     # Rows by the number of their values: a map without rows or columns has no -1 that would follow.
-    shapes = [(prod(slot.shape[:-1]), slot.shape[-1]) for slot in (check.reads[0], check.writes[0])]
-    return lambda reads, writes: code(reads[0].reshape(shapes[0]), writes[0].reshape(shapes[1]))
+    x, out = (each.reshape(prod(each.shape[:-1]), each.shape[-1]) for (each,) in operands(op, slots))
+    return [Call(_to_i8 if encode else _from_i8, (x, out))]
 
 
 def _reference_f16(
@@ -293,30 +288,30 @@ def _widen_i8(x: Any, out: Any, runs: Any) -> None:
                 to[j] = np.float32(row[j]) * scale
 
 
-def widen(spec: SlotSpec, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> Callable[[Array, Array], None]:
-    """Return what widens rectangles of an array of a narrow slot into an f32 array of `shape`."""
-    runs = runs_of(spec, shape, rectangles)
+def widen(spec: SlotSpec, x: Operand, out: Operand, rectangles: Sequence[Rectangle]) -> Calls:
+    """Return the calls that widen rectangles of the array of a narrow slot into an f32 array."""
+    runs = runs_of(spec, out.shape, rectangles)
     if spec.dtype == "i8":
-        of_i8 = entry(_widen_i8)
-        return lambda x, out: of_i8(x.reshape(-1), out.reshape(-1), runs)
-    of_f16 = entry(_widen_f16)
-    return lambda x, out: of_f16(x.reshape(-1).view(np.uint16), out.reshape(-1), runs)
+        return [Call(_widen_i8, (x.reshape(-1), out.reshape(-1), runs))]
+    return [Call(_widen_f16, (x.reshape(-1).view(np.uint16), out.reshape(-1), runs))]
 
 
-def widen_rows(x: Array, out: Array, rows: Range, width: int, column: int, to: int, columns: int) -> None:
-    """Widen columns of some rows of x, f16 [*, width] as one row, into columns of the same rows of out f32, from `to`.
+@kernel(reads(uint8, 1), fills(uint8, 1), TABLE)
+def _copy_runs(x: Any, out: Any, runs: Any) -> None:
+    for run in range(len(runs)):
+        length = runs[run, 2]
+        for i in range(runs[run, 3]):
+            s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
+            row, to = x[s : s + length], out[t : t + length]
+            for j in range(len(to)):
+                to[j] = row[j]
 
-    Arguments are trusted.
-    """
-    (first, stop), apart = rows, out.shape[1]
-    run = (first * width + column, first * apart + to, columns, stop - first, width, apart, 0)
-    entry(_widen_f16)(x.view(np.uint16), out.reshape(-1), np.array([run], np.int64))
 
-
-Place = tuple[slice, ...]
-
-# Copies of single rows up to which a copy each (0.5 to 1 µs) is about as fast as one np.take (2 µs).
-_FEW: Final = 4
+def _copied(spec: SlotSpec, x: Operand, out: Operand, rectangles: Sequence[Rectangle]) -> Calls:
+    """Return the call that copies rectangles of an array into another one of its dtype."""
+    runs = runs_of(spec, out.shape, rectangles)
+    runs[:, [0, 1, 2, 4, 5]] *= out.dtype.itemsize
+    return [Call(_copy_runs, (x.octets(), out.octets(), runs))]
 
 
 class _Copy(NamedTuple):
@@ -357,36 +352,8 @@ def _extents(ranges: Sequence[Range]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in ranges)
 
 
-def _place(ranges: Sequence[Range]) -> Place:
+def _place(ranges: Sequence[Range]) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in ranges)
-
-
-def _single_rows(
-    check: Check, copies: Sequence[_Copy]
-) -> tuple[list[tuple[int, NDArray[np.intp], slice]], list[_Copy]]:
-    """Return (the runs of more than _FEW whole rows of one read that follow each other in the result, the rest).
-
-    A run is (read, rows of it, rows of the result). Parts of rows would have to be contiguous for np.take.
-    """
-    whole = [tuple((0, n) for n in s.shape[1:]) for s in check.reads]
-    rest_of_row = tuple((0, n) for n in check.writes[0].shape[1:])
-
-    def is_row(copy: _Copy) -> bool:
-        whole_row = copy.source[1:] == whole[copy.read] and copy.target[1:] == rest_of_row
-        return whole_row and _extents(copy.source[:1]) == (1,)
-
-    rows = sorted((c for c in copies if is_row(c)), key=lambda c: (c.read, c.target[0]))
-    rest = [c for c in copies if not is_row(c)]
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if (a.read, a.target[0][1]) != (b.read, b.target[0][0])]
-    runs = []
-    for first, stop in pairwise([0, *cuts, len(rows)]):
-        run = rows[first:stop]
-        if len(run) <= _FEW:
-            rest += run
-            continue
-        places = np.asarray([c.source[0][0] for c in run], np.intp)
-        runs.append((run[0].read, places, slice(run[0].target[0][0], run[-1].target[0][1])))
-    return runs, rest
 
 
 def _copies(op: Compute) -> list[_Copy]:
@@ -395,7 +362,7 @@ def _copies(op: Compute) -> list[_Copy]:
     return [c for c in found if 0 not in _extents(c.target)]
 
 
-def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(None)
     check.weights(weights, 0)
@@ -404,29 +371,13 @@ def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.that(same, "must read and write one dtype, or f16 and i8 into f32")
     copies = _copies(op)
     _check_copies(check, copies)
-    widened = [
-        (
-            n,
-            widen(
-                check.reads[n], check.writes[0].shape, [Rectangle(c.source, c.target) for c in copies if c.read == n]
-            ),
-        )
-        for n in narrow
-    ]
-    runs, rest = _single_rows(check, [c for c in copies if c.read not in narrow])
-    moves = [(c.read, _place(c.source), _place(c.target)) for c in rest]
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        out = writes[0]
-        for read, source, target in moves:
-            out[target] = reads[read][source]
-        for read, rows, among in runs:
-            # The rows are checked above; "raise" would go through a buffer.
-            np.take(reads[read], rows, axis=0, out=out[among], mode="clip")
-        for read, widen_into in widened:
-            widen_into(reads[read], out)
-
-    return run
+    given, (out,) = operands(op, slots)
+    calls = Calls()
+    for n, (spec, x) in enumerate(zip(check.reads, given, strict=True)):
+        rectangles = [Rectangle(c.source, c.target) for c in copies if c.read == n]
+        if rectangles:
+            calls += (widen if n in narrow else _copied)(spec, x, out, rectangles)
+    return calls
 
 
 def _reference_assemble(

@@ -32,7 +32,8 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing, row_parts, rowwise
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, row_parts, rowwise
+from hepti_mqtt.kernels.calls import Calls, Operand, ProductArrays, operands, scratch
 from hepti_mqtt.kernels.conv_tile import (
     OUTPUTS,
     PIXELS,
@@ -45,6 +46,7 @@ from hepti_mqtt.kernels.conv_tile import (
     weights_transformed,
 )
 from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, matmul_parts
 from hepti_mqtt.kernels.tile import MR, NONE, NR, RELU, RELU6, activation_of, panel_of_rows
@@ -388,17 +390,19 @@ def _conv2d(
 
 @kernel(reads(float32, 3), fills(float32, 3), INT, INT, INT, INT, part=2, maps=True)
 def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> None:
-    """Copy rows first..stop of x to wide [.., .., C], whose border stays as it is."""
-    for y in range(first, stop):
-        count = x.shape[1] * x.shape[2]
-        source = floats(x.ctypes.data + 4 * y * count, count)
-        row = ((y + top) * wide.shape[1] + left) * x.shape[2]
-        target = floats(wide.ctypes.data + 4 * row, count)
-        for i in range(count):
-            target[i] = source[i]
+    """Fill rows first..stop of wide [.., .., C] with x, whose first value lies at `top` and `left`, and zeros."""
+    columns, channels = min(x.shape[1], wide.shape[1] - left), x.shape[2]
+    for row in range(first, stop):
+        target = floats(wide.ctypes.data + 4 * row * wide.shape[1] * channels, wide.shape[1] * channels)
+        target[:] = ZERO
+        y = row - top
+        if 0 <= y < x.shape[0]:
+            source = floats(x.ctypes.data + 4 * y * x.shape[1] * channels, columns * channels)
+            for i in range(len(source)):
+                target[left * channels + i] = source[i]
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     has_bias, has_residual = bool(op.attrs["bias"]), bool(op.attrs["residual"])
     check.count(2 if has_residual else 1)
@@ -416,17 +420,20 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     if has_residual:
         check.shape(check.reads[1], check.writes[0].shape)
     if not window.pixels or not n:
-        return nothing
+        return []
     low, high = np.asarray(_LIMITS.get(activation, (0.0, 0.0)), np.float32).view(np.int32).tolist()
     bounds = (low & 0xFFFFFFFF) | high << 32
     is_first = int(bool(op.attrs.get("residual_first", False)))
     depthwise = groups.channels == groups.columns == 1 and groups.number > 1
     how = [groups.channels, int(depthwise), activation, int(activation in _LIMITS), bounds, is_first]
     units = units_of(matrix, bias, groups, depthwise)
+    given, (out,) = operands(op, slots)
+    residual = given[1].reshape(-1, n) if has_residual else np.empty((0, 0), np.float32)
+    arrays = ProductArrays(given[0], out.reshape(-1, n), residual)
     made = _Convolution(matrix, bias, units, window, bands, how)
     if fits(window, groups.number, op.attrs):
-        return made.run_by_winograd(has_residual, pool, op.attrs.get("origin", (0, 0))[1])
-    return made.run(has_residual, pool)
+        return made.by_winograd(arrays, pool, op.attrs.get("origin", (0, 0))[1])
+    return made.direct(arrays, pool)
 
 
 class _Convolution(NamedTuple):
@@ -439,44 +446,31 @@ class _Convolution(NamedTuple):
     bands: tuple[Band, ...]
     how: list[int]
 
-    def run(self, has_residual: bool, pool: Workers) -> Run:
-        """Return its run."""
-        window, bands, n = self.window, self.bands, self.matrix.columns
-        how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
+    def direct(self, arrays: ProductArrays, pool: Workers) -> Calls:
+        """Return its calls."""
+        window, bands, how = self.window, self.bands, np.asarray(self.how, np.int64)
         zeros, units = np.zeros(max(1, window.channels), np.float32), self.units
         ragged = bool(units[-1, VALID] < NR)
         parts = matmul_parts(len(units), ragged, window.pixels, NR * self.matrix.rows, pool.threads, MR)
         is_thin = window.channels < _FEW_CHANNELS and window.kernel_columns > 1 and window.dilation_columns == 1
-        surround = _surrounding(window, bands, pool) if is_thin and how[LENGTH] == window.channels > 0 else None
-        if surround is not None:
+        calls, x = Calls(), arrays.x.reshape(-1)
+        if is_thin and how[LENGTH] == window.channels > 0:
             how[LENGTH] = window.kernel_columns * window.channels
+            calls, x = _surrounding(arrays.x, window, bands, pool)
             window, bands = _of_rows(window, bands)
-        rows = lines(bands, window.stride_rows)
-        table, alive, convolve = window.table(), self, pool.bind(_conv2d, parts)
+        rows, table = lines(bands, window.stride_rows), window.table()
+        convolve = pool.bind(_conv2d, parts)
+        return calls + convolve(x, *arrays[1:], zeros, units, table, rows, how, alive=(self,))
 
-        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
-            x = reads[0] if surround is None else surround(reads[0])
-            residual = reads[1].reshape(-1, n) if has_residual else none
-            convolve(x.reshape(-1), writes[0].reshape(-1, n), residual, zeros, units, table, rows, how)
-
-        return run
-
-    def run_by_winograd(self, has_residual: bool, pool: Workers, column: int) -> Run:
-        """Return its run in tiles of 2 x 2; column: of the whole map, where its first outputs lie."""
-        window, n, units = self.window, self.matrix.columns, self.units
-        how, none = np.asarray(self.how, np.int64), np.empty((0, 0), np.float32)
+    def by_winograd(self, arrays: ProductArrays, pool: Workers, column: int) -> Calls:
+        """Return its calls in tiles of 2 x 2; column: of the whole map, where its first outputs lie."""
+        window, units, how = self.window, self.units, np.asarray(self.how, np.int64)
         zeros, ragged = np.zeros(max(NR, window.channels), np.float32), bool(units[-1, VALID] < NR)
         count, tiles, rows = grid(window, self.bands, column)
         size = 16 * NR * window.channels
         parts = matmul_parts(len(units), ragged, count, size, pool.threads, MR)
-        table, alive, convolve = window.table(), self, pool.bind(winograd, parts)
-
-        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: _Convolution = alive) -> None:
-            residual = reads[1].reshape(-1, n) if has_residual else none
-            x, out = reads[0].reshape(-1), writes[0].reshape(-1, n)
-            convolve(x, out, residual, zeros, units, table, tiles, rows, how)
-
-        return run
+        x, convolve = arrays.x.reshape(-1), pool.bind(winograd, parts)
+        return convolve(x, *arrays[1:], zeros, units, window.table(), tiles, rows, how, alive=(self,))
 
 
 def _of_rows(window: Window, bands: Sequence[Band]) -> tuple[Window, tuple[Band, ...]]:
@@ -490,24 +484,15 @@ def _of_rows(window: Window, bands: Sequence[Band]) -> tuple[Window, tuple[Band,
     return window._replace(rows=height, columns=columns, kernel_columns=1, top=0, left=0), tuple(found)
 
 
-def _surrounding(window: Window, bands: Sequence[Band], pool: Workers) -> Any:
-    """Return the function that copies a map into one whose bands have borders of zeros, as far as patches reach."""
+def _surrounding(x: Operand, window: Window, bands: Sequence[Band], pool: Workers) -> tuple[Calls, Operand]:
+    """Return calls that give the bands of a map borders of zeros, as far as patches reach, and that map."""
     whole, places = _of_rows(window, bands)
-    wide = np.zeros((whole.rows, whole.columns, whole.channels), np.float32)
-    # Rows and columns that no patch reaches are not copied.
-    columns, fills = whole.columns - window.left, []
+    wide, calls = scratch((whole.rows, whole.columns, whole.channels), np.float32), Calls()
     for band, place in zip(bands, places, strict=True):
-        rows = min(place.stop - place.first - band.top, band.stop - band.first)
-        fill = pool.bind(_surround, row_parts(max(rows, 0), window.columns * window.channels, pool))
-        fills.append((fill, slice(band.first, band.stop), wide[place.first : place.stop], band.top))
-
-    def surround(x: Array) -> Array:
-        seen = x if columns >= window.columns else np.ascontiguousarray(x[:, : max(columns, 0)])
-        for fill, rows, to, top in fills:
-            fill(seen[rows], to, top, window.left)
-        return wide
-
-    return surround
+        rows = row_parts(place.stop - place.first, whole.columns * window.channels, pool)
+        to = wide.rows(place.first, place.stop)
+        calls += pool.bind(_surround, rows)(x.rows(band.first, band.stop), to, band.top, window.left)
+    return calls, wide.reshape(-1)
 
 
 def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:

@@ -11,19 +11,18 @@ its row alone. Matrices of experts that no row chooses are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels import block_product
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, BoundKernel, Check, Kernel
 from hepti_mqtt.kernels.blocks import BlockMatrix
-from hepti_mqtt.kernels.linear import bind_product
+from hepti_mqtt.kernels.calls import Call, Calls, operands
+from hepti_mqtt.kernels.linear import LINEAR
 from hepti_mqtt.kernels.rowwise import GATE
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.tile import NONE
 from hepti_mqtt.kernels.weights import PackedMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
@@ -54,28 +53,23 @@ class _Products:
     """Products of some rows with one of several equal matrices, bound when they are first needed."""
 
     def __init__(self, matrices: Sequence[Weight], rounded: bool, pool: Workers) -> None:
-        self._matrices, self._rounded, self._pool = matrices, rounded, pool
-        self._runs: dict[tuple[int, int], Run] = {}
+        self._matrices, self._pool = matrices, pool
+        self._attrs = {"bias": False, "residual": False, "activation": None, **({"x": "i8"} if rounded else {})}
+        self._runs: dict[tuple[int, int], BoundKernel] = {}
 
     def __call__(self, number: int, x: Array) -> Array:
         """Return x @ matrix [r, n]; x: rows up to a power of two are computed, of which few numbers are bound."""
         rows, size = len(x), 1 << (len(x) - 1).bit_length()
         if size > rows:
             x = np.concatenate([x, np.zeros((size - rows, x.shape[1]), np.float32)])
-        if (run := self._runs.get((number, size))) is None:
-            run = self._runs[number, size] = self._bound(self._matrices[number], x.shape)
         matrix = self._matrices[number]
         assert isinstance(matrix, PackedMatrix | BlockMatrix)
         out = np.empty((size, matrix.columns), np.float32)
+        if (run := self._runs.get((number, size))) is None:
+            op, specs = Compute("linear", (0,), (1,), attrs=self._attrs), (SlotSpec(x.shape), SlotSpec(out.shape))
+            run = self._runs[number, size] = LINEAR.bind(op, specs, [matrix], self._pool)
         run((np.ascontiguousarray(x),), (out,))
         return out[:rows]
-
-    def _bound(self, matrix: Weight, shape: tuple[int, ...]) -> Run:
-        size = (shape[0], shape[1])
-        if isinstance(matrix, BlockMatrix):
-            return block_product.bind(size, [matrix], [], False, NONE, self._rounded, self._pool)
-        assert isinstance(matrix, PackedMatrix)
-        return bind_product(size, [matrix], [], False, NONE, self._pool)
 
 
 def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], kinds: int) -> Check:
@@ -94,17 +88,16 @@ def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     return check
 
 
-def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, experts, count = _checked(op, slots, weights, 2), op.attrs["experts"], op.attrs["chosen"]
     (m, _), (_, f) = check.reads[0].shape, check.writes[0].shape
     check.shape(check.writes[0], (m * count, f))
     if not m or not f:
-        return nothing
+        return []
     product, activation = _Products(weights, op.attrs.get("x") == "i8", pool), op.attrs["activation"]
-    gated: dict[int, Callable[[Sequence[Array], Sequence[Array]], None]] = {}
+    gated: dict[int, BoundKernel] = {}
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        x, logits = reads
+    def multiply(x: Array, logits: Array, out: Array) -> None:
         for expert, places in _groups(chosen_experts(logits, count)):
             rows, n = np.ascontiguousarray(x[places // count]), len(places)
             if n not in gated:
@@ -112,28 +105,29 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
                 gated[n] = GATE.bind(Compute("gate", (0, 1), (2,), attrs={"activation": activation}), specs, [], pool)
             hidden = np.empty((n, f), np.float32)
             gated[n]((product(expert, rows), product(experts + expert, rows)), (hidden,))
-            writes[0][places] = hidden
+            out[places] = hidden
 
-    return run
+    given, results = operands(op, slots)
+    return [Call(multiply, (*given, *results))]
 
 
-def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, count, normed = _checked(op, slots, weights, 1), op.attrs["chosen"], bool(op.attrs["normed"])
     m = check.writes[0].shape[0]
     check.that(check.reads[0].shape[0] == m * count, f"needs {count} rows for each of {m}")
     if not m or not check.writes[0].shape[1]:
-        return nothing
+        return []
     product = _Products(weights, op.attrs.get("x") == "i8", pool)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        hidden, logits = reads
+    def multiply(hidden: Array, logits: Array, out: Array) -> None:
         chosen = chosen_experts(logits, count)
-        scales, out = expert_weights(logits, chosen, normed).reshape(-1), writes[0]
+        scales = expert_weights(logits, chosen, normed).reshape(-1)
         out[...] = 0
         for expert, places in _groups(chosen):  # each expert once in a row, so rows are different
             out[places // count] += scales[places, None] * product(expert, np.ascontiguousarray(hidden[places]))
 
-    return run
+    given, results = operands(op, slots)
+    return [Call(multiply, (*given, *results))]
 
 
 def _reference_up(

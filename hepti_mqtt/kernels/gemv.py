@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Run
+from hepti_mqtt.kernels.calls import Calls, ProductArrays
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.jit import INT, TABLE, emitter, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.quantised import (
@@ -124,28 +124,20 @@ def _gemv(
 
 
 def bind_f32(
-    shape: tuple[int, int],
+    arrays: ProductArrays,
     table: NDArray[np.int64],
     bias: NDArray[np.float32],
     alive: tuple[object, ...],
-    has_residual: bool,
     activation: int,
     pool: Workers,
-) -> Run:
-    """Return the run of a checked product of at most MOST_ROWS rows, as `linear.bind_product` does.
+) -> Calls:
+    """Return the calls of a checked product of at most MOST_ROWS rows, as `linear.bind_product` does.
 
     table, bias: of `linear.panels_of`. alive: what the addresses in the table belong to.
     """
-    m, k = shape
+    m, k = arrays.x.shape
     parts = parts_of_panels(len(table), m * _NR * k, pool.threads)
-    none, at_once = np.empty((0, 0), np.float32), panels_together(m, TILE)
-    product = pool.bind(_gemv, parts, m)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        residual = reads[1] if has_residual else none
-        product(reads[0], writes[0], residual, table, bias, activation, at_once)
-
-    return run
+    return pool.bind(_gemv, parts, m)(*arrays, table, bias, activation, panels_together(m, TILE), alive=alive)
 
 
 # The most rows that one tile has: with them a panel is read once, in one call.
@@ -221,23 +213,16 @@ def _gemv_quantised(
 
 
 def bind_quantised(
-    shape: tuple[int, int],
+    arrays: ProductArrays,
     matrices: Sequence[NarrowMatrix],
     biases: Sequence[NDArray[np.float32]],
-    has_residual: bool,
     activation: int,
     pool: Workers,
-) -> Run:
+) -> Calls:
     """Return what `narrow.bind` does, for at most MOST_ROWS rows."""
-    m, k = shape
+    m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
-    none = np.empty((0, 0), np.float32)
-    product, at_once = pool.bind(_gemv_quantised, parts, (m, storage)), together(m, FORMS[storage])
-
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        residual = reads[1] if has_residual else none
-        product(STORAGE[storage], reads[0], writes[0], residual, table, activation, at_once)
-
-    return run
+    calls = pool.bind(_gemv_quantised, parts, (m, storage))
+    return calls(STORAGE[storage], *arrays, table, activation, together(m, FORMS[storage]), alive=alive)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -30,10 +30,9 @@ import numba
 import numba.extending
 import numpy as np
 from llvmlite import ir
-from numba import float32, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
-from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.compile_cache import is_cached, make_robust
 from hepti_mqtt.kernels.cpu import DOT_OVERRIDE, OVERRIDE, dot, require_known
@@ -176,6 +175,11 @@ def entry(function: Callable[..., None]) -> Callable[..., None]:
     return function if arguments is None else entry_of(function, arguments)[0]
 
 
+def signature_of(function: Any) -> tuple[Any, ...] | None:
+    """Return the types of a kernel's arguments; None of a plain function."""
+    return _signatures.get(function)
+
+
 def helper(function: F) -> F:
     """Compile a function that kernels call, inlined into them."""
     return numba.njit(forceinline=True, **_options(FASTMATH))(function) if JIT else function
@@ -288,7 +292,6 @@ def cache_directory() -> Path | None:
     return None if path is None else Path(path)
 
 
-_GROUP: Final = 8
 _PREFETCH: Final = "llvm.prefetch.p0"
 _READ, _WRITE = 0, 1
 _FIRST_LEVEL: Final = (3, 1)  # locality, data
@@ -363,38 +366,6 @@ def _fetch(purpose: int) -> Any:
 # Ask for the cache line at an address, which need not be valid, so that a later read or store does not wait for it.
 fetch_to_read: Final = _fetch(_READ)
 fetch_to_write: Final = _fetch(_WRITE)
-
-_F32 = reads(float32, 2)
-
-
-@kernel(INT_ARRAY, INT, *([_F32] * _GROUP))
-def _note_addresses(out: Any, at: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> None:
-    out[at] = a.ctypes.data
-    out[at + 1] = b.ctypes.data
-    out[at + 2] = c.ctypes.data
-    out[at + 3] = d.ctypes.data
-    out[at + 4] = e.ctypes.data
-    out[at + 5] = f.ctypes.data
-    out[at + 6] = g.ctypes.data
-    out[at + 7] = h.ctypes.data
-
-
-def address_table(count: int) -> tuple[NDArray[np.int64], Callable[[Sequence[NDArray[np.float32]]], None]]:
-    """Return a table of `count` addresses, and the function that fills it from as many f32 arrays [.., ..].
-
-    Reading the address of one array in Python costs as much as unboxing all eight of a group in one compiled call.
-    """
-    table = np.zeros(-(-max(count, 1) // _GROUP) * _GROUP, np.int64)
-    padding = [np.empty((0, 0), np.float32)] * (len(table) - count)
-    note = entry(_note_addresses)
-
-    def fill(arrays: Sequence[NDArray[np.float32]]) -> None:
-        padded = [*arrays, *padding]
-        for at in range(0, len(table), _GROUP):
-            note(table, at, *padded[at : at + _GROUP])
-
-    return table, fill
-
 
 _SMAPS: Final = Path("/proc/self/smaps")
 _COMPILER: Final = "libllvmlite"

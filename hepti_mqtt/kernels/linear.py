@@ -20,8 +20,9 @@ from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import block_product, gemv, quantised
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, Run, nothing
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel
 from hepti_mqtt.kernels.blocks import BlockMatrix
+from hepti_mqtt.kernels.calls import Calls, ProductArrays, operands
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers, matmul_parts
@@ -151,7 +152,7 @@ def panels_of(
     return np.asarray(table, np.int64).reshape(-1, 3), np.concatenate(bias_rows)
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
     check.count(2 if has_residual else 1)
@@ -162,50 +163,45 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     check.that(count >= 1, "needs a weight")
     check.weights(weights, 2 * count if has_bias else count)
     matrices, biases = _checked(check, weights, count)
-    m, k = check.reads[0].shape
+    m = check.reads[0].shape[0]
     n = sum(w.columns for w in matrices)
     check.shape(check.writes[0], (m, n))
     if has_residual:
         check.shape(check.reads[1], (m, n))
+    given, (out,) = operands(op, slots)
+    arrays = ProductArrays(given[0], out, given[1] if has_residual else np.empty((0, 0), np.float32))
     in_blocks = [w for w in matrices if isinstance(w, BlockMatrix)]
     if in_blocks and m and n:
         rounded = op.attrs.get("x") == "i8"
-        return block_product.bind((m, k), in_blocks, biases, has_residual, activation, rounded, pool)
-    return bind_product((m, k), matrices, biases, has_residual, activation, pool)
+        return block_product.bind(arrays, in_blocks, biases, activation, rounded, pool)
+    return bind_product(arrays, matrices, biases, activation, pool)
 
 
 def bind_product(
-    shape: tuple[int, int],
+    arrays: ProductArrays,
     matrices: Sequence[Matrix],
     biases: Sequence[NDArray[np.float32]],
-    has_residual: bool,
     activation: int,
     pool: Workers,
-) -> Run:
-    """Return the run of a checked product: reads x of `shape` [m, k], then the residual if there is one; writes out.
+) -> Calls:
+    """Return the calls of a checked product of x [m, k].
 
     biases: one for each matrix, or none. activation: its place in `ACTIVATIONS`.
     """
-    m, k = shape
+    m, k = arrays.x.shape
     if not m or not any(w.columns for w in matrices):
-        return nothing
+        return []
     narrow_ones = [w for w in matrices if isinstance(w, NarrowMatrix)]
     if narrow_ones:
         bind = gemv.bind_quantised if m <= gemv.MOST_ROWS_QUANTISED[narrow_ones[0].storage] else quantised.bind
-        return bind(shape, narrow_ones, biases, has_residual, activation, pool)
+        return bind(arrays, narrow_ones, biases, activation, pool)
     packed = [w for w in matrices if isinstance(w, PackedMatrix)]
     table, bias = panels_of(packed, biases)
     if m <= gemv.MOST_ROWS:
-        return gemv.bind_f32(shape, table, bias, tuple(packed), has_residual, activation, pool)
+        return gemv.bind_f32(arrays, table, bias, tuple(packed), activation, pool)
     parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
-    alive = tuple(packed)  # the table has only addresses
-    none, product = np.empty((0, 0), np.float32), pool.bind(_linear, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        residual = reads[1] if has_residual else none
-        product(reads[0], writes[0], residual, table, bias, activation)
-
-    return run
+    # The table has only addresses of the matrices.
+    return pool.bind(_linear, parts)(*arrays, table, bias, activation, alive=tuple(packed))
 
 
 def _reference(

@@ -1,6 +1,6 @@
 """Fills the compile cache in processes of their own, so that the compiler's memory ends with them.
 
-`python -m hepti_mqtt.kernels.precompile THREADS` is such a process: it reads places in `jit.registered`, a line each,
+`python -m hepti_mqtt.kernels.precompile` is such a process: it reads places in `jit.registered`, a line each,
 compiles what is there into the cache, and answers with the same line. One process at a time fills a cache
 (`compile_lock`); others that need it wait, and find it filled.
 """
@@ -20,8 +20,8 @@ from typing import Final, Literal, Self
 from hepti_mqtt.kernels import (
     jit,
     registry,  # noqa: F401  registers every kernel
+    tape,
 )
-from hepti_mqtt.kernels import threads as pool_threads
 from hepti_mqtt.kernels.compile_cache import LOOK_S, compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 
@@ -44,35 +44,32 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 class _Job:
-    """A kernel and, for pools of threads, the handing over of its parts; `place` is its place in `jit.registered`."""
+    """A kernel and the wrapper of its signature; `place` is its place in `jit.registered`."""
 
-    def __init__(self, place: int, threads: int) -> None:
-        self.place, self._threads = place, threads
+    def __init__(self, place: int) -> None:
+        self.place = place
         self.dispatcher, self.arguments = jit.registered[place]
         self.name: str = self.dispatcher.py_func.__name__
 
     def done(self) -> bool:
         """Return whether all of it is in the cache."""
-        shared = self._threads == 1 or pool_threads.shared_in_cache(self.dispatcher)
-        return shared and jit.in_cache(self.dispatcher, self.arguments)
+        return jit.in_cache(self.dispatcher, self.arguments) and tape.wrapper_in_cache(self.dispatcher)
 
     def compile(self) -> None:
         """Compile it into the cache."""
         self.dispatcher.compile(self.arguments)
-        if self._threads > 1 and (how := jit.divided.get(self.dispatcher)) is not None:
-            pool_threads.shared_of(self.dispatcher, *how)
+        tape.wrapper_of(self.dispatcher)
 
 
-def _jobs(which: Which, threads: int) -> list[_Job]:
+def _jobs(which: Which) -> list[_Job]:
     places = [i for i, (d, _) in enumerate(jit.registered) if which != "first" or d not in jit.later]
-    jobs = [_Job(i, threads) for i in places]
+    jobs = [_Job(i) for i in places]
     order = {name: i for i, name in enumerate(_LONG)}
     return sorted(jobs, key=lambda job: order.get(job.name, len(order)))
 
 
 def fill_cache(
     which: Which,
-    threads: int,
     tell: Tell = lambda *_: None,
     most: int | None = None,
     rest: Callable[[float], None] = lambda _: None,
@@ -80,13 +77,13 @@ def fill_cache(
     """Compile what the cache lacks in other processes; return when it is there, or when they cannot go on.
 
     which: what `jit.compile_first` needs, what `compile_all` needs, or the latter `behind` an agent's work: slowly, one
-    kernel at a time. threads: of the pool that will run them. tell: gets (kernels that are there, all of them) again
+    kernel at a time. tell: gets (kernels that are there, all of them) again
     and again; what it raises ends the work. most: processes at once, by default one per core. rest: gets the
     seconds that a kernel took `behind` an agent's work, and returns when the next may be compiled. Without a cache it
     returns at once, and every process compiles for itself. Raises ConfigError for a wrong setting of the environment.
     """
     require_known()
-    directory, jobs = jit.cache_directory(), _jobs(which, threads)
+    directory, jobs = jit.cache_directory(), _jobs(which)
 
     def missing() -> list[_Job]:
         found = [job for job in jobs if not job.done()]
@@ -95,7 +92,7 @@ def fill_cache(
 
     if not (left := missing()) or directory is None:
         return
-    arguments = [str(threads), *(["nice"] if which == "behind" else [])]
+    arguments = ["nice"] if which == "behind" else []
     most = 1 if which == "behind" else most or len(os.sched_getaffinity(0))
     with Compilers([sys.executable, "-m", "hepti_mqtt.kernels.precompile", *arguments], most) as compilers:
         if which == "behind":
@@ -163,14 +160,14 @@ class Compilers:
         return self._idle.pop() if self._idle else None
 
 
-def ready(threads: int) -> bool:
+def ready() -> bool:
     """Return whether nothing is left to compile in other processes: all is in the cache, or there is none."""
-    return jit.cache_directory() is None or all(job.done() for job in _jobs("all", threads))
+    return jit.cache_directory() is None or all(job.done() for job in _jobs("all"))
 
 
-def compiled(threads: int) -> tuple[int, int]:
+def compiled() -> tuple[int, int]:
     """Return the number of kernels in the cache, and of all kernels."""
-    done = [job.done() for job in _jobs("all", threads)]
+    done = [job.done() for job in _jobs("all")]
     return sum(done), len(done)
 
 
@@ -180,24 +177,23 @@ def load(everything: bool) -> jit.Warm:
     return jit.warm()
 
 
-def load_rest(threads: int, tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
+def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
     """Compile what is missing behind the agent's work, one kernel after the other, and load it.
 
     Threads that need one of these kernels meanwhile wait. tell, rest: as of `fill_cache`.
     """
-    jit.compile_all(lambda: fill_cache("behind", threads, tell, rest=rest))
-    if threads > 1:
-        pool_threads.prepare()
+    jit.compile_all(lambda: fill_cache("behind", tell, rest=rest))
+    tape.prepare()
     return jit.warm()
 
 
-def main(threads: int, nice: bool) -> int:
+def main(nice: bool) -> int:
     """Compile the kernels that standard input names until it ends; return the exit code."""
     if nice:
         with suppress(OSError):
             os.nice(10)
     for line in sys.stdin:
-        job = _Job(int(line), threads)
+        job = _Job(int(line))
         if not job.done():
             job.compile()
         if not job.done():
@@ -207,4 +203,4 @@ def main(threads: int, nice: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), "nice" in sys.argv[2:]))
+    sys.exit(main("nice" in sys.argv[1:]))

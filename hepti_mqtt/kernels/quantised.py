@@ -12,20 +12,19 @@ Each output depends on its row of x and its column alone: not on other rows, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Run
+from hepti_mqtt.kernels.calls import Call, Calls, ProductArrays, scratch
 from hepti_mqtt.kernels.cpu import DOT
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import (
     INT,
     TABLE,
-    entry,
     exact,
     fetch_to_write,
     fills,
@@ -279,12 +278,13 @@ _ROWS: Final = 384
 _ROW_GRAIN: Final = 1 << 15
 
 
-@kernel(INT, INT, INT, fills(float32, 2), reads(float32, 2), TABLE, INT, INT, INT, INT, INT, part=4, narrow=True)
+@kernel(INT, reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, *[INT] * 5, part=4, narrow=True)
 def _linear_widened(
-    storage: int, left: int, k: int, out: Any, residual: Any, panels: Any, activation: int, first_panel: int,
-    last_panel: int, first_row: int, last_row: int,
+    storage: int, x: Any, out: Any, residual: Any, panels: Any, activation: int, first_panel: int, last_panel: int,
+    first_row: int, last_row: int,
 ) -> None:  # fmt: skip
-    """Fill the columns of some panels in some rows of out; left is the address of x, panels [P, 6]."""
+    """Fill the columns of some panels in some rows of out; panels [P, 6]."""
+    k = x.shape[1]
     item = 2 if storage == F16 else 1
     plain = activation == NONE and residual.size == 0
     height = min(_ROWS, last_row - first_row)
@@ -306,7 +306,7 @@ def _linear_widened(
                     i = t * rows // tiles
                     count = (t + 1) * rows // tiles - i
                     row = start_row + i
-                    x = left + row * stride + 4 * low
+                    left = x.ctypes.data + row * stride + 4 * low
                     c, c_stride = sums.ctypes.data + 4 * i * _NR, 4 * _NR
                     begin, begin_stride = (c, c_stride) if low > 0 else (panels[p, BIAS], 0)
                     if final and direct:
@@ -314,12 +314,12 @@ def _linear_widened(
                         c_stride = out_stride
                     if storage == F16:
                         half_tile(
-                            count, _VECTORS, x, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
+                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
                             c, c_stride, 0, 0
                         )  # fmt: skip
                     else:
                         byte_tile(
-                            count, _VECTORS, x, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
+                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
                             c, c_stride, 0, 0
                         )  # fmt: skip
                     if final and not direct:
@@ -329,50 +329,33 @@ def _linear_widened(
 
 
 def bind(
-    shape: tuple[int, int],
+    arrays: ProductArrays,
     matrices: Sequence[NarrowMatrix],
     biases: Sequence[NDArray[np.float32]],
-    has_residual: bool,
     activation: int,
     pool: Workers,
-) -> Run:
-    """Return the run of a checked `linear` over x of `shape` [m, k] and matrices that are all in one narrow storage.
+) -> Calls:
+    """Return the calls of a checked `linear` over x [m, k] and matrices that are all in one narrow storage.
 
     biases: one for each matrix, or none. activation: its place in `ACTIVATIONS`.
     """
-    m, k = shape
+    m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     stride = GROUP * -(-k // GROUP)
     code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
-    row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN), m * k)
-    none = np.empty((0, 0), np.float32)
     if code != W8A8:
-        widened = pool.bind(_linear_widened, parts, code)
-
-        def run_widened(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-            address = reads[0].__array_interface__["data"][0]
-            residual = reads[1] if has_residual else none
-            widened(code, address, k, writes[0], residual, table, activation)
-
-        return run_widened
-    quantise, alone = pool.bind(quantise_rows, row_parts), entry(linear_w8a8)
-
-    def run_alone(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-        alone(reads[0], writes[0], reads[1] if has_residual else none, table, activation)
-
-    def on_threads(product: Callable[..., None]) -> Run:
-        def run(reads: Sequence[Array], writes: Sequence[Array], _alive: tuple[object, ...] = alive) -> None:
-            codes = np.empty((m, stride), np.uint8)
-            scales, zeros = np.empty((m, blocks(k)), np.float32), np.empty((m, blocks(k)), np.float32)
-            quantise(reads[0], codes, scales, zeros)
-            product(codes, k, scales, zeros, writes[0], reads[1] if has_residual else none, table, activation)
-
-        return run
-
-    ways = pool.ways(linear_int8, parts)
-    runs = {n: run_alone if n == 1 else on_threads(product) for n, product in ways.items()}
-    return pool.fastest((linear_int8, parts.whole(), parts.work), runs)
+        return pool.bind(_linear_widened, parts, code)(code, *arrays, table, activation, alive=alive)
+    choice = pool.choice((linear_int8, parts.whole(), parts.work), parts)
+    out = [Call(linear_w8a8, (*arrays, table, activation), None, choice, most=1, alive=alive)]
+    if choice is not None:
+        codes = scratch((m, stride), np.uint8)
+        scales, zeros = (scratch((m, blocks(k)), np.float32) for _ in range(2))
+        row_parts = ranges(m, min(pool.threads, 1 + m * k // _ROW_GRAIN), m * k)
+        out.append(Call(quantise_rows, (arrays.x, codes, scales, zeros), row_parts, choice, least=2))
+        taken = codes, k, scales, zeros, arrays.out, arrays.residual, table, activation
+        out.append(Call(linear_int8, taken, parts, choice, least=2, alive=alive))
+    return out
 
 
 def panels_of(

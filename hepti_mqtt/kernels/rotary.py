@@ -15,22 +15,21 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-from numba import float32
+from numba import float32, int32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import (
     Array,
     Check,
     Kernel,
-    Run,
     check_at,
-    first_of,
     norm_of,
-    nothing,
+    refuse_at,
     row_parts,
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
 from hepti_mqtt.kernels.threads import Workers
@@ -68,6 +67,14 @@ def _rotate(
                 a, b = head_out[i], head_out[i + half]
                 head_out[i] = a * cosine[i] - b * sine[i]
                 head_out[i + half] = b * cosine[i] + a * sine[i]
+
+
+@kernel(INT_ARRAY, INT_ARRAY, reads(int32, 1), INT_ARRAY, INT)
+def _move(positions: Any, items: Any, at: Any, moved: Any, places: int) -> None:
+    for i in range(len(moved)):
+        moved[i] = positions[i] + at[items[i]]
+        if at[items[i]] < 0 or moved[i] >= places:
+            raise ValueError
 
 
 @lru_cache(maxsize=_MOST_TABLES)
@@ -108,7 +115,7 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
     return check, r, d
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, r, d = _check(op, slots)
     positions, items = _positions(op)
     check.weights(weights, 2 if weights else 0)
@@ -118,22 +125,19 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     eps = norms[0][2] if norms else np.float32(0)
     parts = row_parts(r, check.reads[0].shape[1], pool)
     if not parts or not check.reads[0].shape[1]:
-        return nothing
+        return []
     places = op.attrs["places"] if len(op.reads) > 1 else max(op.attrs["lengths"])
     cosines, sines = _angles(float(op.attrs["theta"]), d, places, tuple(op.attrs.get("divisors", ())))
-    rotate, heads = pool.bind(_rotate, parts), (op.attrs["q_heads"], op.attrs["k_heads"])
-
-    lasts = [(item, int(positions[items == item].max()) + 1) for item in dict.fromkeys(items.tolist())]
-    moved = positions.copy()
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        if len(reads) > 1:
-            for item, last in lasts:
-                first_of(op, reads[1], last, places, "places of a sequence", item)
-            np.add(positions, reads[1][items], out=moved)
-        rotate(reads[0], writes[0], d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
-
-    return run
+    given, (out,) = operands(op, slots)
+    calls = Calls()
+    moved: Operand | NDArray[np.int64] = positions
+    if len(given) > 1:
+        moved = scratch(positions.shape, np.int64)
+        used = [int(positions[items == item].max(initial=-1)) + 1 for item in range(len(op.attrs["lengths"]))]
+        refuse = refuse_at(op, used, places, "places of a sequence")
+        calls.append(Call(_move, (positions, items, given[1], moved, places), refuse=refuse))
+    heads = op.attrs["q_heads"], op.attrs["k_heads"]
+    return calls + pool.bind(_rotate, parts)(given[0], out, d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
 
 
 def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:

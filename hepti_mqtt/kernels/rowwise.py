@@ -42,21 +42,18 @@ from hepti_mqtt.kernels.base import (
     Array,
     Check,
     Kernel,
-    Run,
     norm_of,
-    nothing,
     reference_norm,
     row_parts,
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import (
     FLOAT,
     INT,
     INT_ARRAY,
-    address_table,
-    entry,
     exact,
     fills,
     floats,
@@ -64,7 +61,7 @@ from hepti_mqtt.kernels.jit import (
     kernel,
     reads,
 )
-from hepti_mqtt.kernels.threads import Workers
+from hepti_mqtt.kernels.threads import NO_PARTS, Workers
 from hepti_mqtt.kernels.tile import activate, activation_of
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec
@@ -125,24 +122,15 @@ def bias_of(check: Check, op: Compute, weights: Sequence[Weight], h: int) -> NDA
     return check.plain(weights[0], (h,)) if op.attrs["bias"] else np.zeros(h, np.float32)
 
 
-def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, None)
     check.weights(weights, int(bool(op.attrs["bias"])))
     bias, count = bias_of(check, op, weights, h), len(op.reads)
-    table, fill = address_table(count)
-    parts = row_parts(m, h * count, pool)
-    if not parts or not h:
-        return nothing
-    add = pool.bind(_add, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        fill(reads)
-        add(table, count, writes[0], bias)
-
-    return run
+    given, (out,) = operands(op, slots)
+    return pool.bind(_add, row_parts(m, h * count, pool) if h else NO_PARTS)(Addresses(given), count, out, bias)
 
 
-def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(None)
     check.dtypes()
@@ -150,18 +138,9 @@ def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     activation = activation_of(check, op.attrs.get("activation"))
     for spec in check.reads:
         check.shape(spec, check.writes[0].shape)
-    count = len(op.reads)
-    table, fill = address_table(count)
-    parts = row_parts(check.writes[0].nbytes // 4, count, pool)
-    if not parts:
-        return nothing
-    add_up = pool.bind(_sum, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        fill([part.reshape(1, -1) for part in reads])
-        add_up(table, count, writes[0].reshape(-1), activation)
-
-    return run
+    given, (out,) = operands(op, slots)
+    parts = row_parts(check.writes[0].nbytes // 4, len(given), pool)
+    return pool.bind(_sum, parts)(Addresses(given), len(given), out.reshape(-1), activation)
 
 
 def total_of(op: Compute, reads: Sequence[Array], weights: Sequence[Array]) -> Array:
@@ -198,18 +177,12 @@ def _gate(x: Any, y: Any, out: Any, activation: int, first: int, stop: int) -> N
             block[i] *= y[low + i]
 
 
-def _bind_gate(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_gate(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, 2)
     check.weights(weights, 0)
-    activation, parts = activation_of(check, op.attrs["activation"]), row_parts(m * h, 2, pool)
-    if not parts:
-        return nothing
-    gate = pool.bind(_gate, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        gate(reads[0].reshape(-1), reads[1].reshape(-1), writes[0].reshape(-1), activation)
-
-    return run
+    (x, y), (out,) = operands(op, slots)
+    gate = pool.bind(_gate, row_parts(m * h, 2, pool))
+    return gate(x.reshape(-1), y.reshape(-1), out.reshape(-1), activation_of(check, op.attrs["activation"]))
 
 
 def _reference_gate(
@@ -311,7 +284,7 @@ def _normalize_rows(x: Any, out: Any) -> None:
             out[row, i] = np.float32(np.float64(x[row, i]) / by)
 
 
-def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -319,39 +292,25 @@ def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     check.shape(check.writes[0], check.reads[0].shape)
     *rows, h = check.reads[0].shape
     m = prod(rows)
-    how, parts = norm_of(check, weights, h), row_parts(m, h, pool)
-    if not parts or not h:
-        return nothing
-    norm = pool.bind(_layer_norm, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        norm(reads[0].reshape(-1, h), writes[0].reshape(-1, h), *how)
-
-    return run
+    how, ((x,), (out,)) = norm_of(check, weights, h), operands(op, slots)
+    parts = row_parts(m, h, pool) if h else NO_PARTS
+    return pool.bind(_layer_norm, parts)(x.reshape(-1, h), out.reshape(-1, h), *how)
 
 
-def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
     bias, count = bias_of(check, op, weights, h), len(op.reads)
     how = norm_of(check, weights[bool(op.attrs["bias"]) :], h)
-    table, fill = address_table(count)
-    parts = row_parts(m, h * count, pool)
-    if not parts or not h:
-        return nothing
-    norm = pool.bind(_add_norm, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        fill(reads)
-        norm(table, count, writes[0], writes[-1], bias, *how)
-
-    return run
+    given, results = operands(op, slots)
+    parts = row_parts(m, h * count, pool) if h else NO_PARTS
+    return pool.bind(_add_norm, parts)(Addresses(given), count, results[0], results[-1], bias, *how)
 
 
-def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check, _, _ = same_shapes(op, slots, 1)
     check.weights(weights, 0)
-    normalize = entry(_normalize_rows)
-    return lambda reads, writes: normalize(reads[0], writes[0])
+    (x,), (out,) = operands(op, slots)
+    return [Call(_normalize_rows, (x, out))]
 
 
 def _reference_layer_norm(
@@ -384,9 +343,11 @@ NORMALIZE_ROWS: Final = Kernel("normalize_rows", _bind_normalize_rows, _referenc
 @kernel(reads(float32, 2), fills(float32, 2), INT, INT, part=2)
 def _moments(x: Any, out: Any, first: int, stop: int) -> None:
     for row in range(first, stop):
-        mean, squares = moments_of(x[row])
-        out[row, 0] = np.float32(mean)
-        out[row, 1] = np.float32(np.sqrt(squares / x.shape[1]))
+        out[row, 0] = out[row, 1] = ZERO
+        if x.shape[1] > 0:
+            mean, squares = moments_of(x[row])
+            out[row, 0] = np.float32(mean)
+            out[row, 1] = np.float32(np.sqrt(squares / x.shape[1]))
 
 
 @kernel(
@@ -412,7 +373,7 @@ def _normalise(
         scale_row(x[row], out[row], mean, reciprocal_root(squares / count + np.float64(eps)), gamma, beta)
 
 
-def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -420,22 +381,11 @@ def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weig
     check.weights(weights, 0)
     r, c = check.reads[0].shape
     check.shape(check.writes[0], (r, 2))
-    parts = row_parts(r, c, pool)
-    if not c:
-        return _no_columns
-    find = pool.bind(_moments, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        find(reads[0], writes[0])
-
-    return run
+    (x,), (out,) = operands(op, slots)
+    return pool.bind(_moments, row_parts(r, c, pool))(x, out)
 
 
-def _no_columns(_reads: Sequence[Array], writes: Sequence[Array]) -> None:
-    writes[0][...] = ZERO
-
-
-def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(None)
     check.dtypes()
@@ -447,17 +397,9 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.that(len(counts) == len(op.reads) - 1, f"counts has {len(counts)} numbers, not one for each part")
     fits = not (counts < 0).any() and counts.sum() >= c
     check.that(fits, f"counts {counts.tolist()} must be >= 0 and at least the {c} columns of x in all")
-    how, parts = norm_of(check, weights, c), row_parts(r, c, pool)
-    table, fill = address_table(len(counts))
-    if not parts or not c:
-        return nothing
-    norm = pool.bind(_normalise, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        fill(reads[1:])
-        norm(reads[0], writes[0], table, counts, *how)
-
-    return run
+    how, parts = norm_of(check, weights, c), row_parts(r, c, pool) if c else NO_PARTS
+    (x, *moments), (out,) = operands(op, slots)
+    return pool.bind(_normalise, parts)(x, out, Addresses(moments), counts, *how)
 
 
 def _reference_moments(
@@ -522,7 +464,7 @@ def _pool_rows(x: Any, out: Any, starts: Any, mode: int) -> None:
                 out[b, i] /= by
 
 
-def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -534,7 +476,8 @@ def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.that(name in POOLINGS, f"mode {name!r} is none of {', '.join(POOLINGS)}")
     check.shape(check.writes[0], (len(starts) - 1, h))
     mode = POOLINGS.index(name)
-    return lambda reads, writes: _pool_rows(reads[0], writes[0], starts, mode)
+    (x,), (out,) = operands(op, slots)
+    return [Call(_pool_rows, (x, out, starts, mode))]
 
 
 def _reference_pool_rows(

@@ -36,16 +36,15 @@ from hepti_mqtt.kernels.base import (
     Array,
     Check,
     Kernel,
-    Run,
     check_at,
-    first_of,
     items_of,
     norm_of,
-    nothing,
     reference_norm,
+    refuse_at,
     rowwise,
     starts_of,
 )
+from hepti_mqtt.kernels.calls import Call, Calls, operands, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
@@ -62,6 +61,9 @@ def _embed_tokens(
     eps: Any, centred: int,
 ) -> None:  # fmt: skip
     h = out.shape[1]
+    for row in range(len(ids)):
+        if ids[row] < 0 or ids[row] >= len(word) * len(types):
+            raise ValueError
     for row in range(len(ids)):
         kind, place = ids[row] // len(word), positions[row]
         token = ids[row] - kind * len(word)
@@ -122,7 +124,7 @@ class _Words:
             np.take(self.table, words, axis=0, out=out, mode="clip")
 
 
-def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes("i32", "f32")
@@ -139,23 +141,31 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     positions = _positions(op) if "position" in parts else np.zeros(m, np.int64)
     check.that(len(positions) == m, f"lengths sum to {len(positions)}, there are {m} ids")
     if not m or not h:
-        return nothing
+        return []
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
     scale, every = np.float32(op.attrs.get("scale", 1.0)), np.arange(m, dtype=np.int32)
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        ids, table = reads[0], words.table
+    (ids,), (out,) = operands(op, slots)
+    fixed = position, types, positions, scale, *how
+    if words.table is not None:
+
+        def refuse(ids: Array, *_others: Any) -> None:
+            _check_ids(ids, words.vocabulary, len(types))
+
+        return [Call(_embed_tokens, (ids, out, words.table, *fixed), refuse=refuse)]
+    numbers, gathered = scratch((m,), np.int32), scratch((m, h), np.float32)
+
+    def gather(ids: Array, numbers: Array, gathered: Array) -> None:
+        """Gather the rows of words, which are words 0 to m - 1 from then on."""
         _check_ids(ids, words.vocabulary, len(types))
-        if table is None:  # rows that are gathered before are words 0 to m - 1
-            kinds, numbers = np.divmod(ids, words.vocabulary)
-            ids, table = every + kinds * m, words.rows(numbers)
-        _embed_tokens(ids, writes[0], table, position, types, positions, scale, *how)
+        kinds, of = np.divmod(ids, words.vocabulary)
+        numbers[:], gathered[:] = every + kinds * m, words.rows(of)
 
-    return run
+    return [Call(gather, (ids, numbers, gathered)), Call(_embed_tokens, (numbers, out, gathered, *fixed))]
 
 
-def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     lengths = items_of(op, slots[op.reads[0]].shape[0])
     check = check_at(op, slots, ("i32",), len(lengths))
     check.weights(weights, 2)
@@ -163,20 +173,19 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.shape(check.reads[0], (m,))
     words, position = _Words(check, weights[0], h), check.table(weights[1], h)
     if not m or not h:
-        return nothing
-    items = tuple(enumerate(pairwise(accumulate(lengths, initial=0))))
+        return []
+    places = list(pairwise(accumulate(lengths, initial=0)))
+    refuse = refuse_at(op, lengths, len(position), "positions of the model")
 
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        ids, out = reads[0], writes[0]
+    def embed(ids: Array, at: Array, out: Array) -> None:
         _check_ids(ids, words.vocabulary)
-        firsts = [
-            first_of(op, reads[1], b - a, len(position), "positions of the model", item) for item, (a, b) in items
-        ]
+        refuse(at)
         words.fill(ids, out)
-        for first, (_, (start, stop)) in zip(firsts, items, strict=True):
+        for first, (start, stop) in zip(at.tolist(), places, strict=True):
             np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
 
-    return run
+    (ids, at), (out,) = operands(op, slots)
+    return [Call(embed, (ids, at, out))]
 
 
 def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
@@ -256,7 +265,7 @@ def _patchify(pixels: Any, out: Any, patch: int, scale: Any, shift: Any) -> None
                         out[row, at + x] = pixel * scale[channel] + shift[channel]
 
 
-def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes("u8", "f32")
@@ -269,7 +278,8 @@ def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.that(mean.shape == std.shape == (channels,), f"mean and std need {channels} values, one per channel")
     check.that(bool((std > 0).all()), "std must be > 0")
     scale, shift = (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
-    return lambda reads, writes: _patchify(reads[0], writes[0], patch, scale, shift)
+    (pixels,), (out,) = operands(op, slots)
+    return [Call(_patchify, (pixels, out, patch, scale, shift))]
 
 
 def _reference_patchify(
@@ -295,7 +305,7 @@ def _prepend_positions(patches: Any, out: Any, prefix: Any, position: Any, image
                 out[row + first + j, i] = patches[image * n + j, i] + position[j, i]
 
 
-def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -305,7 +315,7 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     prefix = np.concatenate([np.empty((0, h), np.float32), *(check.table(weight, h) for weight in weights[:-1])])
     position = check.table(weights[-1], h)
     if not images:
-        return nothing
+        return []
     n = check.reads[0].shape[0] // images
     placed = len(position) - n
     check.that(0 <= placed <= len(prefix), f"{len(position)} positions make no sense for {len(prefix)} + {n} rows")
@@ -313,7 +323,8 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     check.shape(check.writes[0], (images * (len(prefix) + n), h))
     prefix[:placed] += position[:placed]
     position = position[placed:]
-    return lambda reads, writes: _prepend_positions(reads[0], writes[0], prefix, position, images)
+    (patches,), (out,) = operands(op, slots)
+    return [Call(_prepend_positions, (patches, out, prefix, position, images))]
 
 
 def _reference_prepend_positions(
@@ -329,18 +340,20 @@ def _reference_prepend_positions(
     return [np.concatenate([first, patches], axis=1).reshape(-1, h)]
 
 
-def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+@kernel(reads(int32, 1), fills(float32, 1), FLOAT)
+def _scale(numbers: Any, out: Any, step: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = np.float32(numbers[i]) * step
+
+
+def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes("i32", "f32")
     check.weights(weights, 0)
     check.shape(check.reads[0], (prod(check.writes[0].shape),))
-    step = np.float32(op.attrs["step"])
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        np.multiply(reads[0], step, out=writes[0].reshape(-1), casting="same_kind", dtype=np.float32)
-
-    return run
+    (numbers,), (out,) = operands(op, slots)
+    return [Call(_scale, (numbers, out.reshape(-1), np.float32(op.attrs["step"])))]
 
 
 def _reference_frames(
@@ -356,7 +369,7 @@ def _add_table(x: Any, table: Any, out: Any, row: int, column: int) -> None:
             out[r, c] = x[r, c] + table[row + r, column + c]
 
 
-def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -367,7 +380,8 @@ def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.shape(check.reads[0], (r, c))
     inside = 0 <= row <= len(table) - r and 0 <= column <= table.shape[1] - c
     check.that(inside, f"a table of {list(table.shape)} has no {r} x {c} from {row}, {column} on")
-    return lambda reads, writes: _add_table(reads[0], table, writes[0], row, column)
+    (x,), (out,) = operands(op, slots)
+    return [Call(_add_table, (x, table, out, row, column))]
 
 
 def _reference_add_table(
@@ -377,7 +391,13 @@ def _reference_add_table(
     return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
 
 
-def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Run:
+@kernel(reads(float32, 1), fills(float32, 2))
+def _repeat_row(row: Any, out: Any) -> None:
+    for r in range(len(out)):
+        out[r] = row
+
+
+def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -386,7 +406,8 @@ def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     m, h = check.writes[0].shape
     row = check.plain(weights[0], (h,))
     check.that(check.reads[0].shape[0] == m, f"{m} rows of {check.reads[0].shape[0]}")
-    return lambda _reads, writes: np.copyto(writes[0], row)
+    _, (out,) = operands(op, slots)
+    return [Call(_repeat_row, (row, out))]
 
 
 def _reference_repeat_row(

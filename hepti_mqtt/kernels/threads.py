@@ -4,15 +4,15 @@ Kernels release the GIL, so plain threads are enough; Numba's own thread layer c
 implementation must not be entered from two threads. A part's result depends neither on its thread nor on the number of
 parts; on how many threads an op runs is a matter of time alone (`choice`).
 
-The calling thread enters compiled code once, with the kernel's arguments as a tuple. It writes them into the pool's
-memory, marks a lane for every other thread, runs parts until none is left, takes back the lanes that no thread has
-begun, and waits for the others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; when it has done
-them it takes parts that others have not begun. So a late or slow thread delays the others little. A thread polls its
-lane for a while after its last task: waking it takes as long as many an op. Then it sleeps on its queue, which also
-carries the parts of plain Python functions.
+The calling thread runs the rows of a tape (`tape`) in compiled code. For a kernel that several threads share it marks a
+lane for every other thread, runs parts until none is left, takes back the lanes that no thread has begun, and waits for
+the others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; when it has done them it takes parts that
+others have not begun. So a late or slow thread delays the others little. A thread polls its lane for a while after its
+last task: waking it takes as long as many an op. Then it sleeps on its queue, which also carries the parts of plain
+Python functions.
 
-The pool's memory is int64 [BLOCK + threads x LANE]: the block (whether a part has failed, the kernel's address, its
-arguments as Numba passes them), then the lanes. The first lane is the calling thread's and says where the parts are.
+The pool's memory is int64 [threads x LANE]. The first lane is the calling thread's and says where the parts are, and
+where the block of the kernel's arguments.
 
 Linux wakes a thread on the core of the waking thread unless it knows of an idle core that shares a cache, and on a
 virtual machine it knows of none. Two threads of a pool then share one core, for seconds where both poll: the other core
@@ -26,56 +26,41 @@ import ctypes
 import platform
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
-from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from hepti_mqtt.kernels.calls import Call, Calls, Part
 from hepti_mqtt.kernels.choice import Choice
-from hepti_mqtt.kernels.jit import (
-    INT,
-    INT_ARRAY,
-    JIT,
-    TABLE,
-    compile_first,
-    emitter,
-    entry,
-    entry_of,
-    helper,
-    in_cache,
-    kernel,
-    lowered,
-    template,
-)
-from hepti_mqtt.kernels.jit import divided as divided_kernels
+from hepti_mqtt.kernels.jit import INT, JIT, emitter, helper, kernel, lowered
 
-# Places in the block, and its size.
-FAILED, _ADDRESS, BLOCK = 0, 1, 112
 # Places in a lane, and its size: whole pairs of cache lines, so that no two threads write to one, nor to a pair fetched
-# together. In the second line, _BEGUN counts the thread's parts that anybody has begun, and _CORE says on which core it
+# together. In the second line, BEGUN counts the thread's parts that anybody has begun, and CORE says on which core it
 # began. Then two sets of cores.
-STATE, ASLEEP, _BEGUN, _CORE, _MAY, _FREE, LANE = 0, 1, 8, 9, 16, 32, 48
+STATE, ASLEEP, BEGUN, CORE, _MAY, _FREE, LANE = 0, 1, 8, 9, 16, 32, 48
 _WORDS: Final = _FREE - _MAY
-# Places in the first lane, where all parts are.
-_ENTRY, _FIRST, _COUNT, _STRIDE, _THREADS = 3, 4, 5, 6, 7
+# Places in the first lane: what all threads read, and whether a part has failed.
+BLOCK, ENTRY, FIRST, COUNT, STRIDE, THREADS, FAILED = 2, 3, 4, 5, 6, 7, 10
 
 # States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
 # back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
 # thread to its queue.
-IDLE, _ISSUED, _TAKEN, AWAITED, CALLED = range(5)
+IDLE, ISSUED, TAKEN, AWAITED, CALLED = range(5)
+
+# `control`, through which a tape and Python speak: a flag that stops the tape, and its size.
+FLAG, CONTROL = 0, 8
 
 # Why a thread is asleep: nothing came, or it must not poll where it is.
-_UNUSED, _DRIVEN_OFF = 1, 2
+UNUSED, _DRIVEN_OFF = 1, 2
 
 # Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
-_LOOKS: Final = 256
+LOOKS: Final = 256
 _MONOTONIC: Final = 1  # the clock, as Linux calls it
 _MOST_AWAY: Final = 100_000  # nanoseconds after which it came back to this thread too late: others compute there
 # What a look that found nothing does, with its arguments, so that a thread that shares the core's units runs faster.
@@ -84,58 +69,6 @@ _ISB: Final = ("llvm.aarch64.isb", (15,))
 _REST: Final = {"x86_64": _PAUSE, "amd64": _PAUSE, "aarch64": _ISB, "arm64": _ISB}.get(platform.machine().lower())
 
 _I64: Final = ir.IntType(64)
-_SUCCESS: Final = (0, -2)  # what compiled code returns that returns a value, or None
-
-
-def _at(builder: Any, place: Any, *indices: int) -> Any:
-    return builder.gep(place, [ir.IntType(32)(i) for i in indices])
-
-
-def _emit_write(_context: Any, address: Any, arguments: Any, part: Any, block: Any) -> Any:
-    """Write a kernel's address and arguments to the block; return the address of code that runs a part of it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        fixed, varying = signature.args[1].types, signature.args[2].types
-        taken = [_lent(context, builder, kind, builder.extract_value(values[1], i)) for i, kind in enumerate(fixed)]
-        flat = context.get_arg_packer(fixed).as_arguments(builder, taken)
-        if 2 + len(flat) > BLOCK:
-            raise ValueError(f"arguments of {fixed} do not fit into a block of {BLOCK} values; make it larger")
-        layout = ir.LiteralStructType([_I64, _I64, *(value.type for value in flat)])
-        place = builder.inttoptr(values[3], layout.as_pointer())
-        for i, value in enumerate((values[0], *flat)):
-            builder.store(value, _at(builder, place, 0, _ADDRESS + i))
-        called = context.call_conv.get_function_type(types.none, (*fixed, *varying))
-        return builder.ptrtoint(_part_of(builder.module, layout, called, len(varying)), _I64)
-
-    return types.int64(address, arguments, part, block), codegen
-
-
-def _lent(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    """Return an argument without its owner: nothing counts references to what the caller's Python keeps alive.
-
-    A thread that is AWAITED runs on when compiled code of the caller has returned and its counters are gone.
-    """
-    if not isinstance(kind, types.Array):
-        return value
-    array = context.make_array(kind)(context, builder, value)
-    array.meminfo, array.parent = (ir.Constant(member.type, None) for member in (array.meminfo, array.parent))
-    return array._getvalue()
-
-
-def _part_of(module: Any, layout: Any, called: Any, width: int) -> Any:
-    """Return the function of (block, part) that calls the block's kernel with its arguments and `width` of the part."""
-    function = ir.Function(module, ir.FunctionType(_I64, [_I64, _I64]), name="hepti_part")
-    function.linkage = "internal"
-    builder = ir.IRBuilder(function.append_basic_block())
-    block = builder.inttoptr(function.args[0], layout.as_pointer())
-    part = builder.inttoptr(function.args[1], _I64.as_pointer())
-    address, *fixed = (builder.load(_at(builder, block, 0, i)) for i in range(_ADDRESS, len(layout.elements)))
-    varying = [builder.load(_at(builder, part, i)) for i in range(width)]
-    result, error = (builder.alloca(argument.pointee) for argument in called.args[:2])
-    code = builder.call(builder.inttoptr(address, called.as_pointer()), [result, error, *fixed, *varying])
-    good = builder.or_(*(builder.icmp_signed("==", code, code.type(value)) for value in _SUCCESS))
-    builder.ret(builder.zext(builder.not_(good), _I64))
-    return function
 
 
 def _emit_call(_context: Any, entry: Any, block: Any, part: Any) -> Any:
@@ -206,7 +139,6 @@ def _compiled_alone(*_arguments: Any) -> Any:
     raise NotImplementedError("parts are handed over by compiled code alone; without it the pool's queues carry them")
 
 
-_write: Final = lowered(_emit_write, _compiled_alone)
 _call: Final = lowered(_emit_call, _compiled_alone)
 _get: Final = lowered(_emit_get, _compiled_alone)
 _put: Final = lowered(_emit_put, _compiled_alone)
@@ -226,7 +158,7 @@ def _is_taken(lanes: int, number: int, core: int) -> bool:
     """Return whether the calling thread, or another one before this one, began on a core."""
     taken = False
     for i in range(number):
-        taken |= _get(lanes + 8 * (LANE * i + _CORE)) == core
+        taken |= _get(lanes + 8 * (LANE * i + CORE)) == core
     return taken and core >= 0
 
 
@@ -237,7 +169,7 @@ def _keep_apart(lanes: int, number: int) -> None:
     It may go anywhere afterwards, as before: this is no pinning.
     """
     here = _core()
-    _put(lanes + 8 * (LANE * number + _CORE), here)
+    _put(lanes + 8 * (LANE * number + CORE), here)
     if not _is_taken(lanes, number, here):
         return
     may, free = lanes + 8 * (LANE * number + _MAY), lanes + 8 * (LANE * number + _FREE)
@@ -246,14 +178,14 @@ def _keep_apart(lanes: int, number: int) -> None:
     for word in range(_WORDS):
         left = _get(may + 8 * word)
         for i in range(number):
-            taken = _get(lanes + 8 * (LANE * i + _CORE))
+            taken = _get(lanes + 8 * (LANE * i + CORE))
             if taken // 64 == word:
                 left &= ~(1 << taken % 64)
         _put(free + 8 * word, left)
     # It fails where none is free; then it stays.
     if _allow(0, 8 * _WORDS, free) == 0:
         _allow(0, 8 * _WORDS, may)
-        _put(lanes + 8 * (LANE * number + _CORE), _core())
+        _put(lanes + 8 * (LANE * number + CORE), _core())
 
 
 @helper
@@ -281,19 +213,19 @@ def _offer(lanes: int, number: int) -> Any:
 @helper
 def _run(lanes: int, number: int) -> None:
     """Run the parts of this thread, then those that the others have not begun; lanes: the address of the first."""
-    block = lanes - 8 * BLOCK
-    entry, first, stride = _get(lanes + 8 * _ENTRY), _get(lanes + 8 * _FIRST), _get(lanes + 8 * _STRIDE)
-    count, threads = _get(lanes + 8 * _COUNT), _get(lanes + 8 * _THREADS)
+    block = _get(lanes + 8 * BLOCK)
+    entry, first, stride = _get(lanes + 8 * ENTRY), _get(lanes + 8 * FIRST), _get(lanes + 8 * STRIDE)
+    count, threads = _get(lanes + 8 * COUNT), _get(lanes + 8 * THREADS)
     failed = 0
     for turn in range(threads):
         whose = (number + turn) % threads
-        begun = lanes + 8 * (LANE * whose + _BEGUN)
+        begun = lanes + 8 * (LANE * whose + BEGUN)
         part = whose + threads * _take(begun)
         while part < count:
             failed |= _call(entry, block, first + part * stride)
             part = whose + threads * _take(begun)
     if failed:
-        _put(block + 8 * FAILED, 1)
+        _put(lanes + 8 * FAILED, 1)
 
 
 @kernel(INT, INT, INT)
@@ -313,99 +245,18 @@ def serve(lanes: int, number: int, polls: int) -> None:
         if state == CALLED:
             _put(lane + 8 * STATE, IDLE)
             break
-        if state == _ISSUED and _swap(lane + 8 * STATE, _ISSUED, _TAKEN):
+        if state == ISSUED and _swap(lane + 8 * STATE, ISSUED, TAKEN):
             _keep_apart(lanes, number)
             _run(lanes, number)
-            if not _swap(lane + 8 * STATE, _TAKEN, IDLE):
+            if not _swap(lane + 8 * STATE, TAKEN, IDLE):
                 return
             look = 0
-        elif look % _LOOKS:
+        elif look % LOOKS:
             _rest()
         elif not _offer(lanes, number):
             _put(lane + 8 * ASLEEP, _DRIVEN_OFF)
             return
-    _put(lane + 8 * ASLEEP, _UNUSED)
-
-
-def _share(address: int, arguments: Any, part: Any, parts: Any, memory: Any, threads: int, polls: int) -> int:
-    """Run the kernel at `address` for every row of `parts` on so many threads; return how many lanes are AWAITED."""
-    block = memory.ctypes.data
-    lanes = block + 8 * BLOCK
-    _put(lanes + 8 * _ENTRY, _write(address, arguments, part, block))
-    _put(lanes + 8 * _FIRST, parts.ctypes.data)
-    _put(lanes + 8 * _COUNT, len(parts))
-    _put(lanes + 8 * _STRIDE, 8 * parts.shape[1])
-    _put(lanes + 8 * _THREADS, threads)
-    for i in range(threads):
-        _put(lanes + 8 * (LANE * i + _BEGUN), 0)
-    _put(lanes + 8 * _CORE, _core())
-    for i in range(1, threads):
-        _put(lanes + 8 * (LANE * i + STATE), _ISSUED)
-    _run(lanes, 0)
-    for i in range(1, threads):
-        _swap(lanes + 8 * (LANE * i + STATE), _ISSUED, IDLE)
-    awaited = 0
-    for i in range(1, threads):
-        state = lanes + 8 * (LANE * i + STATE)
-        for look in range(1, polls + 1):
-            if _get(state) == IDLE:
-                break
-            if look % _LOOKS:
-                _rest()
-            else:
-                _pass_on()
-        if _swap(state, _TAKEN, AWAITED):
-            awaited += 1
-    return awaited
-
-
-class Shared(NamedTuple):
-    """A kernel as `_share` takes it: `call(address, arguments, part, parts, memory, threads, polls)`."""
-
-    call: Callable[..., int]
-    address: int
-
-
-_sharing: Final = template(_share)
-_preparing: Final = Lock()
-
-# The kernels that are divided into parts, as far as they were needed or compiled when `prepare` was called.
-shared: Final[dict[Any, Shared]] = {}
-
-
-def prepare() -> None:
-    """Compile, or load from the cache, the kernels of f32 weights and how parts of all that are there are handed over.
-
-    That of the others comes when an op is bound.
-    """
-    compile_first()
-    for dispatcher in divided_kernels:
-        if dispatcher.signatures:
-            handed_over(dispatcher)
-
-
-def handed_over(function: Callable[..., None]) -> Shared | None:
-    """Return how the parts of a kernel are handed over, compiled if need be; None of a plain function."""
-    if function not in shared and function in divided_kernels:
-        with _preparing:
-            if function not in shared:
-                shared[function] = shared_of(function, *divided_kernels[function])
-    return shared.get(function)
-
-
-def shared_of(dispatcher: Any, arguments: tuple[Any, ...], width: int) -> Shared:
-    """Return the compiled kernel of these argument types, of which the last `width` say the part, to be shared."""
-    return Shared(entry_of(_sharing, _taken(arguments, width))[0], entry_of(dispatcher, arguments)[1])
-
-
-def shared_in_cache(dispatcher: Any) -> bool:
-    """Return whether the cache has what hands over the parts of a kernel, or it has none."""
-    return dispatcher not in divided_kernels or in_cache(_sharing, _taken(*divided_kernels[dispatcher]))
-
-
-def _taken(arguments: tuple[Any, ...], width: int) -> tuple[Any, ...]:
-    of: Any = types.Tuple  # without types in Numba
-    return (INT, of(arguments[:-width]), of((types.int64,) * width), TABLE, INT_ARRAY, INT, INT)
+    _put(lane + 8 * ASLEEP, UNUSED)
 
 
 # Multiply-adds of which an op needs as many as these for each thread, and those of the least part. Less is over before
@@ -417,7 +268,6 @@ _LEAST: Final = 1 << 18
 # waking takes some 50 µs of both threads, and shorter than a wait for the network.
 POLL_SECONDS: Final = 1e-3
 
-Part = tuple[int, ...]
 _Task = tuple[Callable[..., None], tuple[Any, ...], Sequence[Part]]
 _WAKE: Final = ()  # what a queue carries to a thread that shall look at its lane
 
@@ -447,22 +297,25 @@ class Parts(tuple[Part, ...]):
         return tuple(np.stack([starts, stops], axis=1).ravel().tolist())
 
 
+#: Parts of nothing.
+NO_PARTS: Final = Parts(())
+
+
 class Workers:
     """Runs a kernel's parts on `threads` threads, of which the calling thread is one.
 
     Made for one calling thread. `close()` ends the threads; a closed pool runs everything on the calling thread. Raises
-    ValueError if `threads` < 1. clock: by which runs are measured.
+    ValueError if `threads` < 1.
     """
 
-    def __init__(self, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, threads: int) -> None:
         if threads < 1:
             raise ValueError(f"kernels need at least one thread, got {threads}")
         self.threads = threads
-        self._clock = clock
         self._choices: dict[Hashable, Choice] = {}
-        self._memory: NDArray[np.int64] = np.zeros(BLOCK + threads * LANE, np.int64)
-        self._polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
-        self._woke = False
+        self.memory: NDArray[np.int64] = np.zeros(threads * LANE, np.int64)
+        self.control: NDArray[np.int64] = np.zeros(CONTROL, np.int64)
+        self.polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._tasks: list[SimpleQueue[_Task | tuple[()] | None]] = [SimpleQueue() for _ in range(threads - 1)]
         self._running = [
@@ -472,104 +325,66 @@ class Workers:
         for thread in self._running:
             thread.start()
 
-    def each(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Return whether other threads than the calling one run parts."""
+        return bool(self._tasks)
+
+    def each(self, function: Callable[..., None], arguments: Sequence[Any], parts: Sequence[Part]) -> None:
         """Call `function(*arguments, *part)` for every part; return when all are done.
 
-        The first error of a part is raised after the others have ended.
+        Compiled code shares parts by a tape. The first error of a part is raised after the others have ended.
         """
         if len(parts) < 2 or not self._tasks:
             for part in parts:
                 function(*arguments, *part)
-        elif (compiled := shared.get(function)) is not None:
-            mine = parts if isinstance(parts, Parts) else Parts(parts)
-            self._share(compiled, arguments, mine, min(self.threads, mine.threads))
         else:
-            self._queue(function, arguments, parts)
+            self._queue(function, tuple(arguments), parts)
 
-    def bind(self, function: Callable[..., None], parts: Parts, kind: Hashable = None) -> Callable[..., None]:
-        """Return `call(*arguments)`, which runs a compiled kernel for all parts on as many threads as take least time.
+    def bind(self, function: Callable[..., None], parts: Parts, kind: Hashable = None) -> Callable[..., Calls]:
+        """Return `calls(*arguments)`: a compiled kernel for all parts, on as many threads as take least time.
 
-        It trusts its arguments as `jit.entry` says. The parts are ranges. kind: what of the other arguments tells how
-        long it takes.
-        """
-        whole = parts.whole() if parts else ()
-        return self.fastest((function, whole, parts.work, kind), self.ways(function, parts))
-
-    def bind_sized(
-        self, function: Callable[..., None], parts: Parts, kind: Hashable = None
-    ) -> Callable[[int], Callable[..., None]]:
-        """Return `call(work)(*arguments)`, which does what `bind` does where runs are of different work."""
-        ways, calls = self.ways(function, parts), dict[int, Callable[..., None]]()
-
-        def call(work: int) -> Callable[..., None]:
-            size = work.bit_length()  # half as much again is alike
-            if (known := calls.get(size)) is None:
-                able = {n: way for n, way in ways.items() if n == 1 or work >= _GRAIN}
-                known = calls[size] = self.fastest((function, parts.whole(), size, kind), able)
-            return known
-
-        return call
-
-    def ways(self, function: Callable[..., None], parts: Parts) -> dict[int, Callable[..., None]]:
-        """Return `call(*arguments)` for each number of threads that may be best, the most first.
-
-        One thread has all parts as one.
+        The parts are ranges. kind: what of the other arguments tells how long it takes. calls takes `refuse` and
+        `alive` of a `Call`, too.
         """
         if not parts:
-            return {1: lambda *_arguments: None}
-        alone, whole, threads = entry(function), parts.whole(), min(self.threads, parts.threads)
-        found: dict[int, Callable[..., None]] = {}
-        kernel = handed_over(function) if threads > 1 else None
-        while threads > 1:
-            found[threads] = partial(self._each_on, threads, function, kernel, parts)
-            threads //= 2
-        return {**found, 1: lambda *arguments: alone(*arguments, *whole)}
+            return lambda *_arguments, **_options: []
+        choice = self.choice((function, parts.whole(), parts.work, kind), parts)
+        return lambda *arguments, **options: [Call(function, arguments, parts, choice, **options)]
 
-    def fastest(self, key: Hashable, ways: Mapping[int, Callable[..., None]]) -> Callable[..., None]:
-        """Return what runs that of several ways which takes least time, by the number of threads that each takes.
+    def choice(self, key: Hashable, parts: Parts) -> Choice | None:
+        """Return the choice among all threads that the parts are worth, half of them, and so on; None if it is one.
 
         key: what has in common with others how long the ways take.
         """
-        runs = tuple(ways.values())
-        if len(runs) == 1:
-            return runs[0]
-        choice, clock = self._choices.setdefault(key, Choice(tuple(ways))), self._clock
+        threads, ways = min(self.threads, parts.threads), list[int]()
+        while threads > 1:
+            ways.append(threads)
+            threads //= 2
+        return self._choices.setdefault(key, Choice((*ways, 1))) if ways else None
 
-        def run(*arguments: Any) -> None:
-            if choice.skips:
-                choice.skips -= 1
-                runs[choice.next](*arguments)
-                return
-            place, self._woke = choice.next, False
-            begun = clock()
-            runs[place](*arguments)
-            choice.note(place, clock() - begun, self._woke)
+    def interrupt(self) -> None:
+        """Make the calling thread's tape stop before its next row, until `resume`; from any thread."""
+        self.control[FLAG] = 1
 
-        return run
+    def resume(self) -> None:
+        """Let tapes run."""
+        self.control[FLAG] = 0
 
-    def _each_on(
-        self, threads: int, function: Callable[..., None], kernel: Shared | None, parts: Parts, *arguments: Any
-    ) -> None:
-        if kernel is None or not self._tasks:
-            self.each(function, arguments, parts)
-        else:
-            self._share(kernel, arguments, parts, threads)
-
-    def _share(self, kernel: Shared, arguments: tuple[Any, ...], parts: Parts, threads: int) -> None:
-        memory = self._memory
-        for at, tasks in zip(range(BLOCK + LANE, BLOCK + threads * LANE, LANE), self._tasks, strict=False):
+    def wake(self, threads: int) -> bool:
+        """Wake those of the first threads that sleep; return whether one did because nothing came."""
+        memory, unused = self.memory, False
+        for at, tasks in zip(range(LANE, threads * LANE, LANE), self._tasks, strict=False):
             if why := memory[at + ASLEEP]:
                 memory[at + ASLEEP] = 0
-                self._woke |= bool(why == _UNUSED)
+                unused |= bool(why == UNUSED)
                 tasks.put(_WAKE)
-        awaited = kernel.call(kernel.address, arguments, parts[0], parts.table, memory, threads, self._polls)
-        for _ in range(awaited):
+        return unused
+
+    def wait(self, lanes: int) -> None:
+        """Wait for the threads of AWAITED lanes."""
+        for _ in range(lanes):
             self._done.get()
-        if memory[FAILED]:
-            memory[FAILED] = 0
-            raise MemoryError(
-                "a kernel could not get the memory that it computes in; give it more, or smaller requests"
-            )
 
     def _queue(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
         lanes = 1 + len(self._tasks)
@@ -591,7 +406,7 @@ class Workers:
 
     def _call(self, lane: int, task: _Task | None) -> None:
         self._tasks[lane - 1].put(task)
-        self._memory[BLOCK + lane * LANE + STATE] = CALLED
+        self.memory[lane * LANE + STATE] = CALLED
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
@@ -602,13 +417,13 @@ class Workers:
         self._tasks, self._running = [], []
 
     def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], lane: int) -> None:
-        at = BLOCK + lane * LANE
-        lanes = self._memory.__array_interface__["data"][0] + 8 * BLOCK
+        at = lane * LANE
+        lanes = self.memory.__array_interface__["data"][0]
         while True:
             if JIT:
-                serve(lanes, lane, self._polls)
-            if self._memory[at + STATE] == AWAITED:
-                self._memory[at + STATE] = IDLE
+                serve(lanes, lane, self.polls)
+            if self.memory[at + STATE] == AWAITED:
+                self.memory[at + STATE] = IDLE
                 self._done.put(None)
                 continue
             if (task := tasks.get()) is None:
@@ -628,7 +443,6 @@ class Workers:
 
 def _polls_of(seconds: float) -> int:
     """Return how many polls take `seconds` on this machine."""
-    prepare()
     lane, polls, best = np.zeros(LANE, np.int64), 1 << 15, 1.0
     for _ in range(3):
         start = time.perf_counter()

@@ -38,11 +38,10 @@ from hepti_mqtt.kernels.base import (
     Array,
     Check,
     Kernel,
-    Run,
-    nothing,
     row_parts,
     rowwise,
 )
+from hepti_mqtt.kernels.calls import Calls, operands
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
@@ -291,17 +290,13 @@ def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
                     best[c] = values[c] if is_above else best[c]
 
 
-def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
     c, table = window.channels, window.table()
     if not c:
-        return nothing
-    pool_maxima = pool.bind(_max_pool2d, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool_maxima(reads[0].reshape(-1), writes[0].reshape(-1, c), table)
-
-    return run
+        return []
+    (x,), (out,) = operands(op, slots)
+    return pool.bind(_max_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table)
 
 
 def _reference_max_pool2d(
@@ -338,17 +333,13 @@ def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, s
             total[c] *= by
 
 
-def _bind_average_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_average_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
     c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
     if not c:
-        return nothing
-    pool_means = pool.bind(_average_pool2d, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        pool_means(reads[0].reshape(-1), writes[0].reshape(-1, c), table, count_pad)
-
-    return run
+        return []
+    (x,), (out,) = operands(op, slots)
+    return pool.bind(_average_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table, count_pad)
 
 
 def _reference_average_pool2d(
@@ -393,7 +384,7 @@ def _global_sum(x: Any, out: Any, scale: Any, first: int, stop: int) -> None:
             total[c] *= scale
 
 
-def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
     check.dtypes()
@@ -404,13 +395,9 @@ def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     scale = np.float32(op.attrs.get("scale", 1.0))
     parts = ranges(c, min(pool.threads, 1 + y * x * c // ROWWISE_GRAIN), y * x * c)
     if not c:
-        return nothing
-    add_up = pool.bind(_global_sum, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        add_up(reads[0], writes[0], scale)
-
-    return run
+        return []
+    (maps,), (out,) = operands(op, slots)
+    return pool.bind(_global_sum, parts)(maps, out, scale)
 
 
 def _reference_global_sum(
@@ -434,7 +421,7 @@ def _scale_map(row: Any, x: Any, out: Any, activation: int, first: int, stop: in
             out[pixel, c] = factors[c] * x[pixel, c]
 
 
-def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(2)
     check.dtypes()
@@ -445,13 +432,9 @@ def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     check.shape(check.writes[0], (y, x, c))
     activation, parts = activation_of(check, op.attrs["activation"]), row_parts(y * x, c, pool)
     if not parts or not c:
-        return nothing
-    scale = pool.bind(_scale_map, parts)
-
-    def run(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        scale(reads[0], reads[1].reshape(-1, c), writes[0].reshape(-1, c), activation)
-
-    return run
+        return []
+    (row, maps), (out,) = operands(op, slots)
+    return pool.bind(_scale_map, parts)(row, maps.reshape(-1, c), out.reshape(-1, c), activation)
 
 
 def _reference_scale_map(

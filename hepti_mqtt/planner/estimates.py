@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
 from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.quantities import (
-    SAME,
+    ESTIMATOR,
     ChangeAges,
     Found,
     Noise,
@@ -252,7 +252,7 @@ class SiteEstimates:
                 slowest = min(
                     (x.mean for far in _lines(other) if far != line and (x := self._quantities.get(far))), default=inf
                 )
-                if own is None or carried > own.mean or slowest > own.mean - SAME:
+                if own is None or carried > own.mean or slowest > own.mean - ESTIMATOR.same:
                     best = max(best, carried)
             if best > -inf and best != self._best.get((probed, line)):
                 self._best[probed, line] = best

@@ -14,21 +14,36 @@ from math import hypot, inf, log, sqrt
 from statistics import median_low
 from typing import Final, Literal, NamedTuple
 
-CUT: Final = 8.0  # of an error in the change test, in standard deviations
-SLACK: Final = 1.0  # standard deviations that an error may have and not count as a change
-LOUD: Final = 2.0  # standard deviations by which an observation speaks for a change
-LIMIT: Final = 6.0  # of the summed errors: beyond it the quantity has changed
-TAIL: Final = 4.0  # degrees of freedom of the noise: an outlier counts less
-LEARNING_RATE: Final = 0.02  # of a stream's variance and correlation
-LEAST_NOISE, MOST_NOISE = 0.03, 0.5  # bounds of a stream's learned standard deviation
-OFFSET_PRIOR: Final = 3.0  # observations that say beforehand that a stream has no offset
-OFFSET_COUNT: Final = 50  # late ones that it is learned from
-RECENT: Final = 12  # observations of an excursion that are kept
-RESET_SD: Final = 0.12  # at least so little is known right after a change
-RESTORED_SD: Final = 0.02
-SAME: Final = 0.25  # a change that comes back so close to what was known has ended
-KNOWN_SD: Final = 0.15  # a quantity of which less is known has not changed: it is only being learned
-NORMAL_S: Final = 300.0  # what has lasted for so long, or for longer than what was before it, is how things are
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Constants of the estimator: a normal posterior under Student noise, and a two-sided CUSUM as its change test.
+
+    Standard deviations are of logarithms.
+    """
+
+    # The change test: g = max(0, g + min(|z|, clip) - slack) on standardised errors z, in standard deviations.
+    clip: float = 8.0  #: most that one error counts
+    slack: float = 1.0  #: error that does not count as a change
+    threshold: float = 6.0  #: sum of errors beyond which the quantity has changed
+    alarm: float = 2.0  #: least error of an observation that speaks for a change; two must
+    window: int = 12  #: observations since the sum left 0 that are kept
+    same: float = 0.25  #: a change that returns so close to the value before it has ended
+    normal_s: float = 300.0  #: a change that lasts so long, or longer than the state before it, is the normal state
+    # The posterior.
+    degrees_of_freedom: float = 4.0  #: of the Student noise: an outlier counts less
+    reset_sd: float = 0.12  #: least standard deviation right after a change
+    restored_sd: float = 0.02  #: least standard deviation after the end of a change
+    known_sd: float = 0.15  #: a quantity that is known less well has not changed: it is still being learned
+    # Learned noise of a stream.
+    learning_rate: float = 0.02  #: of its variance and correlation
+    least_noise_sd: float = 0.03
+    most_noise_sd: float = 0.5
+    offset_prior: float = 3.0  #: made-up observations of a stream without an offset
+    offset_window: int = 50  #: last observations that the offset is learned from
+
+
+ESTIMATOR: Final = Estimator()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +94,16 @@ class Stream:
 
     def learn_offset(self, gap: float) -> None:
         """Take how far it was off by better evidence."""
-        self.offset += (gap - self.offset) / (min(self.offset_count, OFFSET_COUNT) + OFFSET_PRIOR + 1)
+        self.offset += (gap - self.offset) / (
+            min(self.offset_count, ESTIMATOR.offset_window) + ESTIMATOR.offset_prior + 1
+        )
         self.offset_count += 1
 
     def learn_noise(self, error: float) -> None:
         """Take one error more."""
-        bounded = self.variance + LEARNING_RATE * (error * error - self.variance)
-        self.variance = min(max(bounded, LEAST_NOISE**2), MOST_NOISE**2)
-        self.covariance += LEARNING_RATE * (error * self.last - self.covariance)
+        bounded = self.variance + ESTIMATOR.learning_rate * (error * error - self.variance)
+        self.variance = min(max(bounded, ESTIMATOR.least_noise_sd**2), ESTIMATOR.most_noise_sd**2)
+        self.covariance += ESTIMATOR.learning_rate * (error * self.last - self.covariance)
         self.last = error
 
 
@@ -101,7 +118,7 @@ class Change(NamedTuple):
 
     def is_normal(self, now: float) -> bool:
         """Return whether it is how things are: what is as it was before would be the change then."""
-        return now - self.began_s >= min(NORMAL_S, self.began_s - self.since_s)
+        return now - self.began_s >= min(ESTIMATOR.normal_s, self.began_s - self.since_s)
 
 
 class EndedChange(NamedTuple):
@@ -186,7 +203,7 @@ class Quantity:
         self.count = 0
         self._up = self._down = 0.0
         self._doubted_s = now  # the first of those observations without which it would not be in doubt
-        self._recent: deque[_Excursion] = deque(maxlen=RECENT)
+        self._recent: deque[_Excursion] = deque(maxlen=ESTIMATOR.window)
 
     def sd(self, now: float | None = None) -> float:
         """Return the standard deviation, now or when it was last observed."""
@@ -196,7 +213,7 @@ class Quantity:
     @property
     def is_in_doubt(self) -> bool:
         """Return whether half of what a change takes has been seen."""
-        return max(self._up, self._down) > LIMIT / 2
+        return max(self._up, self._down) > ESTIMATOR.threshold / 2
 
     @property
     def doubted_s(self) -> float:
@@ -233,7 +250,11 @@ class Quantity:
         if self._test(seen, weight / sqrt(repeats), alone):
             return self._become(now)
         spread = noise * repeats / weight
-        spread *= max((TAIL + error * error / (self.variance + spread)) / (TAIL + 1), 1.0)
+        spread *= max(
+            (ESTIMATOR.degrees_of_freedom + error * error / (self.variance + spread))
+            / (ESTIMATOR.degrees_of_freedom + 1),
+            1.0,
+        )
         gain = self.variance / (self.variance + spread)
         self.mean += gain * error
         self.variance *= 1 - gain
@@ -267,29 +288,29 @@ class Quantity:
     def believed(self, now: float | None = None) -> Posterior:
         """Return mean and variance, now or when it was last observed; what was before, if a change has likely ended."""
         if now is not None and self.ended_unheard(now) > 0.5:
-            return self.changes[-1].mean, self.changes[-1].variance + RESET_SD**2
+            return self.changes[-1].mean, self.changes[-1].variance + ESTIMATOR.reset_sd**2
         return self.mean, self.sd(now) ** 2
 
     def _test(self, seen: _Excursion, step: float, alone: bool) -> bool:
         """Return whether the two-sided sum of errors says that the quantity has changed."""
         judges = self._prior.judge in (None, seen.stream)
-        most = inf if alone or judges else LIMIT / 2
-        cut, step = min(max(seen.score, -CUT), CUT), min(step, 1.0)
+        most = inf if alone or judges else ESTIMATOR.threshold / 2
+        cut, step = min(max(seen.score, -ESTIMATOR.clip), ESTIMATOR.clip), min(step, 1.0)
         if not self.is_in_doubt:
             self._doubted_s = seen.at_s
-        self._up = max(0.0, min(self._up + step * (cut - SLACK), max(most, self._up)))
-        self._down = max(0.0, min(self._down + step * (-cut - SLACK), max(most, self._down)))
+        self._up = max(0.0, min(self._up + step * (cut - ESTIMATOR.slack), max(most, self._up)))
+        self._down = max(0.0, min(self._down + step * (-cut - ESTIMATOR.slack), max(most, self._down)))
         if self._up == self._down == 0.0:
             self._recent.clear()
             return False
         self._recent.append(seen)
-        if max(self._up, self._down) <= LIMIT:
+        if max(self._up, self._down) <= ESTIMATOR.threshold:
             return False
         # One stall is no change, nor one now and then: two runs have said so alike, or two of what may speak alone, and
         # with them most of what came since.
         judge, alike = None if alone else self._prior.judge, self._alike()
         since = [one for one in self._recent if one.at_s >= alike[0].at_s]
-        loud = sum(one.score * self._sign >= LOUD and judge in (None, one.stream) for one in alike)
+        loud = sum(one.score * self._sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in alike)
         return loud > 1 and 2 * len(alike) > len(since)
 
     @property
@@ -299,7 +320,7 @@ class Quantity:
     def _alike(self) -> list[_Excursion]:
         """Return what came since the sum of errors left 0 and says about the same as the last one."""
         last = self._recent[-1]
-        within = [max(SAME, 3 * hypot(one.sd, last.sd)) for one in self._recent]
+        within = [max(ESTIMATOR.same, 3 * hypot(one.sd, last.sd)) for one in self._recent]
         return [one for one, most in zip(self._recent, within, strict=True) if abs(one.value - last.value) <= most]
 
     def _become(self, now: float) -> Found | None:
@@ -311,13 +332,13 @@ class Quantity:
             self.mean, half = one.value, half + one.precision
             if half >= total / 2:
                 break
-        self.variance = max(1 / total, RESET_SD**2)
+        self.variance = max(1 / total, ESTIMATOR.reset_sd**2)
         self._up = self._down = 0.0
         self._recent.clear()
         self.changes = self.changes_since(now)
-        ended = next((c for c in self.changes if abs(self.mean - c.mean) < SAME), None)
+        ended = next((c for c in self.changes if abs(self.mean - c.mean) < ESTIMATOR.same), None)
         if ended is None:
-            if variance > KNOWN_SD**2:
+            if variance > ESTIMATOR.known_sd**2:
                 return None
             self.changes.append(Change(began_s, mean, variance, max(now - began_s, 1.0), self._since_s))
             self._since_s = began_s
@@ -333,7 +354,11 @@ class Quantity:
         """A change has ended: what was known before it holds again."""
         age_s = max(now - ended.began_s, ended.found_age_s)
         self._ages.record(EndedChange(abs(self.mean - ended.mean), ended.found_age_s, age_s))
-        self.mean, self.variance, self._since_s = ended.mean, max(ended.variance, RESTORED_SD**2), ended.since_s
+        self.mean, self.variance, self._since_s = (
+            ended.mean,
+            max(ended.variance, ESTIMATOR.restored_sd**2),
+            ended.since_s,
+        )
         self.at_s, self._up, self._down = now, 0.0, 0.0
         self._recent.clear()
         del self.changes[self.changes.index(ended) :]

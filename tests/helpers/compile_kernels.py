@@ -11,13 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from device_agent.measure import measurement_file
 from hepti_mqtt.kernels.precompile import fill_cache, ready
 
-THREADS = 2  # of the pools in tests; one of more needs nothing else
-
 
 def compile_kernels(processes: int | None = None) -> None:
     """Fill the cache; raises RuntimeError if a kernel does not compile."""
-    fill_cache("all", THREADS, most=processes)
-    if not ready(THREADS):
+    fill_cache("all", most=processes)
+    if not ready():
         raise RuntimeError("some kernel does not compile; see above")
 
 

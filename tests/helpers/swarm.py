@@ -425,7 +425,7 @@ class Swarm:
         host.busy = True
         outgoing, error = None, None
         try:
-            outgoing = step.run()  # at once: no event comes between the choice of an op and its run
+            outgoing = step.run(ops=1)  # at once: no event comes between the choice of an op and its run
         except Exception as exc:
             error = exc
 

@@ -32,7 +32,7 @@ def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> di
 def run_together(
     devices: Mapping[str, BoundProgram], inputs: np.ndarray, seed: int = 0, duplicates: float = 0.0
 ) -> np.ndarray:
-    """Return the output of one request; ops of all devices and arrivals take turns at random.
+    """Return the output of one request; stretches of all devices, or parts of them, and arrivals take turns at random.
 
     Fails if an exchange is sent that nobody expects, or if a device is left with something to do.
     """
@@ -67,7 +67,7 @@ def run_together(
         if step is None:
             idle.add(name)
             continue
-        outgoing = step.run()
+        outgoing = step.run(ops=rng.choice((0, 0, 1, 3)))  # all of a stretch, or a part
         if outgoing is None:
             continue
         array, op = np.array(outgoing.array), outgoing.op

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from browser import CHROMIUM, Browser
@@ -75,3 +80,51 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
         assert browser.run("window.stolen") is None
     gateway.terminate()
     gateway.wait(PATIENCE_S)  # although a page watched until just now
+
+
+def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path) -> None:
+    kept = Path(os.environ.get("HEPTI_SCREENSHOTS", tmp_path))
+    served = {
+        "other": make_model("tiny-bert", tmp_path / "other"),
+        "writer": make_model("tiny-llama", tmp_path / "writer"),
+    }
+    with contextmanager(running_site)(tmp_path, served, {"kitchen": "200MiB"}) as site:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = int(found.getsockname()[1])
+        gateway = site.start("gateway", "gateway", "--port", str(port))
+        poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
+        body = json.dumps({"model": "writer", "prompt": "a warm room", "max_tokens": 60}).encode()
+        asked = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        with Hepti.connect(site.url, site.name) as hepti:
+            hepti.wait_ready("writer", PATIENCE_S)
+        stop = threading.Event()
+
+        def keep_busy() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(OSError):
+                    urlopen(asked, timeout=PATIENCE_S).read()
+
+        busy = [threading.Thread(target=keep_busy) for _ in range(4)]
+        for thread in busy:
+            thread.start()
+        try:
+            with Browser() as browser:
+                browser.show(f"http://127.0.0.1:{port}/", 1240, 900, dark=False)
+                under_way = "Number(document.querySelectorAll('#summary dd')[1]?.textContent)"
+                poll(lambda: browser.run(under_way), "a request under way", PATIENCE_S)
+                poll(lambda: browser.run("document.getElementById('model').value") == "writer", "the model in use")
+                browser.run("document.getElementById('ask').requestSubmit()")
+                answer = "document.querySelector('#answer .chat')?.textContent"
+                poll(lambda: browser.run(answer), "a streamed text", PATIENCE_S)
+                for name, width in (("busy", 1240), ("busy-phone", 390)):
+                    browser.call(
+                        "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False
+                    )
+                    browser.screenshot(kept / f"dashboard-{name}.png")
+                assert browser.messages == []
+        finally:
+            stop.set()
+            for thread in busy:
+                thread.join()
+        gateway.terminate()
+        gateway.wait(PATIENCE_S)

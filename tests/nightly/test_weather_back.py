@@ -8,12 +8,12 @@ from statistics import median
 
 import pytest
 
+from benchmarks.weather import make_truth, play
+from benchmarks.weather.truth import STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.service.solver import solve
-from hepti_mqtt.weather import make_truth, play
-from hepti_mqtt.weather.truth import STEP_S
 
 FILE, SPEC = load_site(find_bundled_config("sites", Path("four-pi4-240"))), spec_of_kind("bert-large")
 FALL_S, BACK_S = 80.0, 150.0

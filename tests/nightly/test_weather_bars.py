@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import fmean, median
 
 import pytest
-from weather_table import longest_worse_than_alone, rows, run_site, site_of
 
+from benchmarks.weather import Verdict, make_truth, play
+from benchmarks.weather.__main__ import longest_worse_than_alone, rows, run_site, site_of
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.service.solver import solve
-from hepti_mqtt.weather import Verdict, make_truth, play
 
 SITES, MINUTES = 20, 30
 

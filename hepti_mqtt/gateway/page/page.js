@@ -16,6 +16,7 @@ const show = (id, ...children) => $(id).replaceChildren(...children.flat(Infinit
 
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 const number = (value, digits = 1, unit = "") => (known(value) ? value.toFixed(digits) + unit : "–");
+const time = (ms) => (known(ms) ? (ms < 1000 ? number(ms, ms < 100 ? 1 : 0, " ms") : number(ms / 1000, ms < 10000 ? 2 : 1, " s")) : "–");
 const percent = (value) => (known(value) ? Math.round(value * 100) + " %" : "–");
 const mib = (value) => (known(value) ? Math.round(value / 2 ** 20) + " MiB" : "–");
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
@@ -46,11 +47,23 @@ function chosen() {
   return site?.models.find((model) => model.name === $("model").value) ?? site?.models[0];
 }
 
+// The model in use: that of most requests under way, else of the last answer, else the first one with a plan.
+function inUse() {
+  const busiest = Object.entries(site.waiting).sort((a, b) => b[1] - a[1])[0]?.[0];
+  return busiest ?? site.answers.at(-1)?.model ?? site.models.find((model) => model.active)?.name;
+}
+
+// A prediction for agents that share a machine holds for idle cores.
+function onIdleCores(model, devices) {
+  const hosts = devices.map((name) => model.machines?.[name]).filter(Boolean);
+  return new Set(hosts).size < hosts.length ? " on idle cores" : "";
+}
+
 function drawModels() {
   const names = site.models.map((model) => model.name);
   const select = $("model");
   if (names.join("\n") === [...select.options].map((option) => option.value).join("\n")) return;
-  const before = select.value;
+  const before = select.value || inUse();
   select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (names.includes(before)) select.value = before;
 }
@@ -68,16 +81,19 @@ function drawPlan(model) {
   const measured = median(own.map((answer) => answer.latency_ms));
   const predicted = median(own.map((answer) => answer.predicted_ms).filter(known)) ?? model.simulated_ms;
   show("plan", lines, h("p", { class: "method" }, methodOf(plan)), h("p", {}, plan.reason),
-    h("p", { class: "facts" }, `epoch ${plan.epoch.join(".")} · head ${plan.head} · route ${plan.route} · wire ${plan.wire} · weights ${plan.storage} · up to ${model.in_flight} at once`));
-  const most = Math.max(measured ?? 0, predicted ?? 0, 1e-9);
-  $("plan").append(bar("predicted", (predicted ?? 0) / most, number(predicted, 1) + " ms", "predicted"),
-    bar("measured", (measured ?? 0) / most, known(measured) ? number(measured, 1) + " ms" : "–"));
+    h("p", { class: "facts" }, `plan ${plan.epoch.join(".")} · root device ${plan.head} · route ${plan.route} · wire ${plan.wire} · weights ${plan.storage} · up to ${model.in_flight} at once`));
+  const most = Math.max(measured ?? 0, predicted ?? 0, 1e-9), length = model.simulated_tokens;
+  const shared = onIdleCores(model, plan.devices);
+  const of = own.length ? `Medians of the last ${own.length} answers.` : known(length) ? `For ${length} ${length === 1 ? "token" : "tokens"}.` : "";
+  $("plan").append(bar(shared ? "on idle cores" : "predicted", (predicted ?? 0) / most, time(predicted), "predicted"),
+    bar("measured", (measured ?? 0) / most, time(measured)),
+    h("p", { class: "facts" }, of, shared ? " These agents share a machine's cores: times on idle cores predict nothing here." : ""));
   if (model.unknown) show("shares", wait(`Not known here: ${model.unknown}`));
   for (const [name, use] of Object.entries(model.shares ?? {})) $("shares").append(bar(name, use.share, percent(use.share)));
   if (model.timeline) drawTimeline(model);
   show("candidates", model.candidates.length ? table(
     [["plan"], ["devices", "long"], ["predicted", "number"], ["expected", "number"], ["fits"]],
-    model.candidates.map((c) => [c.name, c.devices.join(", "), number(c.predicted_ms, 1, " ms"), number(c.expected_ms, 1, " ms"), c.feasible ? "yes" : "no"]))
+    model.candidates.map((c) => [c.name, c.devices.join(", "), time(c.predicted_ms) + onIdleCores(model, c.devices), time(c.expected_ms), c.feasible ? "yes" : "no"]))
     : wait("None."));
 }
 
@@ -102,10 +118,10 @@ function drawTimeline(model) {
     }
   });
   const height = names.length * (row + 8) + 16;
-  parts.push(s("text", { x: left, y: height - 3 }, "0"), s("text", { x: left + width, y: height - 3, "text-anchor": "end" }, number(model.simulated_ms, 1, " ms")));
-  const words = Object.entries(model.shares).map(([name, use]) => `${name} computes ${number(use.compute_ms)} ms and waits ${number(use.wait_ms)} ms`);
+  parts.push(s("text", { x: left, y: height - 3 }, "0"), s("text", { x: left + width, y: height - 3, "text-anchor": "end" }, time(model.simulated_ms)));
+  const words = Object.entries(model.shares).map(([name, use]) => `${name} computes ${time(use.compute_ms)} and waits ${time(use.wait_ms)}`);
   show("timeline", picture("Time line of one request: " + words.join("; "), left + width, height, parts));
-  $("timeline-note").textContent = "of one request, simulated with the measured speeds";
+  $("timeline-note").textContent = `of one request of ${model.simulated_tokens} ${model.simulated_tokens === 1 ? "token" : "tokens"}, simulated with the measured speeds`;
 }
 
 // ---- devices
@@ -129,14 +145,15 @@ function drawLinks() {
     const angle = (2 * Math.PI * i) / there.length - Math.PI / 2;
     return [d.device, [150 + 92 * Math.cos(angle), 112 + 80 * Math.sin(angle)]];
   }));
-  const lines = [], rows = [];
+  const lines = [], rows = [], used = new Set(site.models.flatMap((m) => (m.active && m.active.devices.length > 1 ? [m.active.devices] : [])).flat());
   there.forEach((a, i) => there.slice(i + 1).forEach((b) => {
     const [x1, y1] = place.get(a.device), [x2, y2] = place.get(b.device);
     const link = a.links[b.device] ?? {}, back = b.links[a.device] ?? {};
     const direct = Boolean(link.joined || back.joined);
     const trip = link.round_trip_s ?? back.round_trip_s, rate = link.bytes_per_s ?? back.bytes_per_s;
-    lines.push(s("line", { x1, y1, x2, y2, class: direct ? "link" : "link relayed" }));
-    rows.push([`${a.device} – ${b.device}`, direct ? "direct" : "not direct", number(known(trip) ? trip * 1e3 : null, 2, " ms"), number(known(rate) ? rate * 8e-6 : null, 0, " Mbit/s"), link.trouble || back.trouble || ""]);
+    const way = used.has(a.device) && used.has(b.device) ? `used by the plan, ${direct ? "directly" : "through the broker"}` : "idle";
+    lines.push(s("line", { x1, y1, x2, y2, class: way === "idle" ? "link relayed" : "link" }));
+    rows.push([`${a.device} – ${b.device}`, way, number(known(trip) ? trip * 1e3 : null, 2, " ms"), number(known(rate) ? rate * 8e-6 : null, 0, " Mbit/s"), link.trouble || back.trouble || ""]);
   }));
   const nodes = there.map((d) => {
     const [x, y] = place.get(d.device), up = y < 112;
@@ -160,35 +177,39 @@ function drawLatency(model) {
     s("text", { x: left - 8, y: y(top * part) + 4, "text-anchor": "end" }, number(top * part, top < 10 ? 1 : 0))]);
   const changes = model.story.filter((step) => step.to === "active" && step.time >= first);
   for (const step of changes) parts.push(s("line", { x1: x(step.time), x2: x(step.time), y1: 4, y2: height, class: "change" }, s("title", {}, `${clock(step.time)} ${step.plan}: ${step.cause}`)));
-  const told = answers.filter((a) => known(a.predicted_ms));
+  const told = answers.filter((a) => known(a.predicted_ms) && !onIdleCores(model, model.active?.devices ?? []));
   parts.push(s("polyline", { points: told.map((a) => `${x(a.time)},${y(a.predicted_ms)}`).join(" "), class: "predicted-line" }));
-  for (const a of answers) parts.push(s("circle", { cx: x(a.time), cy: y(a.latency_ms), r: 4, class: "points" }, s("title", {}, `${clock(a.time)}: ${number(a.latency_ms)} ms`)));
+  for (const a of answers) parts.push(s("circle", { cx: x(a.time), cy: y(a.latency_ms), r: 4, class: "points" }, s("title", {}, `${clock(a.time)}: ${time(a.latency_ms)}`)));
   parts.push(s("text", { x: left, y: height + 18 }, clock(first)), s("text", { x: left + width, y: height + 18, "text-anchor": "end" }, clock(first + span)), s("text", { x: 0, y: 14 }, "ms"));
-  const label = `Latency of ${answers.length} answers, median ${number(median(answers.map((a) => a.latency_ms)))} ms, ${changes.length} changes of the plan`;
+  const label = `Latency of ${answers.length} answers, median ${time(median(answers.map((a) => a.latency_ms)))}, ${changes.length} changes of the plan`;
   show("latency", picture(label, left + width + 8, height + 24, parts));
   show("latency-table", table([["time"], ["measured", "number"], ["predicted", "number"], ["plan"]],
-    answers.slice(-20).reverse().map((a) => [clock(a.time), number(a.latency_ms, 1, " ms"), number(a.predicted_ms, 1, " ms"), a.plan ?? "–"])));
+    answers.slice(-20).reverse().map((a) => [clock(a.time), time(a.latency_ms), time(a.predicted_ms), a.plan ?? "–"])));
 }
 
-function drawStory(model) {
-  const steps = [...(model?.story ?? [])].reverse();
-  show("story", steps.length ? h("ol", { class: "story" }, steps.map((step) => h("li", {}, h("time", {}, clock(step.time)), `${step.plan}: ${step.from} → ${step.to}`,
-    step.cause ? h("span", { class: "soft" }, ` (${step.cause})`) : null))) : wait("Nothing has happened yet."));
-}
-
+// Equal errors are one line with their number.
 function drawErrors() {
   const own = site.models.filter((m) => m.error).map((m) => ({ time: site.time, model: m.name, code: m.error.code, message: m.error.message }));
-  const all = [...site.errors, ...own].reverse();
-  show("errors", all.length ? h("ol", { class: "errors" }, all.map((e) => h("li", {}, h("time", {}, clock(e.time)), h("b", {}, `${e.model} ${e.code} `), e.message ?? ""))) : wait("None."));
+  const all = [...site.errors, ...own], groups = new Map();
+  for (const e of all) {
+    const key = [e.model, e.code, e.message].join("\n");
+    groups.set(key, { ...e, count: (groups.get(key)?.count ?? 0) + 1 });
+  }
+  const lines = [...groups.values()].sort((a, b) => b.time - a.time);
+  show("errors", lines.length ? h("ol", { class: "errors" }, lines.map((e) => h("li", {}, h("time", {}, clock(e.time)),
+    h("b", {}, `${e.model} ${e.code} `), e.count > 1 ? h("span", { class: "soft" }, `${e.count} times `) : null, e.message ?? ""))) : wait("None."));
   return all.length;
 }
 
 function drawSummary(errors) {
   const online = site.devices.filter((d) => d.status === "online").length;
-  const last = site.answers.at(-1);
+  const last = site.answers.at(-1), sum = (values) => values.reduce((a, b) => a + b, 0);
+  const under = sum(Object.values(site.waiting));
+  const queued = sum(site.models.map((m) => Math.max((site.waiting[m.name] ?? 0) - m.in_flight, 0)));
   const tile = (name, value, bad = false) => h("div", { class: bad ? "bad" : "" }, h("dt", {}, name), h("dd", {}, String(value)));
-  show("summary", tile("devices online", `${online} of ${site.devices.length}`), tile("models", site.models.length), tile("requests waiting", site.waiting),
-    tile("last answer", last ? number(last.latency_ms, last.latency_ms < 100 ? 1 : 0, " ms") : "–"), tile("errors of the last hour", errors, errors > 0));
+  show("summary", tile("devices online", `${online} of ${site.devices.length}`), tile("requests under way", under - queued), tile("queued", queued),
+    known(site.tokens_per_s) ? tile("tokens per second", number(site.tokens_per_s, 1)) : tile("models", site.models.length),
+    tile("last answer", last ? time(last.latency_ms) : "–"), tile("errors of the last hour", errors, errors > 0));
   return `live: ${online} of ${site.devices.length} devices online`;
 }
 
@@ -209,11 +230,18 @@ function draw() {
   drawPlan(model);
   drawDevices();
   drawLatency(model);
-  drawStory(model);
   say("live", drawSummary(drawErrors()));
-  const images = model?.reads === "image";
-  $("text").disabled = images;
-  $("picture").disabled = model?.reads === "text";
+  drawInputs(model?.reads);
+}
+
+// Texts and pictures for models that read either (CLIP); a message to a decoder, a recording for speech.
+function drawInputs(reads) {
+  $("text-row").hidden = reads === "image" || reads === "sound";
+  $("picture-row").hidden = reads === "text" || reads === "chat" || reads === "sound";
+  $("sound-row").hidden = reads !== "sound";
+  $("record").hidden = !navigator.mediaDevices || !window.MediaRecorder;
+  $("text").labels[0].textContent = reads === "chat" ? "A message" : "A text";
+  $("text").placeholder = reads === "chat" ? "What is the capital of France?" : "The laundry is done.";
 }
 
 // ---- a request
@@ -234,31 +262,103 @@ async function base64(file) {
   return url.slice(url.indexOf(",") + 1);
 }
 
+let recording = null, recorded = null;
+
+async function record() {
+  if (recording) return recording.stop();
+  try {
+    const stream = await navigator.mediaDevices.getUserMedia({ audio: true }), parts = [];
+    recording = new MediaRecorder(stream);
+    recording.ondataavailable = (event) => parts.push(event.data);
+    recording.onstop = () => {
+      recorded = new File(parts, "recording", { type: recording.mimeType });
+      stream.getTracks().forEach((track) => track.stop());
+      recording = null;
+      $("record").textContent = "Record again";
+      $("ask").requestSubmit();
+    };
+    recording.start();
+    $("record").textContent = "Stop and send";
+  } catch (error) {
+    show("answer", h("p", { class: "bad" }, `no recording: ${error.message}`));
+  }
+}
+
+async function send(path, body, type) {
+  const headers = type ? { "Content-Type": type } : {};
+  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
+  const response = await fetch(path, { method: "POST", headers, body });
+  if (response.ok) return response;
+  const text = await response.text();
+  let message = text;
+  try { message = JSON.parse(text).error?.message ?? text; } catch { /* it is no JSON */ }
+  throw new Error(message || `status ${response.status}`);
+}
+
+// The parts of a streamed text as they come: chats by messages, models without a chat template by a prompt.
+async function chat(model, text) {
+  const common = { model: model.name, stream: true, max_tokens: 256 }, begun = performance.now(), out = h("p", { class: "chat" }), facts = h("p", { class: "facts" });
+  const [path, asked] = model.chats ? ["v1/chat/completions", { messages: [{ role: "user", content: text }] }] : ["v1/completions", { prompt: text }];
+  const response = await send(path, JSON.stringify({ ...common, ...asked }), "application/json");
+  show("answer", out, facts);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "", tokens = 0, first = null;
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
+      const told = JSON.parse(line.slice(6));
+      if (told.error) throw new Error(told.error.message);
+      const piece = told.choices?.[0]?.delta?.content ?? told.choices?.[0]?.text ?? "";
+      if (!piece) continue;
+      first ??= performance.now();
+      tokens += 1;
+      out.append(piece);
+    }
+  }
+  const rate = tokens > 1 ? `, then ${number(((tokens - 1) * 1000) / (performance.now() - first))} tokens per second` : "";
+  facts.textContent = `first token after ${time((first ?? performance.now()) - begun)}${rate}`;
+}
+
+async function hear(model, file) {
+  const form = new FormData(), begun = performance.now();
+  form.append("model", model);
+  form.append("file", file, file.name);
+  const found = await (await send("v1/audio/transcriptions", form)).json();
+  show("answer", h("p", { class: "chat" }, found.text || "No speech was heard."), h("p", { class: "facts" }, time(performance.now() - begun)));
+}
+
+async function infer(model) {
+  const file = $("picture-row").hidden ? undefined : $("picture").files[0];
+  const body = file ? { model, image: await base64(file) } : { model, text: $("text").value || $("text").placeholder };
+  const found = await (await send("infer", JSON.stringify(body), "application/json")).json();
+  const devices = Object.keys(found.plan?.devices ?? {});
+  const predicted = known(found.predicted_ms) && !onIdleCores(chosen(), devices) ? `, predicted ${time(found.predicted_ms)} for ${found.tokens} tokens` : "";
+  show("answer", shownResult(found.result), h("p", { class: "facts" }, `${time(found.latency_ms)}${predicted}, by ${methodOf(found.plan)} on ${devices.join(", ")}`));
+}
+
 async function ask(event) {
   event.preventDefault();
-  const button = $("ask").querySelector("button"), file = $("picture").disabled ? undefined : $("picture").files[0];
-  const body = { model: chosen()?.name };
+  const button = $("ask").querySelector("button[type=submit]"), model = chosen();
   button.disabled = true;
   show("answer", wait("Waiting for the answer …"));
   try {
-    if (file) body.image = await base64(file);
-    else body.text = $("text").value || $("text").placeholder;
-    const headers = { "Content-Type": "application/json" };
-    if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
-    const response = await fetch("infer", { method: "POST", headers, body: JSON.stringify(body) });
-    const found = await response.json();
-    if (!response.ok) throw new Error(found.error?.message ?? `status ${response.status}`);
-    const predicted = known(found.predicted_ms) ? `, predicted ${number(found.predicted_ms)} ms` : "";
-    const devices = Object.keys(found.plan?.devices ?? {}).join(", ");
-    show("answer", shownResult(found.result), h("p", { class: "facts" }, `${number(found.latency_ms)} ms${predicted}, by ${methodOf(found.plan)} on ${devices}`));
+    const sound = recorded ?? $("sound").files[0];
+    if (model?.reads === "sound" && !sound) throw new Error("choose a recording, or record one");
+    if (model?.reads === "chat") await chat(model, $("text").value || $("text").placeholder);
+    else if (model?.reads === "sound") await hear(model.name, sound);
+    else await infer(model?.name);
   } catch (error) {
     show("answer", h("p", { class: "bad" }, error.message));
   } finally {
     button.disabled = false;
+    recorded = null;
   }
 }
 
 $("ask").addEventListener("submit", ask);
+$("record").addEventListener("click", record);
 addEventListener("resize", () => site && draw());
 $("model").addEventListener("change", () => site && draw());
 const events = new EventSource("events");

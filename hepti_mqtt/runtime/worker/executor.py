@@ -1,19 +1,15 @@
-"""The executor: runs the Programs of admitted requests on one device, one op at a time.
+"""The executor: runs the Programs of admitted requests on one device, a stretch of ops at a time.
 
-Which op is next is the machine's to say (`schedule.py`). Overlap of communication and computation falls out of its
-rule: while a Recv is outstanding, whatever else is ready runs.
-
-Between two ops a matmul has put its weights into the caches, so what an op costs beside its kernel is what must come
-back from memory: distinct code, and distinct objects. So all that is alike in every run is worked out when a Program is
-bound, what is alike for every op of a run when it is admitted, and an op makes no object but the arrays' sequences.
+Which stretch is next is the machine's to say (`schedule.py`). Overlap of communication and computation falls out of its
+rule: while a Recv is outstanding, whatever else is ready runs. A stretch is a tape (`kernels.tape`): compiled code runs
+it without Python, and stops before any row when the session's thread is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -21,13 +17,24 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Recv, Send, Slot, SlotSpec, WeightRef
-from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template
+from hepti_mqtt.kernels.calls import Calls
+from hepti_mqtt.kernels.tape import Tape
+from hepti_mqtt.program import (
+    NUMPY_DTYPE,
+    Compute,
+    ExchangeKey,
+    Program,
+    Recv,
+    Send,
+    Slot,
+    SlotSpec,
+    WeightRef,
+    slots_written,
+)
+from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template, stretches_of
 from hepti_mqtt.storage import StoredRows
 
 Array = NDArray[Any]
-KernelRun = Callable[[Sequence[Array], Sequence[Array]], None]
-ArraySelector = Callable[[Sequence[Array | None]], Sequence[Any]]
 DeliveryResult = Literal["filled"] | DropReason
 _NO_STATES: Final[Mapping[str, Array]] = {}
 
@@ -60,54 +67,38 @@ def view_of_slot(program: Program, slot: Slot) -> SlotView:
     return SlotView(spec.base, rows, None if whole[1:] == spec.shape[1:] else spec.shape)
 
 
-def _selector(program: Program, slots: Sequence[Slot]) -> ArraySelector:
-    """Return the function from the arrays of a run, by slot, to those of some slots: where none is a view, one of C."""
-    views = [view_of_slot(program, slot) for slot in slots]
-    if not views or any(v.rows or v.shape is not None for v in views):
-        return lambda arrays: [v.of(arrays) for v in views]
-    first, *others = (v.base for v in views)
-    # Of a single place it would return no sequence.
-    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
+class Stretch(NamedTuple):
+    """Computes that run as one, on a tape."""
 
-
-class BoundKernel(NamedTuple):
-    """A kernel bound to weights and shapes, and the functions from a run's arrays to those that it reads and writes."""
-
-    run: KernelRun
-    reads: ArraySelector
-    writes: ArraySelector
-
-
-class BoundOp(NamedTuple):
-    """A Compute op, ready to run: the slots that it fills with arrays of the executor, and its kernels."""
-
+    places: tuple[int, ...]
+    tape: Tape
+    #: slots that it fills with arrays of the executor
     fills: tuple[Slot, ...]
-    kernels: tuple[BoundKernel, ...]
 
 
 class BoundSend(NamedTuple):
-    """A Send, and the function from a run's arrays to what it sends, which is the first."""
+    """A Send, and where its values lie."""
 
     op: Send
-    read: ArraySelector
+    view: SlotView
 
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A Program ready to run on this device, for any number of requests of its shape.
-
-    kernels: the name of the kernel of each op, None for what is no Compute. states: the names of those slots that are
-    arrays of the session. buffers: the slots that ops fill with arrays of the executor, by what array it is. sends:
-    what those who run it keep with each Send, by its place, since it is the same in every run. taken: of a run that
-    goes on where another one ends, the slots of that one that fill exchanges of this one.
-    """
+    """A Program ready to run on this device, for any number of requests of its shape."""
 
     template: RunTemplate
-    ops: tuple[BoundOp | BoundSend | None, ...]
-    kernels: tuple[str | None, ...]
+    #: of each place the stretch that it is in, or the Send; None for a Recv
+    ops: tuple[Stretch | BoundSend | None, ...]
+    #: names of those slots that are arrays of the session
     states: Mapping[Slot, str]
+    #: slots that stretches fill with arrays of the executor
     buffers: Mapping[SlotSpec, tuple[Slot, ...]]
+    #: bytes of scratch memory of its largest stretch
+    scratch_bytes: int
+    #: what those who run it keep with each Send, by its place, since it is the same in every run
     sends: dict[int, Any] = field(default_factory=dict)
+    #: of a run that goes on where another one ends, the slots of that one that fill exchanges of this one
     taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
 
 
@@ -118,34 +109,54 @@ def bind(
     taken: tuple[tuple[ExchangeKey, Slot], ...] = (),
 ) -> BoundProgram:
     """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
-    ops = tuple(_bind(program, op, weights, workers) for op in program.ops)
+    groups = stretches_of(program)
+    template = make_template(program, groups)
+    states = {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None}
+    ops: list[Stretch | BoundSend | None] = [None] * len(program.ops)
     buffers: dict[SlotSpec, list[Slot]] = {}
-    for slot in (slot for op in ops if isinstance(op, BoundOp) for slot in op.fills):
-        buffers.setdefault(program.slots[slot], []).append(slot)
+    for group in groups:
+        first = program.ops[group[0]]
+        if isinstance(first, Send):
+            ops[group[0]] = BoundSend(first, view_of_slot(program, first.slot))
+        elif isinstance(first, Compute):
+            stretch = _stretch(template, group, weights, workers, states)
+            for place in group:
+                ops[place] = stretch
+            for slot in stretch.fills:
+                buffers.setdefault(program.slots[slot], []).append(slot)
     return BoundProgram(
-        make_template(program),
-        ops,
-        tuple(op.kernel if isinstance(op, Compute) else None for op in program.ops),
-        {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None},
+        template,
+        tuple(ops),
+        states,
         {spec: tuple(slots) for spec, slots in buffers.items()},
+        max((op.tape.nbytes for op in ops if isinstance(op, Stretch)), default=0),
         taken=taken,
     )
 
 
-def _bind(
-    program: Program, op: Compute | Send | Recv, weights: Mapping[WeightRef, Weight], workers: Workers
-) -> BoundOp | BoundSend | None:
-    if isinstance(op, Send):
-        return BoundSend(op, _selector(program, (op.slot,)))
-    if isinstance(op, Recv):
-        return None
-    kernels = tuple(_bound_kernel(program, step, weights, workers) for step in op.kernels)
-    return BoundOp(tuple(slot for slot in op.writes if not program.slots[slot].state), kernels)
-
-
-def _bound_kernel(program: Program, op: Compute, weights: Mapping[WeightRef, Weight], workers: Workers) -> BoundKernel:
-    run = KERNELS[op.kernel].bind(op, program.slots, [weights[ref] for ref in op.weights], workers)
-    return BoundKernel(run, _selector(program, op.reads), _selector(program, op.writes))
+def _stretch(
+    template: RunTemplate,
+    places: tuple[int, ...],
+    weights: Mapping[WeightRef, Weight],
+    workers: Workers,
+    states: Mapping[Slot, str],
+) -> Stretch:
+    program = template.program
+    calls, read, written = list[Calls](), dict[Slot, None](), dict[Slot, None]()
+    for op in (program.ops[place] for place in places):
+        assert isinstance(op, Compute)
+        of_op = Calls()
+        for step in op.kernels:
+            bound = KERNELS[step.kernel].bind(step, program.slots, [weights[ref] for ref in step.weights], workers)
+            of_op += bound.calls
+        calls.append(of_op)
+        read.update(dict.fromkeys(program.reads(op)))
+        written.update(dict.fromkeys(slots_written(op)))
+    fills = tuple(slot for slot in written if template.readers[slot] and slot not in states)
+    externals = dict.fromkeys(slot for slot in (*read, *fills) if slot not in written or slot in fills)
+    externals.update(dict.fromkeys(slot for slot in (*read, *written) if slot in states))
+    growing = [slot for slot in externals if slot in states]
+    return Stretch(places, Tape(calls, workers, list(externals), growing), fills)
 
 
 class OutgoingTensor(NamedTuple):
@@ -158,15 +169,19 @@ class OutgoingTensor(NamedTuple):
 
 
 class _ExecutorRun(ProgramRun):
-    """A run with its arrays, by slot. free: of each slot that an op fills the buffers kept for it, None for others."""
+    """A run with its arrays."""
 
-    __slots__ = ("bound", "free", "slots")
+    __slots__ = ("bound", "free", "rows", "scratch", "slots")
 
     def __init__(self, run_id: int, bound: BoundProgram, free: list[list[Array] | None]) -> None:
         super().__init__(run_id, bound.template)
         self.bound = bound
+        #: of each slot that a stretch fills the buffers kept for it, None for others
         self.free = free
         self.slots: list[Array | None] = [None] * len(free)
+        #: next row of each stretch that was suspended, by its first place, and their scratch memory
+        self.rows: dict[int, int] = {}
+        self.scratch: dict[int, Array] = {}
 
     def array(self, slot: Slot) -> Array:
         """Return a new array for a slot."""
@@ -175,48 +190,86 @@ class _ExecutorRun(ProgramRun):
 
 
 class Step:
-    """The next op of a run: its place, and its kernel, or None for a Send.
+    """The next stretch or Send of a run.
 
-    There is one for a run: it becomes the next op when `Executor.next` or `next_of_run` returns it again.
+    There is one for a run: it becomes the next one when `Executor.next_step` returns it again. place: of the op that is
+    next, and after `run` of the one that ran last, or failed.
     """
 
-    __slots__ = ("_machine", "kernel", "place", "run_id", "running")
+    __slots__ = ("_executor", "place", "run_id", "running", "timings")
 
-    def __init__(self, machine: RunMachine[_ExecutorRun], running: _ExecutorRun) -> None:
-        self._machine = machine
+    def __init__(self, executor: Executor, running: _ExecutorRun) -> None:
+        self._executor = executor
         self.run_id, self.running = running.run_id, running
         self.place = -1
-        self.kernel: str | None = None
+        #: seconds of ops that have run, by place, where they were measured
+        self.timings: list[tuple[int, float]] = []
 
-    def run(self) -> OutgoingTensor | None:
-        """Compute the op; return what must be sent, if it was a Send."""
+    @property
+    def kernel(self) -> str | None:
+        """Return the name of the op's kernel, None of a Send."""
+        op = self.running.template.program.ops[self.place]
+        return op.kernel if isinstance(op, Compute) else None
+
+    def run(self, limit_s: float = 0.0, ops: int = 0) -> OutgoingTensor | None:
+        """Compute the stretch; return what must be sent, if it was a Send.
+
+        limit_s, ops: seconds and ops after which it is suspended, 0 for none. It is suspended before the next row, too,
+        once `Workers.interrupt` was called.
+        """
         running, place = self.running, self.place
-        op, slots, free = running.bound.ops[place], running.slots, running.free
-        out = None
-        if isinstance(op, BoundOp):
-            filled, kernels = op
-            for slot in filled:
-                kept = free[slot]
+        op, slots, self.timings = running.bound.ops[place], running.slots, []
+        if isinstance(op, BoundSend):
+            out = OutgoingTensor(running.run_id, op.op, op.view.of(slots), place)
+            self._finish(place)
+            return out
+        assert op is not None
+        tape, leader = op.tape, op.places[0]
+        row = running.rows.pop(leader, None)
+        if row is None:
+            row = 0
+            for slot in op.fills:
+                kept = running.free[slot]
                 slots[slot] = kept.pop() if kept else running.array(slot)
-            for run, reads, writes in kernels:
-                run(reads(slots), writes(slots))
-        else:
-            assert op is not None
-            out = OutgoingTensor(running.run_id, op.op, op.read(slots)[0], place)
-        for slot in self._machine.finish_op(running, place):
+        scratch = running.scratch.pop(leader, None)
+        if scratch is None:
+            scratch = self._executor.take_scratch(running.bound)
+        following = min(op.places.index(place) + ops, len(op.places)) if ops else len(op.places)
+        arrays: list[Any] = [slots[slot] for slot in tape.slots]
+        try:
+            row = tape.run(arrays, scratch, row, tape.starts[following], limit_s)
+        except BaseException:
+            self.place = op.places[tape.op_at(tape.row)]
+            raise
+        if row < tape.starts[following]:
+            following = tape.op_at(row)
+        if following < len(op.places):
+            self._suspend(op, row, following, scratch)
+            return None
+        self._executor.give_scratch(scratch)
+        self.place = op.places[-1]
+        if tape.measured:
+            self.timings = [(each, tape.seconds_of(i)) for i, each in enumerate(op.places)]
+        self._finish(leader)
+        return None
+
+    def _suspend(self, op: Stretch, row: int, following: int, scratch: Array) -> None:
+        running = self.running
+        running.rows[op.places[0]], running.scratch[op.places[0]] = row, scratch
+        self.place = op.places[max(following - 1, 0)]
+        self._executor.machine.suspend(running, op.places[following])
+
+    def _finish(self, place: int) -> None:
+        running = self.running
+        slots, free = running.slots, running.free
+        for slot in self._executor.machine.finish_op(running, place):
             freed, slots[slot], kept = slots[slot], None, free[slot]
             if freed is not None and kept is not None:
                 kept.append(freed)
-        return out
-
-    def next_of_run(self) -> Step | None:
-        """Return the next op if it is of the same run; it must run now."""
-        found = self._machine.next_op(self.run_id)
-        return None if found is None else self.move_to(found[1])
 
     def move_to(self, place: int) -> Step:
-        """Become the op at a place."""
-        self.place, self.kernel = place, self.running.bound.kernels[place]
+        """Become the stretch or Send at a place."""
+        self.place = place
         return self
 
 
@@ -224,17 +277,18 @@ class Executor:
     """Runs admitted requests; holds their slots, and freed buffers by shape for the next op of the same shape."""
 
     def __init__(self) -> None:
-        self._machine: RunMachine[_ExecutorRun] = RunMachine()
+        self.machine: RunMachine[_ExecutorRun] = RunMachine()
         self._steps: dict[int, Step] = {}
         self._free: dict[SlotSpec, list[Array]] = {}
+        self._scratch: list[Array] = []
 
     def __contains__(self, run_id: int) -> bool:
-        return run_id in self._machine.runs
+        return run_id in self.machine.runs
 
     @property
     def run_ids(self) -> tuple[int, ...]:
         """Return the ids of the runs under way."""
-        return tuple(self._machine.runs)
+        return tuple(self.machine.runs)
 
     def admit(self, run_id: int, bound: BoundProgram, states: Mapping[str, Array] = _NO_STATES) -> None:
         """Begin a run under its id; raises ValueError if it runs already.
@@ -249,9 +303,20 @@ class Executor:
         running = _ExecutorRun(run_id, bound, free)
         for slot, name in bound.states.items():
             running.slots[slot] = states[name]
-        self._machine.admit(running)
-        self._steps[run_id] = Step(self._machine, running)
+        self.machine.admit(running)
+        self._steps[run_id] = Step(self, running)
         self._trim()
+
+    def take_scratch(self, bound: BoundProgram) -> Array:
+        """Return scratch memory for any stretch of a Program."""
+        if self._scratch and len(self._scratch[-1]) >= bound.scratch_bytes:
+            return self._scratch.pop()
+        self._scratch.clear()
+        return np.empty(bound.scratch_bytes, np.uint8)
+
+    def give_scratch(self, scratch: Array) -> None:
+        """Take scratch memory back."""
+        self._scratch.append(scratch)
 
     def deliver(self, run_id: int, key: ExchangeKey, array: Array) -> DeliveryResult:
         """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
@@ -259,7 +324,7 @@ class Executor:
         Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
         trust it.
         """
-        machine = self._machine
+        machine = self.machine
         running = machine.runs[run_id]
         slot = machine.slot_for(running, key)
         if not isinstance(slot, int):
@@ -274,40 +339,40 @@ class Executor:
 
     def awaits_source(self, run_id: int, source: str) -> bool:
         """Return whether a running request has yet to receive something that only this device sends."""
-        running = self._machine.runs[run_id]
+        running = self.machine.runs[run_id]
         ops = running.template.program.ops
         recvs = (op for op in ops if isinstance(op, Recv) and op.source == source and not op.alternates)
         return any(not running.received[op.slot] for op in recvs)
 
     def start_task(self, run_id: int, task: int, array: Array) -> None:
         """Begin a leased task with the inputs of the request; one that was begun is left alone."""
-        for key in self._machine.runs[run_id].start_task(task):
+        for key in self.machine.runs[run_id].start_task(task):
             self.deliver(run_id, key, array)
 
     def end_leases(self, run_id: int) -> None:
         """Accept no more leases: tasks that were not leased here are never run here."""
-        self._machine.runs[run_id].accepts_leases = False
+        self.machine.runs[run_id].accepts_leases = False
 
     def next_step(self, run_id: int | None = None) -> Step | None:
         """Return the first ready op; None if every run waits, or if it is of another run than `run_id`."""
-        found = self._machine.next_op(run_id)
+        found = self.machine.next_op(run_id)
         return None if found is None else self._steps[found[0].run_id].move_to(found[1])
 
     def hold(self, run_id: int, block: int) -> bool:
         """Let a run end before a block of the graph; False, and nothing has changed, if an op of it has run."""
-        running = self._machine.runs[run_id]
+        running = self.machine.runs[run_id]
         blocks = running.template.program.blocks
-        return 0 < block < len(blocks) and self._machine.hold(running, blocks[block])
+        return 0 < block < len(blocks) and self.machine.hold(running, blocks[block])
 
     def is_done(self, run_id: int) -> bool:
         """Return whether no op of a run is left."""
-        running = self._machine.runs[run_id]
+        running = self.machine.runs[run_id]
         return not running.ops_left and not running.accepts_leases
 
     def hand_over(self, run_id: int, heir: int) -> None:
         """Fill what a run takes of one that is done; that one ends."""
-        before = self._machine.runs[run_id]
-        for key, slot in self._machine.runs[heir].bound.taken:
+        before = self.machine.runs[run_id]
+        for key, slot in self.machine.runs[heir].bound.taken:
             view = view_of_slot(before.template.program, slot)
             self.deliver(heir, key, view.of(before.slots))
             before.free[view.base] = None  # the buffer is the heir's
@@ -315,7 +380,7 @@ class Executor:
 
     def finish_if_done(self, run_id: int) -> bool:
         """Return whether a running request has no op left; drop it then."""
-        running = self._machine.runs.get(run_id)
+        running = self.machine.runs.get(run_id)
         if running is None or running.ops_left or running.accepts_leases:
             return False
         self.drop(run_id)
@@ -323,10 +388,11 @@ class Executor:
 
     def drop(self, run_id: int) -> None:
         """Forget a request and give its buffers back."""
-        running = self._machine.remove(run_id)
+        running = self.machine.remove(run_id)
         if running is None:
             return
         del self._steps[run_id]
+        self._scratch += running.scratch.values()
         for array, kept in zip(running.slots, running.free, strict=True):
             if array is not None and kept is not None:
                 kept.append(array)
@@ -334,21 +400,25 @@ class Executor:
 
     def free_buffers(self) -> None:
         """Drop what is kept for the next request, unless one runs."""
-        if not self._machine.runs:
+        if not self.machine.runs:
             self._free.clear()
+            self._scratch.clear()
 
     def cached_bytes(self) -> int:
         """Return the bytes of buffers that the executor owns and keeps for re-use."""
-        return sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())
+        of_slots = sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())
+        return of_slots + sum(map(len, self._scratch))
 
     def _trim(self) -> None:
         """Drop kept buffers of shapes that no running request uses, so that ragged lengths do not pile up."""
-        runs = self._machine.runs
+        runs = self.machine.runs
         if not runs:
             return
         wanted = {spec for running in runs.values() for spec in running.bound.buffers}
         for spec in [s for s in self._free if s not in wanted]:
             del self._free[spec]
+        most = max(running.bound.scratch_bytes for running in runs.values())
+        self._scratch = [scratch for scratch in self._scratch if len(scratch) <= most]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from hepti_mqtt.lowering.passes import set_routes
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Program, Send, SlotSpec
+from hepti_mqtt.program import LINE_BYTES, Program, Send, SlotSpec
 from hepti_mqtt.spec import TaskHead
 
 NAMING = TopicNames("home", "m")
@@ -159,7 +159,8 @@ def test_live_bytes_frees_after_the_last_reader():
     for _ in range(10):
         x = b.compute("add", (x,), (4, 8), bias=False)
     b.send(x, (PLANNER,), 3)
-    assert live_bytes(b.build()) == 2 * 4 * 8 * 4  # the one that is read and the one that is written
+    # What comes, what is sent, and of those between the one that is read and the one that is written.
+    assert live_bytes(b.build()) == 4 * 4 * 8 * 4 + LINE_BYTES
 
 
 def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():

@@ -200,7 +200,7 @@ def test_a_mistake_anywhere_on_the_session_thread_is_survived_and_does_not_take_
 
     monkeypatch.setattr("device_agent.shell.time", SimpleNamespace(perf_counter=time.perf_counter, sleep=pause))
     with monkeypatch.context() as patch:
-        patch.setattr(d.shell, "_links", SimpleNamespace(wait=raising(error), open=False))
+        patch.setattr(d.shell, "_links", SimpleNamespace(wait=raising(error), mesh=SimpleNamespace(wake=int)))
         d.shell.run()
     assert d.complaints.counters["session_errors"] == len(pauses) == 5
     assert min(pauses) > 0

@@ -28,6 +28,23 @@ def test_errors_of_all_clients_are_shown_once_and_own_ones_with_words() -> None:
     assert told["answers"] == served[:1]
 
 
+def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
+    journal = Journal()
+    assert journal.tokens_per_s(NOW_S) is None
+    for step in range(40):
+        journal.add_token(NOW_S - 4 + step / 10)
+    assert journal.tokens_per_s(NOW_S) == 10
+    assert journal.tokens_per_s(NOW_S + 60) is None
+
+
+def test_requests_under_way_are_counted_by_model() -> None:
+    journal = Journal()
+    journal.waiting["a"] += 2
+    journal.waiting["b"] += 1
+    journal.waiting["b"] -= 1
+    assert journal.to_dict([], NOW_S)["waiting"] == {"a": 2}
+
+
 def test_what_is_older_than_an_hour_or_too_much_is_left_out() -> None:
     served = [_answer(NOW_S - HOUR_S - 1, "overloaded"), *(_answer(NOW_S, "overloaded") for _ in range(2 * ERRORS))]
     assert len(Journal().to_dict(served, NOW_S)["errors"]) == ERRORS

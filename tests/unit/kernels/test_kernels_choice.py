@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.choice import Choice
+from hepti_mqtt.kernels.threads import ranges
 
 
 class Machine:
@@ -82,40 +82,11 @@ def test_threads_that_had_to_be_woken_are_tried_again():
     assert always.run(1000, {1: 100e-6, 2: 500e-6}, woke=True)[1] > 900
 
 
-def test_a_pool_runs_the_way_that_takes_least_time_by_its_clock():
-    now, used = 0.0, Counter()
-
-    def way(threads: int, seconds: float):
-        def run(x):
-            nonlocal now
-            now += seconds
-            used[threads] += 1
-            x += 1
-
-        return run
-
-    workers = Workers(2, clock=lambda: now)
-    call = workers.fastest("op", {2: way(2, 80e-6), 1: way(1, 30e-6)})
-    x = np.zeros(1)
-    for _ in range(1000):
-        call(x)
+def test_ops_that_are_alike_share_what_they_learn():
+    workers = Workers(4)
+    parts = ranges(8, 8)
+    one, other = (workers.choice("op", parts) for _ in range(2))
+    assert one is other is not workers.choice("another", parts)
+    assert one.threads == 4
+    assert workers.choice("op of one part", ranges(8, 1)) is None
     workers.close()
-    assert x[0] == 1000
-    assert used[1] > 900
-
-
-def test_ops_that_are_alike_learn_from_each_other():
-    now = 0.0
-
-    def take(seconds: float):
-        nonlocal now
-        now += seconds
-
-    workers = Workers(2, clock=lambda: now)
-    one, other = (workers.fastest("op", {2: lambda: take(8e-5), 1: lambda: take(3e-5)}) for _ in range(2))
-    for _ in range(500):
-        one()
-    before = now
-    other()
-    workers.close()
-    assert now - before == pytest.approx(3e-5)

@@ -94,7 +94,7 @@ def test_after_warm_up_everything_is_in_the_cache_and_no_process_is_started(monk
     jit.warm_up()
     monkeypatch.setattr(precompile, "Compilers", lambda *_: pytest.fail("nothing is missing"))
     told = []
-    precompile.fill_cache("all", 1, lambda *step: told.append(step))
+    precompile.fill_cache("all", lambda *step: told.append(step))
     assert told == [(len(jit.registered), len(jit.registered))]
-    assert precompile.ready(1)
+    assert precompile.ready()
     assert jit.all_ready()

@@ -13,7 +13,8 @@ from hepti_mqtt.kernels import Workers, jit
 from hepti_mqtt.kernels import threads as handover
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, JIT, compile_first
 from hepti_mqtt.kernels.rowwise import _moments
-from hepti_mqtt.kernels.threads import panel_parts, ranges
+from hepti_mqtt.kernels.tape import Tape, share
+from hepti_mqtt.kernels.threads import Parts, panel_parts, ranges
 
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
@@ -27,13 +28,13 @@ def test_every_part_runs_once(threads, parts):
 
 
 @given(threads=st.integers(1, 3), rows=st.integers(1, 9), parts=st.integers(1, 9))
-def test_a_bound_kernel_does_what_each_does(threads, rows, parts):
+def test_a_bound_kernel_does_what_plain_python_does(threads, rows, parts):
     compile_first()
     x = np.random.default_rng(rows).standard_normal((rows, 5), np.float32)
     one, other = np.full((2, rows, 2), np.nan, np.float32)
     with pool(threads) as workers:
         workers.each(_moments, (x, one), ranges(rows, parts))
-        workers.bind(_moments, ranges(rows, parts))(x, other)
+        Tape([workers.bind(_moments, ranges(rows, parts))(x, other)], workers, ()).run(())
     np.testing.assert_array_equal(one, other)
     assert not np.isnan(one).any()
 
@@ -84,11 +85,11 @@ def test_ranges_cover_without_overlap(count, parts):
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def _count(counts, _turns, _bad, part):
+def _count(counts, _turns, _bad, part, _stop):
     counts[part] += 1
 
 
-def _count_slowly(counts, turns, _bad, part):
+def _count_slowly(counts, turns, _bad, part, _stop):
     """Take the longer, the higher the part: the calling thread is done first and must wait."""
     address = counts.ctypes.data + 8 * part
     for _ in range(turns * part):
@@ -96,7 +97,7 @@ def _count_slowly(counts, turns, _bad, part):
     counts[part] += 1
 
 
-def _meet(counts, turns, _bad, part):
+def _meet(counts, turns, _bad, part, _stop):
     """Come, and wait for the others for so many turns."""
     address = counts.ctypes.data
     handover._put(address + 8 * part, 1)
@@ -107,7 +108,7 @@ def _meet(counts, turns, _bad, part):
             handover._pass_on()
 
 
-def _wait_for_the_others(counts, turns, _bad, part):
+def _wait_for_the_others(counts, turns, _bad, part, _stop):
     """Let the first part, which is the calling thread's, wait for all but the second; uncounted if one never comes."""
     if part == 0:
         for other in range(2, len(counts)):
@@ -120,7 +121,7 @@ def _wait_for_the_others(counts, turns, _bad, part):
     counts[part] += 1
 
 
-def _fail(counts, _turns, bad, part):
+def _fail(counts, _turns, bad, part, _stop):
     if part == bad:
         raise MemoryError
     counts[part] += 1
@@ -129,18 +130,21 @@ def _fail(counts, _turns, bad, part):
 @pytest.fixture(scope="module")
 def compiled():
     """Return what makes a kernel of (counts, turns, bad, part) that pools share."""
-    handover.prepare()
     made = {}
 
     def make(function):
         if function not in made:
-            made[function] = dispatcher = jit.template(function)
-            handover.shared[dispatcher] = handover.shared_of(dispatcher, (INT_ARRAY, INT, INT, INT), 1)
+            made[function] = jit.kernel(INT_ARRAY, *[INT] * 4, part=2)(function)
+            jit.registered.pop()
         return made[function]
 
     yield make
     for dispatcher in made.values():
-        del handover.shared[dispatcher]
+        del jit.divided[dispatcher]
+
+
+def numbered(parts):
+    return Parts([(i, i + 1) for i in range(parts)])
 
 
 @compiled_only
@@ -151,7 +155,7 @@ def test_every_part_of_a_kernel_runs_once(compiled, function):
             for parts in (1, 2, 3, 8, 13):
                 counts = np.zeros(parts, np.int64)
                 for _ in range(20):
-                    workers.each(compiled(function), (counts, 1000, -1), [(i,) for i in range(parts)])
+                    share(workers, compiled(function), (counts, 1000, -1), numbered(parts), workers.threads)
                 assert counts.tolist() == [20] * parts
 
 
@@ -159,7 +163,7 @@ def test_every_part_of_a_kernel_runs_once(compiled, function):
 def test_a_thread_that_is_late_takes_fewer_parts(compiled):
     counts, turns = np.zeros(64, np.int64), 1 << 24
     with pool(2) as workers:
-        workers.each(compiled(_wait_for_the_others), (counts, turns, -1), [(i,) for i in range(64)])
+        share(workers, compiled(_wait_for_the_others), (counts, turns, -1), numbered(64), workers.threads)
     assert counts.tolist() == [1] * 64
 
 
@@ -167,7 +171,7 @@ def test_a_thread_that_is_late_takes_fewer_parts(compiled):
 def test_parts_of_a_kernel_run_on_several_threads_at_once(compiled):
     counts = np.zeros(3, np.int64)
     with pool(3) as workers:
-        workers.each(compiled(_meet), (counts, 1 << 24, -1), [(0,), (1,), (2,)])
+        share(workers, compiled(_meet), (counts, 1 << 24, -1), numbered(3), workers.threads)
     assert counts.tolist() == [1, 1, 1]
 
 
@@ -177,9 +181,9 @@ def test_a_kernel_without_memory_is_an_error_after_all_parts_have_ended(compiled
     counts = np.zeros(6, np.int64)
     with pool(3) as workers:
         with pytest.raises(MemoryError, match="could not get the memory"):
-            workers.each(compiled(_fail), (counts, 0, bad), [(i,) for i in range(6)])
+            share(workers, compiled(_fail), (counts, 0, bad), numbered(6), workers.threads)
         assert counts.tolist() == [int(i != bad) for i in range(6)]
-        workers.each(compiled(_fail), (counts, 0, -1), [(i,) for i in range(6)])
+        share(workers, compiled(_fail), (counts, 0, -1), numbered(6), workers.threads)
     assert counts.sum() == 5 + 6
 
 
@@ -190,7 +194,7 @@ def test_two_pools_share_kernels_without_waiting_for_each_other(compiled):
     def model(place):
         with pool(3) as workers:
             for _ in range(200):
-                workers.each(compiled(_count), (counts[place], 0, -1), [(0,), (1,), (2,)])
+                share(workers, compiled(_count), (counts[place], 0, -1), numbered(3), workers.threads)
 
     compiled(_count)
     models = [threading.Thread(target=partial(model, i)) for i in range(2)]

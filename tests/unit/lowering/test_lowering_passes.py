@@ -244,7 +244,7 @@ def test_devices_need_less_memory_than_with_separate_ops_or_that_of_a_frame_more
         shape, _ = request(spec, (13,))
         before, after = separate(spec, fixed, shape), device_programs(spec, fixed, shape)
         ratios = [live_bytes(after[d]) / live_bytes(before[d]) for d in after]
-        assert max(ratios) < 1.07, method  # what came stays as it came until the op that reads it
+        assert max(ratios) < 1.09, method  # what came stays as it came until the op that reads it
         assert sum(ratios) / len(ratios) < 1.03, method
 
 

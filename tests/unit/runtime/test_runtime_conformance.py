@@ -162,7 +162,7 @@ class Driven:
             elif (step := self.session.next_step()) is not None:
                 self.ran.append((step.run_id, step.place))
                 self.now += self.seconds(step)
-                self.publish(self.session.finish_step(step, step.run(), 0.0, self.now), sent)
+                self.publish(self.session.finish_step(step, step.run(ops=1), 0.0, self.now), sent)
             elif self.arrivals:
                 self.now = self.arrivals[0].seconds
             else:

@@ -65,36 +65,85 @@ def test_duplicates_and_foreign_exchanges_change_nothing():
 
 def test_buffers_are_kept_within_the_programs_own_accounting():
     b = ProgramBuilder("me")
-    x = b.recv((2, 2), "planner", 0)
+    shape = (16, 16)
+    x = b.recv(shape, "planner", 0)
     for _ in range(50):
-        x = b.compute("add", (x, x), (2, 2), bias=False)
+        x = b.compute("add", (x, x), shape, bias=False)
     b.send(x, ("planner",), 3)
     program = b.build()
     executor, bound = Executor(), bind(program, {}, Workers(1))
     for admission in range(3):
         executor.admit(admission, bound)
-        executor.deliver(admission, (0, 0, "planner"), np.zeros_like(X))
+        executor.deliver(admission, (0, 0, "planner"), np.zeros(shape, np.float32))
         while (step := executor.next_step()) is not None:
             step.run()
         assert executor.finish_if_done(admission)
     assert executor.cached_bytes() <= live_bytes(program)
 
 
-def test_a_run_has_one_step_that_becomes_its_next_op():
+@pytest.mark.parametrize("ops", [0, 1, 2])
+def test_a_stretch_may_be_suspended_behind_each_op_and_ops_run_in_order(ops):
     executor = started(1)
     started(2, executor)
-    for admission in (1, 2):
-        executor.deliver(admission, (0, 0, "planner"), X)
-        executor.deliver(admission, (1, 0, "peer"), X)
-    step, seen = executor.next_step(), []
-    while step is not None:
-        seen.append((step.run_id, step.place, step.kernel))
+    for run in (1, 2):
+        executor.deliver(run, (0, 0, "planner"), X)
+        executor.deliver(run, (1, 0, "peer"), X)
+    seen, sent = [], []
+    while (step := executor.next_step()) is not None:
+        seen.append((step.run_id, step.place))
+        outgoing = step.run(ops=ops)
+        if outgoing is not None:
+            sent.append(np.array(outgoing.array))
+    # The second op waits for less than the first, and the third for both: none of them are a stretch.
+    assert seen == [(run, place) for run in (1, 2) for place in (2, 3, 4, 5)]
+    np.testing.assert_array_equal(sent, [4 * X] * 2)
+
+
+def chain(length: int) -> ProgramBuilder:
+    b = ProgramBuilder("me")
+    x = first = b.recv((2, 2), "planner", 0)
+    for _ in range(length):
+        x = b.compute("add", (x, first), (2, 2), bias=False)
+    b.send(x, ("planner",), 3)
+    return b
+
+
+@pytest.mark.parametrize("ops", [1, 2, 3])
+def test_runs_of_one_program_that_take_turns_do_not_disturb_each_other(ops):
+    executor, bound = Executor(), bind(chain(7).build(), {}, Workers(1))
+    for run in (1, 2, 3):
+        executor.admit(run, bound)
+    executor.deliver(3, (0, 0, "planner"), 3 * X)
+    executor.next_step().run(ops=ops)
+    executor.deliver(2, (0, 0, "planner"), 2 * X)
+    executor.next_step().run(ops=ops)  # of run 2, which comes before
+    executor.deliver(1, (0, 0, "planner"), X)
+    executor.next_step().run(ops=ops)
+    executor.drop(2)
+    found = {}
+    while (step := executor.next_step()) is not None:
+        outgoing = step.run(ops=ops)
+        if outgoing is not None:
+            found[step.run_id] = np.array(outgoing.array)
+    assert sorted(found) == [1, 3]
+    for run, values in found.items():
+        np.testing.assert_array_equal(values, 8 * run * X)
+
+
+def test_a_pool_that_is_interrupted_suspends_the_stretch_before_its_next_op():
+    workers = Workers(1)
+    executor = Executor()
+    executor.admit(1, bind(chain(3).build(), {}, workers))
+    executor.deliver(1, (0, 0, "planner"), X)
+    workers.interrupt()
+    places = []
+    for _ in range(3):
+        step = executor.next_step()
+        places.append(step.place)
         step.run()
-        step = step.next_of_run()
-    ops = [(2, "add"), (3, "add"), (4, "add"), (5, None)]
-    assert seen == [(1, *op) for op in ops]
-    step = executor.next_step()
-    assert (step.run_id, step.place) == (2, 2)
+    assert places == [1, 2, 3]
+    workers.resume()
+    np.testing.assert_array_equal(executor.next_step().run().array, 4 * X)
 
 
 def test_one_slot_several_and_views_are_read_alike():

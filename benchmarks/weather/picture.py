@@ -6,8 +6,8 @@ from html import escape
 from math import ceil
 from typing import Final
 
+from benchmarks.weather.site import History
 from hepti_mqtt.cost.explain import COLOURS
-from hepti_mqtt.weather.site import History
 
 _LEFT, _WIDTH, _TOP, _HEIGHT, _LINE = 70, 900, 40, 260, 14
 _ROWS: Final = 8  # methods that are named

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from benchmarks.weather.devices import LOAD, SimulatedDevice
+from benchmarks.weather.truth import STEP_S, Truth
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
 from hepti_mqtt.errors import ConfigError, HeptiError
@@ -36,8 +38,6 @@ from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish, Transition
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.weather.devices import LOAD, SimulatedDevice
-from hepti_mqtt.weather.truth import STEP_S, Truth
 
 TICK_S: Final = 0.25
 PERIOD_S: Final = 1.5  # from one request to the next, or one after the other where they take longer

@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.weather.site import Answered, History
+from benchmarks.weather.truth import STEP_S
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.plans import is_same_division
-from hepti_mqtt.weather.site import Answered, History
-from hepti_mqtt.weather.truth import STEP_S
 
 FEW: Final = 4  # moments of a phase at which every plan is priced ...
 MANY: Final = 16  # ... and those that may be the best

@@ -1,27 +1,29 @@
-"""Print changes of plan, loads and regret of many sites in each kind of weather: python weather_table.py still stalls.
+"""Print changes of plan, loads and regret of many sites by kind of weather: python -m benchmarks.weather still cold.
 
-Sites alternate between the bundled files; see `hepti_mqtt/weather/__init__.py`. With --jsonl one line per site as well.
+Sites alternate between the bundled files. --jsonl: one line per site as well. --pictures: an SVG of each site.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.weather import KINDS, History, Verdict, judge, make_truth, play, weather_svg
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.planner import decide
 from hepti_mqtt.service.solver import solve
-from hepti_mqtt.weather import KINDS, History, Verdict, judge, make_truth, play
 
 NOISE = 1.15  # of a run, and what a move must win
 FILES = ("four-pi4-240", "mixed-four-roomy", "four-pi4")
@@ -32,10 +34,20 @@ def site_of(seed: int) -> Cluster:
     return load_site(find_bundled_config("sites", Path(FILES[seed % len(FILES)])))
 
 
-def run_site(kind: str, seed: int, minutes: float, model: str = "bert-large") -> Verdict:
-    """Return the verdict on one site, whose file follows from its seed."""
+def play_site(kind: str, seed: int, minutes: float, model: str = "bert-large") -> History:
+    """Play one site, whose file follows from its seed."""
     file = site_of(seed)
-    return judge(play(file, spec_of_kind(model), make_truth(kind, file, minutes, seed), solve))
+    return play(file, spec_of_kind(model), make_truth(kind, file, minutes, seed), solve)
+
+
+def run_site(kind: str, seed: int, minutes: float, model: str = "bert-large") -> Verdict:
+    """Return the verdict on one site."""
+    return judge(play_site(kind, seed, minutes, model))
+
+
+def read_recording(path: Path) -> Sequence[Any]:
+    """Return the lines of a recording: JSON lines, packed by gzip."""
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
 
 
 def longest_worse_than_alone(history: History) -> float:
@@ -90,12 +102,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--model", default="bert-large")
     parser.add_argument("--jsonl", type=Path)
+    parser.add_argument("--pictures", type=Path, metavar="DIR")
     args = parser.parse_args()
     for kind in args.kinds or KINDS:
         found = []
         for seed in range(args.first, args.first + args.sites):
             begun = time.monotonic()
-            found.append(run_site(kind, seed, args.minutes, args.model))
+            history = play_site(kind, seed, args.minutes, args.model)
+            found.append(judge(history))
+            if args.pictures is not None:
+                args.pictures.mkdir(parents=True, exist_ok=True)
+                drawing = weather_svg(history, f"{args.model}, {kind}, seed {seed}")
+                (args.pictures / f"{kind}-{seed}.svg").write_text(drawing)
             line = json.dumps({"seed": seed, "took_s": round(time.monotonic() - begun, 1), **asdict(found[-1])})
             if args.jsonl is not None:
                 with args.jsonl.open("a") as out:

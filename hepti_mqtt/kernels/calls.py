@@ -1,0 +1,132 @@
+"""Calls: what one op runs, as data. A tape executes them in compiled code, plain Python without the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels.choice import Choice
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, Slot, SlotSpec
+
+Part = tuple[int, ...]
+MANY: Final = 1 << 30
+
+
+class Scratch:
+    """Memory that one op fills and reads itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array that lies in a slot, or in scratch memory, row by row."""
+
+    memory: Slot | Scratch
+    #: bytes before its first value
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.dtype.itemsize * prod(self.shape)
+
+    def reshape(self, *shape: int) -> Operand:
+        """Return its values in another shape, of which one extent may be -1."""
+        known = -prod(shape) if -1 in shape else 0
+        size = prod(self.shape) // known if known else 0
+        return replace(self, shape=tuple(size if extent == -1 else extent for extent in shape))
+
+    def view(self, dtype: Any) -> Operand:
+        """Return its bytes as values of another dtype of the same size."""
+        return replace(self, dtype=np.dtype(dtype))
+
+    def octets(self) -> Operand:
+        """Return its bytes."""
+        return replace(self, shape=(self.nbytes,), dtype=np.dtype(np.uint8))
+
+    def rows(self, first: int, stop: int) -> Operand:
+        """Return a range of its rows."""
+        of_row = self.dtype.itemsize * prod(self.shape[1:])
+        return replace(self, start=self.start + first * of_row, shape=(stop - first, *self.shape[1:]))
+
+
+class Addresses(tuple[Operand, ...]):
+    """The addresses of some arrays, which a kernel takes as int64 [count]."""
+
+    __slots__ = ()
+
+
+def scratch(shape: tuple[int, ...], dtype: Any) -> Operand:
+    """Return an array for results between the calls of an op."""
+    return Operand(Scratch(), 0, shape, np.dtype(dtype))
+
+
+def operand(slots: Sequence[SlotSpec], slot: Slot) -> Operand:
+    """Return the array of a slot; a view lies in the memory of its base."""
+    spec = slots[slot]
+    dtype = NUMPY_DTYPE[spec.dtype]
+    if spec.base is None:
+        return Operand(slot, 0, spec.shape, dtype)
+    return Operand(spec.base, spec.start * dtype.itemsize * prod(slots[spec.base].shape[1:]), spec.shape, dtype)
+
+
+def operands(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Operand], list[Operand]]:
+    """Return the arrays that an op reads, and those that it writes."""
+    return [operand(slots, slot) for slot in op.reads], [operand(slots, slot) for slot in op.writes]
+
+
+class ProductArrays(NamedTuple):
+    """The arrays of a product in the order in which kernels take them: x [m, k], out and residual [m, n]."""
+
+    x: Operand
+    out: Operand
+    #: an empty array for none
+    residual: Operand | NDArray[np.float32]
+
+
+class Call(NamedTuple):
+    """A function and its arguments: operands, `Addresses`, arrays and numbers."""
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+    #: ranges of the work, the last arguments of the function; None if it is not divided
+    parts: Any = None
+    #: number of threads; None for the calling thread alone
+    choice: Choice | None = None
+    #: the call is skipped if the chosen number of threads is not in this range
+    least: int = 1
+    most: int = MANY
+    #: raises the error of arguments that the function refused
+    refuse: Callable[..., None] | None = None
+    #: owners of the memory to which arguments have addresses
+    alive: tuple[object, ...] = ()
+
+    def operands(self) -> list[Operand]:
+        """Return the arrays in slots and scratch memory that it takes."""
+        found: list[Operand] = []
+        for argument in self.arguments:
+            if isinstance(argument, Operand):
+                found.append(argument)
+            elif isinstance(argument, Addresses):
+                found += argument
+        return found
+
+    def resolved(self, array_of: Callable[[Operand], NDArray[Any]]) -> list[Any]:
+        """Return the arguments with arrays in place of operands."""
+        out: list[Any] = []
+        for argument in self.arguments:
+            if isinstance(argument, Operand):
+                argument = array_of(argument)
+            elif isinstance(argument, Addresses):
+                argument = np.array([array_of(each).__array_interface__["data"][0] for each in argument], np.int64)
+            out.append(argument)
+        return out
+
+
+Calls = list[Call]

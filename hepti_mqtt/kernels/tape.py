@@ -1,0 +1,471 @@
+"""Tapes: the calls of one or more ops as rows that a compiled loop runs one after the other, without the GIL.
+
+A row is (wrapper, block, part, share). The block has the address of the kernel and its arguments as Numba passes them;
+the wrapper, one for each signature, reads them there and calls the kernel. Arrays are words of a block, too: their
+addresses are written when a run enters the tape, so that several runs may use one.
+
+Arrays that only this tape uses lie in scratch memory: two share bytes if no call needs both. Numba, not this module,
+decides how an argument is passed; `_emit_wrapper` asks it, and `_words` follows the layout of its arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from time import perf_counter_ns
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+from hepti_mqtt.kernels import threads as pools
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch
+from hepti_mqtt.kernels.choice import Choice
+from hepti_mqtt.kernels.jit import (
+    INT,
+    INT_ARRAY,
+    JIT,
+    TABLE,
+    divided,
+    entry,
+    entry_of,
+    helper,
+    in_cache,
+    kernel,
+    lowered,
+    registered,
+    signature_of,
+    template,
+)
+from hepti_mqtt.kernels.threads import Parts, Workers
+from hepti_mqtt.program import LINE_BYTES, Slot, lay_out
+
+Array = NDArray[Any]
+
+_I64: Final = ir.IntType(64)
+_SUCCESS: Final = (0, -2)  # results of compiled code that returns a value, or None
+_WORD: Final = 8
+# Runs that are not measured, after one that is.
+_SKIPS: Final = 3
+
+# Columns of the rows. _SHARE: 0 for a call, _IN_PYTHON, or the address of (threads, parts, their number, bytes of one).
+_WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
+_IN_PYTHON: Final = -1
+# Places in a pool's `control` behind its flag: nanoseconds after which to stop, 0 for never; looks for other threads;
+# then the results: next row, why, lanes to wait for; memory of the clock.
+_LIMIT, _POLLS, _NEXT, _CODE, _LANES, _CLOCK = range(1, 7)
+# Why the loop returned. _ASLEEP: wake threads and try again. _LATE: wait for other threads; the row is done then.
+_DONE, _STOPPED, _PYTHON, _ASLEEP, _LATE, _FAILED = range(6)
+
+
+def _at(builder: Any, place: Any, *indices: int) -> Any:
+    return builder.gep(place, [ir.IntType(32)(i) for i in indices])
+
+
+def _emit_wrapper(_context: Any, fixed: Any, varying: Any) -> Any:
+    """Write code of (block, part) that calls the block's kernel; return its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, _values: Any) -> Any:
+        first, last = (kind.instance_type.types for kind in signature.args)
+        layout = ir.LiteralStructType([_I64, *context.get_arg_packer(first).argument_types])
+        called = context.call_conv.get_function_type(types.none, (*first, *last))
+        return builder.ptrtoint(_part_of(builder.module, layout, called, len(last)), _I64)
+
+    return types.int64(fixed, varying), codegen
+
+
+def _part_of(module: Any, layout: Any, called: Any, width: int) -> Any:
+    """Return the function of (block, part) that calls the block's kernel with its arguments and `width` of the part."""
+    function = ir.Function(module, ir.FunctionType(_I64, [_I64, _I64]), name="hepti_part")
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    block = builder.inttoptr(function.args[0], layout.as_pointer())
+    part = builder.inttoptr(function.args[1], _I64.as_pointer())
+    address, *fixed = (builder.load(_at(builder, block, 0, i)) for i in range(len(layout.elements)))
+    varying = [builder.load(_at(builder, part, i)) for i in range(width)]
+    result, error = (builder.alloca(argument.pointee) for argument in called.args[:2])
+    code = builder.call(builder.inttoptr(address, called.as_pointer()), [result, error, *fixed, *varying])
+    good = builder.or_(*(builder.icmp_signed("==", code, code.type(value)) for value in _SUCCESS))
+    builder.ret(builder.zext(builder.not_(good), _I64))
+    return function
+
+
+_wrapper: Final = lowered(_emit_wrapper, pools._compiled_alone)
+
+
+@template
+def _wrapping(fixed: Any, varying: Any) -> Any:
+    return _wrapper(fixed, varying)
+
+
+def _kinds(function: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the types of a kernel's arguments, and of those that say the part."""
+    kinds = signature_of(function)
+    assert kinds is not None
+    width = divided.get(function, (kinds, 0))[1]
+    return kinds[: len(kinds) - width], kinds[len(kinds) - width :]
+
+
+def _wrapper_types(function: Any) -> tuple[Any, Any]:
+    of: Any = types.Tuple  # without types in Numba
+    return tuple(types.TypeRef(of(kinds)) for kinds in _kinds(function))  # type: ignore[return-value]
+
+
+_wrappers: Final[dict[Any, int]] = {}
+
+
+def wrapper_of(function: Any) -> int:
+    """Return the address of the wrapper of a kernel, compiled or loaded if need be."""
+    kinds = _wrapper_types(function)
+    if kinds not in _wrappers:
+        _wrappers[kinds] = entry_of(_wrapping, kinds)[0](None, None)
+    return _wrappers[kinds]
+
+
+def wrapper_in_cache(function: Any) -> bool:
+    """Return whether the cache has the wrapper of a kernel."""
+    return in_cache(_wrapping, _wrapper_types(function))
+
+
+def prepare() -> None:
+    """Compile or load the wrappers of all kernels that are compiled."""
+    for function, _ in registered:
+        if function.signatures:
+            wrapper_of(function)
+
+
+@helper
+def _share(row: Any, lanes: int, control: int) -> Any:
+    """Run a kernel's parts on the threads that its row names, or all of it on this one; return why to stop."""
+    share = row[_SHARE]
+    threads = pools._get(share)
+    if threads == 0:
+        return _DONE
+    if threads == 1:
+        return _FAILED if pools._call(row[_WRAPPER], row[_BLOCK], row[_PART]) else _DONE
+    for i in range(1, threads):
+        if pools._get(lanes + 8 * (pools.LANE * i + pools.ASLEEP)):
+            return _ASLEEP
+    pools._put(lanes + 8 * pools.BLOCK, row[_BLOCK])
+    pools._put(lanes + 8 * pools.ENTRY, row[_WRAPPER])
+    pools._put(lanes + 8 * pools.FIRST, pools._get(share + 8))
+    pools._put(lanes + 8 * pools.COUNT, pools._get(share + 16))
+    pools._put(lanes + 8 * pools.STRIDE, pools._get(share + 24))
+    pools._put(lanes + 8 * pools.THREADS, threads)
+    for i in range(threads):
+        pools._put(lanes + 8 * (pools.LANE * i + pools.BEGUN), 0)
+    pools._put(lanes + 8 * pools.CORE, pools._core())
+    for i in range(1, threads):
+        pools._put(lanes + 8 * (pools.LANE * i + pools.STATE), pools.ISSUED)
+    pools._run(lanes, 0)
+    awaited = 0
+    for i in range(1, threads):
+        pools._swap(lanes + 8 * (pools.LANE * i + pools.STATE), pools.ISSUED, pools.IDLE)
+    for i in range(1, threads):
+        state = lanes + 8 * (pools.LANE * i + pools.STATE)
+        for look in range(1, pools._get(control + 8 * _POLLS) + 1):
+            if pools._get(state) == pools.IDLE:
+                break
+            if look % pools.LOOKS:
+                pools._rest()
+            else:
+                pools._pass_on()
+        if pools._swap(state, pools.TAKEN, pools.AWAITED):
+            awaited += 1
+    pools._put(control + 8 * _LANES, awaited)
+    if awaited:
+        return _LATE
+    return _FAILED if pools._get(lanes + 8 * pools.FAILED) else _DONE
+
+
+@kernel(TABLE, INT, INT, INT, INT_ARRAY, INT_ARRAY)
+def _run_rows(rows: Any, first: int, stop: int, lanes: int, control: Any, times: Any) -> None:
+    """Run rows first..stop. times [rows]: to which the nanoseconds of each row are added; empty for none."""
+    at = control.ctypes.data
+    limit, timed = control[_LIMIT], len(times) > 0
+    now = begun = pools._now(at + 8 * _CLOCK) if limit > 0 or timed else 0
+    place, code = first, _DONE
+    while place < stop:
+        if rows[place, _SHARE] == 0:
+            if pools._call(rows[place, _WRAPPER], rows[place, _BLOCK], rows[place, _PART]):
+                code = _FAILED
+        elif rows[place, _SHARE] == _IN_PYTHON:
+            code = _PYTHON
+        else:
+            code = _share(rows[place], lanes, at)
+        if limit > 0 or timed:
+            before, now = now, pools._now(at + 8 * _CLOCK)
+            if timed:
+                times[place] += now - before
+        if code != _DONE:
+            break
+        place += 1
+        if place < stop and (pools._get(at + 8 * pools.FLAG) or (limit > 0 and now - begun > limit)):
+            code = _STOPPED
+            break
+    control[_NEXT], control[_CODE] = place, code
+
+
+def _words(kinds: Sequence[Any], arguments: Sequence[Any]) -> tuple[bytes, list[tuple[int, Operand | Addresses]]]:
+    """Return the arguments as a block has them, and the words (by number) that are addresses in memory of a run."""
+    block, places = bytearray(), list[tuple[int, Operand | Addresses]]()
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if kind == types.float32:
+            block += np.float32(argument).tobytes()
+            continue
+        block += bytes(-len(block) % _WORD)
+        if not isinstance(kind, types.Array):
+            block += int(argument).to_bytes(_WORD, "little", signed=True)
+            continue
+        is_table = isinstance(argument, Addresses)
+        shape, itemsize = ((len(argument),), _WORD) if is_table else (argument.shape, argument.dtype.itemsize)
+        address = 0
+        if isinstance(argument, Operand | Addresses):
+            places.append((len(block) // _WORD + 4, argument))
+        else:
+            assert argument.flags.c_contiguous
+            address = argument.__array_interface__["data"][0]
+        strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
+        block += np.array([0, 0, prod(shape), itemsize, address, *shape, *strides], np.int64).tobytes()
+    return bytes(block + bytes(-len(block) % _WORD)), places
+
+
+class Tape:
+    """Calls of ops as rows. It owns all to which its rows have addresses, except the arrays that `run` gets.
+
+    slots: that have arrays of the caller, in the order in which `run` takes them. nbytes: of scratch memory.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Calls],
+        pool: Workers,
+        externals: Sequence[Slot],
+        growing: Iterable[Slot] = (),
+    ) -> None:
+        """Make the rows. growing: externals with as many rows as their arrays have."""
+        self._externals: dict[Slot | Scratch, int] = {slot: i for i, slot in enumerate(externals)}
+        self.slots = tuple(externals)
+        self.calls = [call for calls in ops for call in calls]
+        #: for each op its first row, then the end of the last
+        self.starts = np.cumsum([0, *map(len, ops)]).tolist()
+        self._pool, self._growing = pool, tuple(growing)
+        self._offsets, nbytes = lay_out(self._uses())
+        self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
+        #: for each choice the rows that have it, op by op
+        self._choices: dict[Choice, dict[int, list[int]]] = {}
+        for row, call in enumerate(self.calls):
+            if call.choice is not None:
+                self._choices.setdefault(call.choice, {}).setdefault(self.op_at(row), []).append(row)
+        self._skips, self._bases = 0, list[int]()
+        #: nanoseconds of each row, and whether the run under way adds to them
+        self._times, self._timed = np.zeros(len(self.calls), np.int64), False
+        #: whether all rows of the last run were measured, and the row that ran last, or failed
+        self.measured, self.row = False, 0
+        self._arrays: Sequence[Array] = ()
+        self._scratch = np.empty(0, np.uint8)
+        #: for each row with a choice its threads, and where its parts are
+        self._shares = np.zeros((len(self.calls), 4), np.int64)
+        self._rows = np.zeros((len(self.calls), _COLUMNS), np.int64)
+        self._choose()
+        if JIT:
+            self._write()
+
+    def _uses(self) -> dict[Any, tuple[int, int, int]]:
+        """Return the first and last call of each array in scratch memory, and its bytes."""
+        uses: dict[Any, tuple[int, int, int]] = {}
+        for place, call in enumerate(self.calls):
+            for each in call.operands():
+                if each.memory not in self._externals:
+                    first, _, nbytes = uses.get(each.memory, (place, 0, 0))
+                    uses[each.memory] = first, place, max(nbytes, each.start + each.nbytes)
+        return uses
+
+    def _write(self) -> None:
+        """Write blocks and rows, and note the words that are addresses in memory of a run."""
+        blocks, tables = bytearray(), list[tuple[int, int]]()
+        patches: list[tuple[int, int, int]] = []  # word, place in the bases of a run, what to add
+        growing: dict[Slot | Scratch, int] = {
+            slot: 1 + len(self._externals) + i for i, slot in enumerate(self._growing)
+        }
+
+        for row, call in enumerate(self.calls):
+            if signature_of(call.function) is None:
+                self._rows[row, _SHARE] = _IN_PYTHON
+                continue
+            block, places = _words(_kinds(call.function)[0], call.arguments)
+            self._rows[row, _WRAPPER], self._rows[row, _BLOCK] = wrapper_of(call.function), len(blocks)
+            code = entry_of(call.function, signature_of(call.function))[1]  # type: ignore[arg-type]
+            begin = len(blocks) // _WORD + 1
+            blocks += int(code).to_bytes(_WORD, "little") + block
+            for word, argument in places:
+                if isinstance(argument, Operand):
+                    patches.append((begin + word, *self._base_of(argument)))
+                    if argument.memory in growing and argument.start == 0:  # the extent that comes behind the address
+                        patches.append((begin + word + 1, growing[argument.memory], 0))
+                else:
+                    at = len(blocks) // _WORD
+                    tables.append((begin + word, at))
+                    patches += [(at + i, *self._base_of(each)) for i, each in enumerate(argument)]
+                    blocks += bytes(_WORD * len(argument))
+            self._rows[row, _PART] = len(blocks)
+            if call.parts is not None:
+                blocks += np.array(call.parts.whole(), np.int64).tobytes()
+            if call.choice is not None:
+                if call.parts is not None:
+                    table = call.parts.table
+                    at = table.__array_interface__["data"][0]
+                    self._shares[row, 1:] = at, len(table), _WORD * table.shape[1]
+                self._rows[row, _SHARE] = self._shares[row].__array_interface__["data"][0]
+        self._blocks = np.frombuffer(blocks, np.int64)
+        base = self._blocks.__array_interface__["data"][0]
+        self._rows[:, [_BLOCK, _PART]] += base
+        for word, begin in tables:
+            self._blocks[word] = base + _WORD * begin
+        self._patched, self._sources, self._added = np.array(patches, np.int64).reshape(-1, 3).T.copy()
+
+    def _base_of(self, each: Operand) -> tuple[int, int]:
+        """Return (place in the bases of a run, bytes from there) of an operand."""
+        place = self._externals.get(each.memory)
+        return (0, self._offsets[each.memory] + each.start) if place is None else (1 + place, each.start)
+
+    def _choose(self) -> None:
+        """Decide on the threads of each row with a choice."""
+        is_open = self._pool.is_open
+        for choice, ops in self._choices.items():
+            threads = choice.threads if is_open else 1
+            for row in (row for rows in ops.values() for row in rows):
+                call = self.calls[row]
+                self._shares[row, 0] = threads if call.least <= threads <= call.most else 0
+
+    def _place(self, arrays: Sequence[Array], scratch: Array | None) -> None:
+        """Write the addresses of a run's arrays."""
+        if scratch is None or len(scratch) < self.nbytes:
+            scratch = np.empty(self.nbytes, np.uint8)
+        self._arrays, self._scratch = arrays, scratch
+        if not JIT:
+            return
+        base = scratch.__array_interface__["data"][0]
+        bases = [base + -base % LINE_BYTES, *(array.__array_interface__["data"][0] for array in arrays)]
+        bases += [len(arrays[self._externals[slot]]) for slot in self._growing]
+        if bases != self._bases:
+            self._bases = bases
+            self._blocks[self._patched] = np.array(bases, np.int64)[self._sources] + self._added
+
+    def run(
+        self,
+        arrays: Sequence[Array],
+        scratch: Array | None = None,
+        first: int = 0,
+        stop: int | None = None,
+        limit_s: float = 0.0,
+    ) -> int:
+        """Run rows from `first` on; return the next row: `stop`, or another one after the pool's flag or the limit.
+
+        arrays: of `externals`, contiguous, and of the dtypes of their slots: that is trusted. scratch: u8 [nbytes] or
+        more, the same for all rows of a run; None if the run is not interrupted. limit_s: 0 for none. Raises what
+        a row raises.
+        """
+        stop = len(self.calls) if stop is None else stop
+        self._place(arrays, scratch)
+        if first == 0:
+            self._timed = self._skips == 0
+            self._skips = max(self._skips - 1, 0)
+            self._times[:] = 0
+        if self._choices and (self._timed or not self._pool.is_open):
+            self._choose()
+        times = self._times if self._timed else self._times[:0]
+        place, woke = (self._run_compiled if JIT else self._run_plain)(first, stop, int(1e9 * limit_s), times)
+        self.measured = self._timed and place == len(self.calls)
+        if self.measured:
+            self._note(woke)
+        return place
+
+    def _run_compiled(self, first: int, stop: int, limit_ns: int, times: NDArray[np.int64]) -> tuple[int, bool]:
+        pool, place, woke, run = self._pool, first, False, entry(_run_rows)
+        control, lanes = pool.control, pool.memory.__array_interface__["data"][0]
+        while place < stop:
+            control[_LIMIT], control[_POLLS] = limit_ns, pool.polls  # a row in Python may run a tape of its own
+            run(self._rows, place, stop, lanes, control, times)
+            place, code = int(control[_NEXT]), int(control[_CODE])
+            if code == _STOPPED:
+                break
+            if code == _ASLEEP:
+                woke |= pool.wake(int(self._shares[place, 0]))
+                continue
+            if code == _PYTHON:
+                self._run_plainly(place, times)
+            elif code == _LATE:
+                pool.wait(int(control[_LANES]))
+            if code == _FAILED or pool.memory[pools.FAILED]:
+                self._fail(place)
+            place += code != _DONE
+        return place, woke
+
+    def _run_plain(self, first: int, stop: int, limit_ns: int, times: NDArray[np.int64]) -> tuple[int, bool]:
+        control, begun = self._pool.control, perf_counter_ns()
+        for place in range(first, stop):
+            self._run_plainly(place, times)
+            if control[pools.FLAG] or (limit_ns and perf_counter_ns() - begun > limit_ns):
+                return place + 1, False
+        return stop, False
+
+    def _run_plainly(self, place: int, times: NDArray[np.int64]) -> None:
+        """Run a row in Python."""
+        self.row, call, begun = place, self.calls[place], perf_counter_ns()
+        parts: Sequence[Any] = [()]
+        if call.parts is not None:
+            threads = 1 if call.choice is None else int(self._shares[place, 0])
+            parts = call.parts if threads > 1 else [call.parts.whole()] if threads else []
+        try:
+            self._pool.each(call.function, call.resolved(self._array), parts)
+        except ValueError:
+            if call.refuse is not None:
+                call.refuse(*call.resolved(self._array))
+            raise
+        if len(times):
+            times[place] += perf_counter_ns() - begun
+
+    def _array(self, each: Operand) -> Array:
+        """Return an operand's array in the run under way."""
+        place, at = self._base_of(each)
+        if place:
+            memory = self._arrays[place - 1]
+        else:
+            memory = self._scratch
+            at += -memory.__array_interface__["data"][0] % LINE_BYTES
+        values = memory.reshape(-1).view(np.uint8)[at : at + each.nbytes].view(each.dtype)
+        is_whole = values.size == prod(each.shape)
+        return values.reshape(each.shape if is_whole else (-1, *each.shape[1:]))
+
+    def _fail(self, place: int) -> None:
+        """Raise the error of a row that failed in compiled code."""
+        self._pool.memory[pools.FAILED], self.row = 0, place
+        call = self.calls[place]
+        if call.refuse is not None:
+            call.refuse(*call.resolved(self._array))
+        raise MemoryError("a kernel could not get the memory that it computes in; give it more, or smaller requests")
+
+    def _note(self, woke: bool) -> None:
+        """Tell the choices how long their ops took, and decide when to measure again."""
+        for choice, ops in self._choices.items():
+            place = choice.next
+            for rows in ops.values():
+                choice.note(place, 1e-9 * float(self._times[rows].sum()), woke)
+        self._skips = _SKIPS if all(choice.skips for choice in self._choices) else 0
+
+    def op_at(self, row: int) -> int:
+        """Return the number of the op that a row is of."""
+        return int(np.searchsorted(self.starts, row, side="right")) - 1
+
+    def seconds_of(self, op: int) -> float:
+        """Return how long an op took in the last run, if that was `measured`."""
+        return 1e-9 * float(self._times[self.starts[op] : self.starts[op + 1]].sum())
+
+
+def share(pool: Workers, function: Callable[..., None], arguments: Sequence[Any], parts: Parts, threads: int) -> None:
+    """Run a compiled kernel's parts on so many threads of a pool."""
+    choice = Choice((threads,))
+    Tape([[Call(function, tuple(arguments), parts, choice)]], pool, ()).run(())
