@@ -50,7 +50,7 @@ MOST_BYTES = 4 << 20  # of one topic, size and rate together
 def topics_of(me: str) -> list[str]:
     """Return every topic of the protocol, with this name and with another's wherever a name stands."""
     t = TOPICS
-    found = [t.planner_status(), t.plan("tiny"), t.event("left"), t.weights("all")]
+    found = [t.planner_status(), t.plan("tiny"), t.event("left")]
     for name in (me, "a"):
         found += [t.status(name), t.caps(name), t.heartbeat(name), t.reports(name), t.command(name), t.probe(name)]
         found += [t.work("tiny", name), t.weights(name)]

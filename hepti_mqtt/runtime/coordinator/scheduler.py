@@ -421,6 +421,9 @@ class Scheduler:
             step = generation.append_tokens(logits)
         except HeptiError as error:  # the rules allow no token
             return self.fail_request(group, request, error, now)
+        except Exception as error:  # a fault of the planner: the request ends all the same
+            fault = RemoteError(f"the planner cannot continue this text ({error!r}); report it with the planner's log")
+            return [LogEvent("internal_error", str(fault)), *self.fail_request(group, request, fault, now)]
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
         for place, token in enumerate(step.taken, step.place):

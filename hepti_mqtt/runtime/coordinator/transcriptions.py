@@ -54,7 +54,7 @@ class Transcription(Generation):
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
         """Take an answer as `Generation.append_tokens` does; a text that is whole may be followed by another one."""
-        if not self.session.rows and self.silence is None:
+        if not self.wants_states and not self.session.rows and self.silence is None:
             self.silence = self.rules.silence(logits)
         step = Generation.append_tokens(self, logits)
         if self.rules.judge is not None and not self.wants_states and self.done:

@@ -202,7 +202,7 @@ def test_no_broker(capsys, monkeypatch):
 def test_doctor_prints_each_finding_when_its_check_ends_and_compiles_only_if_it_may(monkeypatch, capsys):
     printed = []
 
-    def compiled(threads: int) -> tuple[int, int]:
+    def compiled() -> tuple[int, int]:
         printed.append(capsys.readouterr().out)
         return 1, 2
 
