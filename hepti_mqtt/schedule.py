@@ -111,9 +111,11 @@ def _after(
 def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the places of ops in groups: Computes that wait for the same exchanges; a Send or Recv is alone.
 
-    The ops of a stretch follow each other, except for Recvs, and belong to one block. So stretches run in the order in
-    which their ops would run.
+    The ops of a stretch follow each other, except for Recvs, so stretches run in the order in which their ops would
+    run. They belong to one block of the graph, before which another plan may take the run over; a run of a session, with
+    arrays of its own, is never taken over within.
     """
+    may_be_held = not program.state_inputs()
     awaited: dict[Slot, int] = {}  # of each slot the Recvs before it, as bits
     out: list[list[int]] = []
     last: tuple[int, int] | None = None
@@ -122,7 +124,8 @@ def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
         for slot in program.reads(op):
             bits |= awaited.get(slot, 0)
         awaited.update(dict.fromkeys(slots_written(op), bits))
-        key = (bits, program.block_of(op.node)) if isinstance(op, Compute) else None
+        block = program.block_of(op.node) if may_be_held else 0
+        key = (bits, block) if isinstance(op, Compute) else None
         if key is not None and key == last:
             out[-1].append(place)
         elif isinstance(op, Recv):

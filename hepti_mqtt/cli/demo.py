@@ -288,7 +288,9 @@ def _compare(
         hidden = hepti.infer(MODEL, **body, **pinned, want="hidden", timeout_s=60).hidden
         error = max_abs_err(checkpoint, body, hidden)
         answers = [hepti.infer(MODEL, **body, **pinned, report=True, timeout_s=60) for _ in range(args.repeat)]
-        last = hepti.foretold(answers[-1], **body, **pinned, timeout_s=60) if args.details else answers[-1]
+        last = answers[-1]
+        if args.details or args.json:
+            last = hepti.foretold(last, **body, **pinned, timeout_s=60)
         out.append(
             {
                 "strategy": "/".join([strategy.name, *options.values()]),
@@ -296,6 +298,7 @@ def _compare(
                 "latency_ms": statistics.median(a.latency_ms for a in answers),
                 "predicted_ms": last.raw["predicted_ms"],
                 "bytes_on_wire": last.raw["bytes_on_wire"],
+                "predicted_bytes": last.raw.get("predicted_bytes"),
                 "max_abs_err": error,
                 "tokens": last.raw["tokens"],
             }

@@ -359,10 +359,12 @@ class Executor:
         return None if found is None else self._steps[found[0].run_id].move_to(found[1])
 
     def hold(self, run_id: int, block: int) -> bool:
-        """Let a run end before a block of the graph; False, and nothing has changed, if an op of it has run."""
+        """Let a run end before a block of the graph; False, and nothing has changed, if it may not or an op has run."""
         running = self.machine.runs[run_id]
-        blocks = running.template.program.blocks
-        return 0 < block < len(blocks) and self.machine.hold(running, blocks[block])
+        program = running.template.program
+        if program.state_inputs():  # its stretches go beyond blocks
+            return False
+        return 0 < block < len(program.blocks) and self.machine.hold(running, program.blocks[block])
 
     def is_done(self, run_id: int) -> bool:
         """Return whether no op of a run is left."""
