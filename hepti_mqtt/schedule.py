@@ -112,8 +112,8 @@ def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the places of ops in groups: Computes that wait for the same exchanges; a Send or Recv is alone.
 
     The ops of a stretch follow each other, except for Recvs, so stretches run in the order in which their ops would
-    run. They belong to one block of the graph, before which another plan may take the run over; a run of a session, with
-    arrays of its own, is never taken over within.
+    run. They belong to one block of the graph, because another plan may take the run over before the next one; it never
+    does so within a run of a session.
     """
     may_be_held = not program.state_inputs()
     awaited: dict[Slot, int] = {}  # of each slot the Recvs before it, as bits
