@@ -87,6 +87,8 @@ def test_without_a_place_to_write_to_nothing_is_locked(tmp_path):
             pass
 
 
+# Not beside other tests, whose processes write to the same cache; `make kernels` checks it before each suite.
+@pytest.mark.nightly
 @compiled_only
 def test_after_warm_up_everything_is_in_the_cache_and_no_process_is_started(monkeypatch):
     if jit.cache_directory() is None:
