@@ -161,8 +161,7 @@ def layer_tensors(
     """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
 
     Parts of one name lie below each other in it; a name with `{}` is of each expert. width: columns of its inputs and
-    results, by default all. matrix: how
-    its matrices are stored.
+    results, by default all. matrix: how its matrices are stored.
     """
     w, f, d, biases = width or spec.hidden, spec.mlp, spec.head_dim, spec.block.biases
     q, kv = spec.heads * d, spec.kv_heads * d

@@ -237,3 +237,14 @@ def test_a_report_that_overtakes_the_answer_before_it_is_kept():
     (_, stats), *_ = swarm.answers["a"]
     assert all(run.reported for run in stats[:-1])
     assert not swarm.planner.counters["late"]
+
+
+def test_a_fault_of_the_planner_in_a_text_ends_its_request(monkeypatch):
+    swarm = Watched(1)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Generation, "append_tokens", lambda *_: 1 // 0)
+        swarm.write("a")
+        swarm.run(60, until=lambda: "a" in swarm.errors)
+    assert [error.code for error in swarm.errors.pop("a")] == ["remote"]
+    swarm.write("b")
+    assert swarm.finish("b") == [text()]
