@@ -130,25 +130,28 @@ def is_direct(program: Program, op: Op) -> bool:
 
 
 def _is_in_line(program: Program, awaited: Sequence[int]) -> bool:
-    """Return whether no op waits for less than one before it, so that waiting in their order delays none.
+    """Return whether the last Recv that an op waits for is never before that of the op before it.
 
-    Exchanges are those of devices with each other over their own connections.
+    Then to wait in this order delays no op, if exchanges come in the order of the graph. They are exchanges of devices
+    over their own connections.
     """
     recvs = [(place, op) for place, op in enumerate(program.ops) if isinstance(op, Recv)]
     sends = [op for op in program.ops if isinstance(op, Send) and op.to != (PLANNER,)]
     if any(op.alternates or op.task >= 0 for _, op in recvs) or not all(is_direct(program, op) for op in sends):
         return False
     from_peers = sum(1 << place for place, op in recvs if is_direct(program, op))
-    running = [bits & from_peers for bits, op in zip(awaited, program.ops, strict=True) if not isinstance(op, Recv)]
-    return all(not before & ~after for before, after in pairwise(running))
+    last = [
+        (b & from_peers).bit_length() for b, op in zip(awaited, program.ops, strict=True) if not isinstance(op, Recv)
+    ]
+    return all(before <= after for before, after in pairwise(last))
 
 
 def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the places of ops in groups that run as one, each in the order in which they run but for its first.
 
-    Computes that wait for the same exchanges are a stretch. Where each op waits for all that those before it wait for,
-    exchanges with devices are in it, too: a Recv before what reads it, or behind that if it is the first. Other Sends
-    and Recvs are alone. So stretches run in the order in which their ops would run.
+    Computes that wait for the same exchanges are a stretch. Where ops wait in the order of their Recvs, exchanges with
+    devices are in it, too: a Recv before what reads it, or behind that if it is the first. Other Sends and Recvs are
+    alone. So stretches run in the order in which their ops would run.
 
     The ops of a stretch belong to one block of the graph, because another plan may take the run over before the next
     one; it never does so within a run of a session.

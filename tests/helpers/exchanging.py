@@ -20,7 +20,7 @@ from hepti_mqtt.protocol.messages import Endpoint, Peer
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor
-from hepti_mqtt.runtime.worker.interface import AllowPeers, FrameIn, JoinPeers, PeerJoined
+from hepti_mqtt.runtime.worker.interface import AllowPeers, FrameIn, JoinPeers, PeerJoined, PeerLost
 
 TOPICS, MODEL, VERSION = Topics("home"), "m", PlanVersion(1, 1)
 PATIENCE_S = 30.0
@@ -41,7 +41,9 @@ class Device:
         self.dropped: list[str] = []
         #: called before each step
         self.before_step: Callable[[Device], None] = lambda _: None
-        self.awaits = True
+        #: whole frames that Python has sent, and peers that were lost
+        self.sent: list[bytes] = []
+        self.lost: list[str] = []
 
     @property
     def compiled(self) -> int:
@@ -50,10 +52,10 @@ class Device:
 
     def introduce(self, others: Mapping[str, Device]) -> None:
         peers = tuple(
-            Peer(other.name, Endpoint("127.0.0.1", other.links.mesh.port), f"{other.name}-{self.name}", f"{self.name}-{other.name}")
-            for other in others.values()
+            Peer(name, Endpoint("127.0.0.1", other.links.mesh.port), f"{name}-{self.name}", f"{self.name}-{name}")
+            for name, other in others.items()
             if other is not self
-        )  # fmt: skip
+        )
         self.links.admit(AllowPeers(MODEL, VERSION, peers))
         self.links.join(JoinPeers(MODEL, VERSION, peers))
 
@@ -71,6 +73,8 @@ class Device:
     def take(self, event: object) -> None:
         if isinstance(event, PeerJoined):
             self.joined.add(event.peer)
+        elif isinstance(event, PeerLost):
+            self.lost.append(event.peer)
         elif isinstance(event, TensorArrival | FrameIn):
             run_id = event.run_id if isinstance(event, TensorArrival) else event.frame.run_id
             if run_id in self.over:
@@ -99,6 +103,7 @@ class Device:
         for place, to in enumerate(op.to):
             topic = TOPICS.activation(MODEL, op.layer, self.name, to)
             self.links.publish(Publish(topic, header, 0, "mesh", body=body))
+            self.sent = [*self.sent[-8:], bytes(header) + bytes(body)]
             if array.size and out.rows:
                 prefix = frames.header_prefix(frame, body.nbytes)
                 out.rows[place].learn(frames.frame_header(prefix, bytes(8), b"", UNKEYED), topic)
@@ -117,13 +122,19 @@ class Device:
         for event in self.links.wait(0.0) if limit_s else ():
             self.take(event)
 
-    def work(self, run_ids: tuple[int, ...], limit_s: float) -> None:
-        """Work until some runs are over."""
+    def work(
+        self, run_ids: tuple[int, ...], limit_s: float, goes_on: Callable[[Device], bool] = lambda _: True
+    ) -> None:
+        """Work until some runs are over, or are ended."""
         until = time.monotonic() + PATIENCE_S
         left = set(run_ids)
         while left:
             assert time.monotonic() < until, (self.name, left)
-            self.turn(0.02, limit_s)
+            if not goes_on(self):
+                for run_id in left:
+                    self.executor.drop(run_id)
+            else:
+                self.turn(0.02, limit_s)
             for run_id in [r for r in left if r not in self.executor or self.executor.finish_if_done(r)]:
                 left.discard(run_id)
                 self.over.append(run_id)
@@ -153,23 +164,44 @@ class Site:
 
     def run(self, inputs: Mapping[int, np.ndarray], limit_s: float = 0.0) -> dict[int, np.ndarray]:
         """Return the answers to some runs at once, by number."""
-        threads = [threading.Thread(target=self._work, args=(d, inputs, limit_s)) for d in self.devices.values()]
+        self._together(inputs, limit_s, lambda _: True)
+        return {run_id: self.answer(run_id) for run_id in inputs}
+
+    def end_after(self, run_id: int, inputs: np.ndarray, steps: int) -> bool:
+        """End a run everywhere once the first device has taken so many steps; return whether it was under way."""
+        first, ended, taken = next(iter(self.devices.values())), threading.Event(), 0
+
+        def goes_on(device: Device) -> bool:
+            nonlocal taken
+            taken += device is first
+            if taken > steps:
+                ended.set()
+            return not ended.is_set()
+
+        self._together({run_id: inputs}, 0.0, goes_on)
+        return ended.is_set()
+
+    def _together(self, inputs: Mapping[int, np.ndarray], limit_s: float, goes_on: Callable[[Device], bool]) -> None:
+        threads = [
+            threading.Thread(target=self._work, args=(d, inputs, limit_s, goes_on)) for d in self.devices.values()
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
-        return {run_id: self.answer(run_id) for run_id in inputs}
 
     def answer(self, run_id: int) -> np.ndarray:
         parts = [part for device in self.devices.values() for part in device.outputs[run_id]]
         return np.concatenate([array for _, array in sorted(parts, key=lambda part: part[0])])
 
-    def _work(self, device: Device, inputs: Mapping[int, np.ndarray], limit_s: float) -> None:
+    def _work(
+        self, device: Device, inputs: Mapping[int, np.ndarray], limit_s: float, goes_on: Callable[[Device], bool]
+    ) -> None:
         try:
             for run_id, array in inputs.items():
                 device.admit(run_id, array)
-            device.work(tuple(inputs), limit_s)
+            device.work(tuple(inputs), limit_s, goes_on)
         except BaseException as error:
             self.errors.append(error)
