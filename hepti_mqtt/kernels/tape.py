@@ -56,8 +56,8 @@ _WORD: Final = 8
 _SKIPS: Final = 3
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
-# Columns of the rows. _SHARE: 0 for a call, the address of (threads, parts, their number, bytes of one), or one of these;
-# the block of a transfer is its descriptor.
+# Columns of the rows. _SHARE: 0 for a call, the address of (threads, parts, their number, bytes of one), or one of the
+# numbers below; the block of a transfer is its descriptor.
 _WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
 _IN_PYTHON, _SENDS, _RECEIVES = -1, -2, -3
 # Places in a pool's `control` behind its flag: nanoseconds after which to stop, 0 for never; looks for other threads;
