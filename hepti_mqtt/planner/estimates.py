@@ -146,7 +146,8 @@ class SiteEstimates:
     def add_device(self, name: str, kind: str = "", assumed: FrameCost | None = None) -> None:
         """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise.
 
-        assumed: what plans are made with before it has met frames off loopback; None: it has no such peers.
+        assumed: cost of frames off loopback before it has met some; its link is taken for one of the prior's rate
+        until it is measured. None: it has no such peers.
         """
         device = self._devices.setdefault(name, _Device(kind))
         device.kind, device.assumed, self._read = kind, assumed, None
@@ -316,7 +317,9 @@ class SiteEstimates:
 
     def link(self, name: str) -> Link:
         """Return the mean link of a device to the broker, with defaults for what was not measured."""
-        bytes_per_s = self._bytes_per_s((name, BROKER)) or Link().up_bytes_per_s
+        device = self._devices.get(name)
+        default = Link().up_bytes_per_s if device is None or device.assumed is None else exp(_LINE.mean)
+        bytes_per_s = self._bytes_per_s((name, BROKER)) or default
         round_trip_s = self._exp_mean("round trip", (name, BROKER), 2 * Link().latency_s)
         return Link(round_trip_s / 2, bytes_per_s, bytes_per_s)
 
@@ -438,7 +441,8 @@ class SiteEstimates:
         met = {found: self._posterior(*found)[0] for found in self._quantities}
         assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
         unmet: dict[Name, float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
-        return {**unmet, **met}
+        lines = {line: _LINE.mean for name in assumed for line in _lines((name, BROKER))}
+        return {**unmet, **lines, **met}
 
     def is_unclear(self, names: Collection[str], now: float) -> bool:
         """Return whether the slowdown of one of these devices may be changing: the next run, or heartbeats, tell."""

@@ -101,6 +101,7 @@ class Question:
     is_exhaustive: bool = True
     active: Plan | None = None
     residents: tuple[Plan, ...] = ()
+    coming: Plan | None = None  #: the plan whose load is under way
     budget: Budget = field(default_factory=Budget, compare=False)
     tiles: TileMap | None = field(default=None, compare=False)  #: of the model's weights, if its manifest is known
     cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices

@@ -118,7 +118,9 @@ class Moves:
         beliefs = self._beliefs(group, now)
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
-            known = [k for k in known if is_same_division(k.candidate.plan, only)]
+            coming = group.plans.preparing
+            choice = (only,) if coming is None else (only, coming.plan)
+            known = [k for k in known if any(is_same_division(k.candidate.plan, plan) for plan in choice)]
         active, ours = None, []
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
@@ -194,8 +196,9 @@ class Moves:
         return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        record, plans = group.plans.active, group.plans
+        """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
+        plans = group.plans
+        record = plans.active or plans.preparing
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":
@@ -283,10 +286,15 @@ class Moves:
 
 def _rest(candidate: Candidate, coming: PlanRecord | None) -> SiteLoad:
     """Return what is left to load for a plan; coming: the plan whose load is under way."""
-    loaded = coming.progress_bytes if coming and is_same_division(coming.plan, candidate.plan) else {}
+    coming = coming if coming is not None and is_same_division(coming.plan, candidate.plan) else None
+    loaded = {} if coming is None else coming.progress_bytes
     devices = dict[str, DeviceLoad]()
     for device, nbytes in candidate.load_bytes.items():
-        left, cached = max(nbytes - loaded.get(device, (0, 0))[0], 0), candidate.cached_bytes.get(device, 0)
+        left, cached = nbytes, candidate.cached_bytes.get(device, 0)
+        if coming is not None and device in loaded:  # devices read what they have cached first
+            done, total = loaded[device]
+            left = total - done if device in coming.unready_devices else 0
+            cached = max(coming.decision.chosen.cached_bytes.get(device, 0) - done, 0)
         devices[device] = DeviceLoad(min(cached, left), max(left - cached, 0))
     most = max((part.fetched_bytes for part in devices.values()), default=0)
     fetched = sum(part.fetched_bytes for part in devices.values())

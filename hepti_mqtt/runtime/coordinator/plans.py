@@ -503,7 +503,8 @@ class PlanLifecycle:
         """Raise AssertionError if an invariant is broken."""
         states = Counter[str](s.state for s in self._searches) + Counter[str](r.state for r in self._records)
         assert states["wanted"] <= 1
-        assert states["searching"] + states["preparing"] + states["swapping"] <= 1
+        assert states["searching"] <= 1
+        assert states["preparing"] + states["swapping"] <= 1
         assert states["active"] + states["suspect"] <= 1
         assert not states["gone"]
         assert len({r.version for r in self._records}) == len(self._records)
