@@ -47,13 +47,9 @@ def test_embed_at(m, h, places, data):
         ([1], -1, r"rows -1\.\.0 do not lie in the 9 positions of the model"),
     ],
 )
-def test_ids_and_positions_that_the_model_has_not_are_refused_before_anything_is_written(ids, first, message):
-    case = embed_at(ids, first, array(7, 4), array(9, 4))
-    with pool(1) as workers:
-        run, out = case.kernel.checked(case.op, case.slots, case.weights, workers), poisoned(case.slots[2])
-        with pytest.raises(ValueError, match=message):
-            run(case.reads, [out])
-    np.testing.assert_array_equal(out, poisoned(case.slots[2]))
+def test_ids_and_positions_that_the_model_has_not_are_refused(ids, first, message):
+    with pytest.raises(ValueError, match=message):
+        embed_at(ids, first, array(7, 4), array(9, 4)).run()
 
 
 @given(m=st.integers(0, 9), w=st.integers(0, 20), capacity=st.integers(9, 20), data=st.data())
