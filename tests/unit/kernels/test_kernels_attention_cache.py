@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import DTYPES, Case, array, poisoned, pool
 
+from hepti_mqtt.kernels.calls import SizedChoice
+
 
 def at(value):
     return np.asarray([value], np.int32)
@@ -178,6 +180,18 @@ def test_any_number_of_threads_gives_the_same_bits(m):
     q, kv = queries_and_cache(m, 1200, 8, 64)
     case = attention_at(q, kv, 1000, 8, 64)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_a_short_cache_is_for_one_thread_and_a_long_one_for_several(m):
+    case = attention_at(*queries_and_cache(m, 5000, 8, 64), 0, 8, 64)
+    with pool(2) as workers:
+        calls = case.kernel.bind(case.op, case.slots, case.weights, workers).calls
+        (sized,) = (call.choice for call in calls if isinstance(call.choice, SizedChoice))
+        short, long, longer = (workers.choice_of(sized, at(first)) for first in (0, 4000, 4001))
+        assert (short.threads, long.threads) == (1 if m == 1 else 2, 2)
+        assert long is longer
+        assert long is not short
 
 
 def test_ops_that_do_not_fit_are_refused():
