@@ -1,8 +1,8 @@
 """Mixed load over the mesh for a long time, with a peer that is stopped for a while: what every process holds of it.
 
-Embeddings and texts by MQTT, chats streamed by MQTT and HTTP, speech by HTTP. `make test-soak MINUTES=60` prints tables;
-the exit code is 1 if memory, descriptors or threads of a process are not flat, if the ends of a connection between two
-devices count differently, or if a request was lost or answered wrongly.
+Embeddings and texts by MQTT, chats streamed by MQTT and HTTP, speech by HTTP. `make test-soak MINUTES=60` prints
+tables; the exit code is 1 if memory, descriptors or threads of a process are not flat, if the ends of a connection
+between two devices count differently, or if a request was lost or answered wrongly.
 """
 
 from __future__ import annotations
