@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import DTYPES, Case, array, poisoned, pool
+from kernels_support import DTYPES, Case, array, pool
 
 from hepti_mqtt.kernels.calls import SizedChoice
 
