@@ -1,8 +1,8 @@
 """Requests from the first second of a site, with empty or full caches, beside the best static plan in hindsight.
 
 `python -m benchmarks cold rate=240 caches=empty minutes=5`. The site's clock starts with planner and agents; these load
-their kernels and measure their hosts first. One request follows the other. Afterwards each plan that served is pinned and
-timed on the warm site: the fastest is the best static plan.
+their kernels and measure their hosts first. One request follows the other. Afterwards each plan that served is pinned
+and timed on the warm site: the fastest is the best static plan.
 """
 
 from __future__ import annotations
