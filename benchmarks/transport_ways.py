@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -16,8 +17,14 @@ from paho.mqtt.client import Client
 from paho.mqtt.enums import CallbackAPIVersion
 
 from benchmarks.errors import BenchError
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.calls import Call, Operand, received, sent
+from hepti_mqtt.kernels.tape import Tape
+from hepti_mqtt.kernels.transfers import Peers
 from hepti_mqtt.transport import BrokerUrl, DataConnection, Subscribed
+from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
+from hepti_mqtt.transport.peer import MESH_VERSION
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0
@@ -49,6 +56,10 @@ class Way:
     def receive(self) -> int:
         """Wait for a message and return its source, the buffer being free again; raises BenchError if none comes."""
         raise NotImplementedError
+
+    def gather(self, body: Array, count: int, repeat: int) -> bool:  # noqa: ARG002
+        """Exchange with all of `count` ranks again and again, if that is not done message by message."""
+        return False
 
     def flush(self) -> None:
         """Hand everything to the kernel; others have a thread that does."""
@@ -191,6 +202,30 @@ class OverMesh(Way):
         self._joined += isinstance(event, Joined)
 
 
+class Compiled(OverMesh):
+    """This project's endpoints, with compiled code at their sockets."""
+
+    def gather(self, body: Array, count: int, repeat: int) -> bool:
+        channels, others = self._mesh.channels, [rank for rank in range(count) if rank != self._rank]
+        mine = Operand(0, 0, body.shape, body.dtype)
+        calls, ends = [], list[tuple[int, int]]()  # ends: source and target of each
+        for slot in range(1, 1 + repeat * len(others), len(others)):
+            calls += [Call(sent, (mine,)) for _ in others]
+            calls += [Call(received, (replace(mine, memory=slot + i),)) for i in range(len(others))]
+            ends += [(self._rank, rank) for rank in others] + [(rank, self._rank) for rank in others]
+        tape, nbytes = Tape([calls], Workers(1), (0,)), len(HEADER) + body.nbytes
+        for row, (source, to) in enumerate(ends):
+            peer, name = f"d{to if source == self._rank else source}", topic(source, to)
+            if source == self._rank and channels.route(peer, name, nbytes) is None:
+                raise BenchError("the mesh has no subscriber")
+            tape.learn(row, channels.channel(peer), publish_head(name, nbytes, MESH_VERSION) + HEADER, nbytes)
+        with channels.hold():
+            tape.run((body,), peers=Peers(1, channels.wake, int(1000 * PATIENCE_S)))
+        if tape.code:
+            raise BenchError("compiled code has left an exchange to Python")
+        return True
+
+
 class ByBroker(Way):
     """A broker between; header and body are joined, since a client takes one payload."""
 
@@ -274,6 +309,7 @@ class OwnTransport(ByBroker):
 WAYS: Final[Mapping[str, Callable[[int, int, str, Sequence[str]], Way]]] = {
     "raw TCP": Raw,
     "mesh": OverMesh,
+    "mesh, compiled": Compiled,
     "broker, paho": StockPaho,
     "broker, ours": OwnTransport,
 }
