@@ -50,6 +50,8 @@ DeliveryResult = Literal["filled"] | DropReason
 _NO_STATES: Final[Mapping[Any, Array]] = {}
 #: for which compiled code waits for a peer; then Python waits for all of them
 PATIENCE_MS: Final = 10
+#: after which Python looks what else has come, though compiled code receives all that a run waits for
+LOOK_S: Final = 0.1
 
 
 class SlotView(NamedTuple):
@@ -335,7 +337,7 @@ class Step:
             transfers.apply(sockets)
             patience_ms = 0
             if transfers.complete and running.bound.in_line and self._executor.machine.is_alone(running):
-                limit_s, patience_ms = 0.0, PATIENCE_MS
+                limit_s, patience_ms = LOOK_S, PATIENCE_MS
             peers = Peers(running.run_id, sockets.wake, patience_ms)
         arrays: list[Any] = [running.slots[slot] for slot in tape.slots]
         delivered = running.delivered.get(op.leader, _NO_STATES)
