@@ -421,15 +421,16 @@ class Tape:
             self._bases = bases
             self._blocks[self._patched] = np.array(bases, np.int64)[self._sources] + self._added
 
-    def learn(self, row: int, channel: int, head: bytes, counted: int) -> None:
+    def learn(self, row: int, channel: int, head: bytes, counted: int) -> NDArray[np.int64]:
         """Let compiled code send or receive a row's frame by a channel, which must live as long as the tape.
 
-        head: what stands before the array, the run's number at its end. counted: bytes that the channel counts.
+        head: what stands before the array, the run's number at its end. counted: bytes that the channel counts. Returns
+        the head's last words, which may be changed between runs.
         """
-        self._heads[row] = transfers.describe(
-            self._descriptor(row), channel, head, self.calls[row].operands()[0].nbytes, counted
-        )
+        nbytes = self.calls[row].operands()[0].nbytes
+        own = self._heads[row] = transfers.describe(self._descriptor(row), channel, head, nbytes, counted)
         self._bases = []  # the body's address is to be written
+        return own[: own.size // 2]
 
     def forget(self, row: int) -> None:
         """Leave a row's frame to Python."""

@@ -9,7 +9,7 @@ BLAKE2b: of what the standard library has, it took the shortest time for a heade
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
@@ -83,6 +83,19 @@ def frame_tag(key: FrameKey, header_prefix: bytes, run_id: bytes, body: bytes | 
     if key.checked == "whole":
         made.update(body)
     return made.digest()
+
+
+def header_tags(key: FrameKey, header_prefix: bytes) -> Callable[[bytes], bytes]:
+    """Return what returns the tag of a frame for a run's number, where tags are of headers alone."""
+    assert key.checked == "header"
+    begun = blake2b(header_prefix, key=key.key, digest_size=TAG_BYTES)
+
+    def tag(run_id: bytes) -> bytes:
+        made = begun.copy()
+        made.update(run_id)
+        return made.digest()
+
+    return tag
 
 
 def same_tag(one: bytes, other: bytes) -> bool:

@@ -39,6 +39,9 @@ class Device:
         self.early: list[TensorArrival | FrameIn] = []
         self.over: list[int] = []
         self.dropped: list[str] = []
+        self.key = UNKEYED
+        #: whether Python exchanges all frames
+        self.checks_all = False
         #: called before each step
         self.before_step: Callable[[Device], None] = lambda _: None
         #: whole frames that Python has sent, and peers that were lost
@@ -82,7 +85,10 @@ class Device:
             elif run_id not in self.executor:
                 self.early.append(event)
             elif isinstance(event, TensorArrival):
-                outcome = self.executor.deliver(run_id, event.exchange.key, event.array(), event.exchange.head)
+                assert event.has_tag(self.key)
+                outcome = self.executor.deliver(
+                    run_id, event.exchange.key, event.array(), event.exchange.head, self.key
+                )
                 self.dropped += [] if outcome == "filled" else [outcome]
             else:
                 frame = event.frame
@@ -99,14 +105,14 @@ class Device:
             "tensor", MODEL, VERSION, out.run_id, op.layer, op.node, self.name, op.part, _DTYPE[array.dtype.str],
             array.shape, op.row, body=array.data.cast("B") if array.size else b"",
         )  # fmt: skip
-        header, body = frames.encode_parts(frame)
+        header, body = frames.encode_parts(frame, self.key)
         for place, to in enumerate(op.to):
             topic = TOPICS.activation(MODEL, op.layer, self.name, to)
             self.links.publish(Publish(topic, header, 0, "mesh", body=body))
             self.sent = [*self.sent[-8:], bytes(header) + bytes(body)]
             if array.size and out.rows:
                 prefix = frames.header_prefix(frame, body.nbytes)
-                out.rows[place].learn(frames.frame_header(prefix, bytes(8), b"", UNKEYED), topic)
+                out.rows[place].learn(frames.frame_header(prefix, bytes(8), b"", UNKEYED), self.key, topic)
 
     def turn(self, timeout_s: float, limit_s: float = 0.0) -> None:
         """Run a step, or wait for peers."""
@@ -116,7 +122,7 @@ class Device:
                 self.take(event)
             return
         self.before_step(self)
-        out = step.run(limit_s, sockets=self.links.mesh.channels)
+        out = step.run(limit_s, sockets=None if self.checks_all else self.links.mesh.channels)
         if out is not None:
             self.publish(out)
         for event in self.links.wait(0.0) if limit_s else ():

@@ -8,7 +8,7 @@ it without Python, and stops before any row when the session's thread is wanted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,6 +33,7 @@ from hepti_mqtt.program import (
     WeightRef,
     slots_written,
 )
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.worker.transfers import KnownTransfer, Sockets, StretchTransfers
 from hepti_mqtt.schedule import (
     DropReason,
@@ -122,6 +123,13 @@ class BoundProgram:
     sends: dict[tuple[int, tuple[str, ...]], Any] = field(default_factory=dict)
     #: of a run that goes on where another one ends, the slots of that one that fill exchanges of this one
     taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
+
+    def renewed(self) -> BoundProgram:
+        """Return it for another plan version, which stands in all that is kept of frames, and for another key."""
+        for op in self.ops:
+            if isinstance(op, Stretch):
+                op.transfers.forget()
+        return replace(self, sends={})
 
 
 def bind(
@@ -280,7 +288,9 @@ class Step:
         assert op is not None
         following = min(op.places.index(place) + ops, len(op.places)) if ops else len(op.places)
         try:
-            if sockets is None or not JIT or not (op.transfers.sends or op.transfers.receives):
+            # Tags are of one run: with several, to write them again and again would cost more than they save.
+            is_tagged = bool(op.transfers.tags) and not self._executor.machine.is_alone(running)
+            if sockets is None or not JIT or is_tagged or not (op.transfers.sends or op.transfers.receives):
                 return self._advance(op, following, limit_s)
             with sockets.hold() as is_held:
                 return self._advance(op, following, limit_s, sockets if is_held else None)
@@ -335,6 +345,7 @@ class Step:
         peers = NO_PEERS
         if sockets is not None:
             transfers.apply(sockets)
+            transfers.tag(running.run_id)
             patience_ms = 0
             if transfers.complete and running.bound.in_line and self._executor.machine.is_alone(running):
                 limit_s, patience_ms = LOOK_S, PATIENCE_MS
@@ -431,11 +442,14 @@ class Executor:
         """Take scratch memory back."""
         self._scratch.append(scratch)
 
-    def deliver(self, run_id: int, key: ExchangeKey, array: Array, head: bytes = b"") -> DeliveryResult:
+    def deliver(
+        self, run_id: int, key: ExchangeKey, array: Array, head: bytes = b"", frame_key: FrameKey = UNKEYED
+    ) -> DeliveryResult:
         """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
 
-        head: with which a peer sends it in each run; empty if compiled code must not receive it. Raises KeyError if the
-        request does not run, ValueError if shape, dtype or layout are not the slot's: kernels trust it.
+        head: with which a peer sends it in each run; empty if compiled code must not receive it. frame_key: of its tag.
+        Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
+        trust it.
         """
         machine = self.machine
         running = machine.runs[run_id]
@@ -451,7 +465,7 @@ class Executor:
             stretch, row = inside
             running.delivered.setdefault(stretch.leader, {})[slot] = array
             if head:
-                stretch.transfers.receives[row].learn(head)
+                stretch.transfers.receives[row].learn(head, frame_key)
         if machine.fill_slot(running, slot) or (inside is not None and running.free[slot] is not None):
             kept, before = running.free[slot], running.slots[slot]
             running.slots[slot] = array

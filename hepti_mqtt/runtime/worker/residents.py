@@ -291,8 +291,7 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
         frame_key=FrameKey(message.key, message.checked),
         urgent_shapes=deque(shape for shape in shapes[: message.build_first] if shape not in ended.programs),
         prebuild_shapes=deque(shape for shape in shapes[message.build_first :] if shape not in ended.programs),
-        # What is kept with a Send names the plan version.
-        programs=OrderedDict((shape, replace(bound, sends={})) for shape, bound in ended.programs.items()),
+        programs=OrderedDict((shape, bound.renewed()) for shape, bound in ended.programs.items()),
         loaded=False,
         filters_acknowledged=False,
         subscribed=False,

@@ -626,8 +626,8 @@ class WorkerRuns:
         if request is None or request.key != arrival.exchange.plan_key or not arrival.has_tag(request.frame_key):
             return False
         try:
-            head = b"" if request.frame_key.key else arrival.exchange.head
-            return self._executor.deliver(arrival.run_id, arrival.exchange.key, arrival.array(), head) == "filled"
+            exchange, key = arrival.exchange, request.frame_key
+            return self._executor.deliver(arrival.run_id, exchange.key, arrival.array(), exchange.head, key) == "filled"
         except ValueError:
             return False  # not what the Program expects; `tensor` says so
 
@@ -683,9 +683,10 @@ class WorkerRuns:
                 self._executor.deliver(outgoing.run_id, (op.node, op.part, self._device), outgoing.array.copy())
                 return []
             way = request.sends[outgoing.place, op.to] = self._prepare_send(request, outgoing)
-            if way.has_body and not request.frame_key.key:
+            if way.has_body:
                 for each, topic in zip(outgoing.rows, way.topics, strict=False):
-                    each.learn(frame_header(way.header_prefix, run_id_bytes(0), b"", UNKEYED), topic)
+                    header = frame_header(way.header_prefix, run_id_bytes(0), b"", UNKEYED)
+                    each.learn(header, request.frame_key, topic)
         body = outgoing.array.data.cast("B") if way.has_body else _NOTHING
         request.sent_bytes += way.nbytes
         header = frame_header(way.header_prefix, request.run_id_bytes, body, request.frame_key)

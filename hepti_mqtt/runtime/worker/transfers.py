@@ -6,17 +6,19 @@ sent, and expect those that it has checked; what else a peer sends goes back to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.calls import Scratch
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import LARGEST
 from hepti_mqtt.program import Recv, Send, Slot
-from hepti_mqtt.protocol.frames import HEADER_BYTES
+from hepti_mqtt.protocol.frames import HEADER_BYTES, HEADER_PREFIX_BYTES, run_id_bytes
+from hepti_mqtt.protocol.keys import UNKEYED, FrameKey, header_tags
 
 
 class Sockets(Protocol):
@@ -49,17 +51,19 @@ class Sockets(Protocol):
 class KnownTransfer:
     """A row that sends to one peer, or receives from one."""
 
-    __slots__ = ("head", "op", "owner", "peer", "row", "topic")
+    __slots__ = ("head", "key", "op", "owner", "peer", "row", "topic")
 
     def __init__(self, owner: StretchTransfers, row: int, op: Send | Recv, peer: str) -> None:
         self.owner, self.row, self.op, self.peer = owner, row, op, peer
         #: of a Send the frame's header and its topic; of a Recv the whole head; empty before they are known
         self.head, self.topic = b"", ""
+        #: of its tags
+        self.key = UNKEYED
 
-    def learn(self, head: bytes, topic: str = "") -> None:
-        """Take what Python has sent, or has received and checked."""
-        if not self.head and self.nbytes <= LARGEST:
-            self.head, self.topic, self.owner.version = head, topic, -1
+    def learn(self, head: bytes, key: FrameKey, topic: str = "") -> None:
+        """Take what Python has sent, or has received and checked; nothing where tags are also of arrays."""
+        if not self.head and self.nbytes <= LARGEST and not (key.key and key.checked == "whole"):
+            self.head, self.key, self.topic, self.owner.version = head, key, topic, -1
 
     @property
     def nbytes(self) -> int:
@@ -80,17 +84,37 @@ class StretchTransfers:
         self.last_rows: Mapping[Slot | Scratch, int] = {}
         #: whether compiled code receives all of it
         self.complete = False
+        #: tags by the run's number, with the heads in which they stand, and the run of which they are
+        self.tags: list[tuple[Callable[[bytes], bytes], NDArray[np.int64]]] = []
+        self.tagged = -1
+
+    def forget(self) -> None:
+        """Forget what was learned."""
+        self.version = -1
+        for each in (*self.sends.values(), *self.receives.values()):
+            each.head = b""
 
     def apply(self, sockets: Sockets) -> None:
         """Let the tape learn all that is known, and forget what is not so any more."""
         if self.version == sockets.version:
             return
-        self.version = sockets.version
+        self.version, self.tagged = sockets.version, -1
+        self.tags.clear()
         for each in (*self.sends.values(), *self.receives.values()):
             before = sockets.route(each.peer, each.topic, HEADER_BYTES + each.nbytes) if each.topic else b""
             if each.head and before is not None:
                 counted = HEADER_BYTES + each.nbytes
-                self.tape.learn(each.row, sockets.channel(each.peer), before + each.head, counted)
+                words = self.tape.learn(each.row, sockets.channel(each.peer), before + each.head, counted)
+                if each.key.key:
+                    prefix = each.head[-HEADER_BYTES:][:HEADER_PREFIX_BYTES]
+                    self.tags.append((header_tags(each.key, prefix), words))
             else:
                 self.tape.forget(each.row)
         self.complete = all(each.head for each in self.receives.values())
+
+    def tag(self, run_id: int) -> None:
+        """Write the tags of a run into the heads."""
+        if self.tags and run_id != self.tagged:
+            self.tagged, number = run_id, run_id_bytes(run_id)
+            for tag, words in self.tags:
+                words[-2] = int.from_bytes(tag(number), "little", signed=True)

@@ -17,6 +17,7 @@ from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.protocol import frames
+from hepti_mqtt.protocol.keys import FrameKey
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.transport.mesh import mesh_possible
 
@@ -101,6 +102,31 @@ def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
                     device.before_step = disturb
             np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
         assert not JIT or all(device.compiled for device in site.devices.values())
+
+
+def test_another_plan_version_learns_anew():
+    made, inputs, _ = programs(*IN_LINE[0])
+    with Site(made) as site:
+        for run in range(1, LEARNING + 2):
+            site.run({run: inputs})
+        before = [device.compiled for device in site.devices.values()]
+        for device in site.devices.values():
+            device.bound = device.bound.renewed()
+        site.run({LEARNING + 2: inputs})
+        assert [device.compiled for device in site.devices.values()] == before
+
+
+@pytest.mark.parametrize("checked", ["header", "whole"])
+def test_tagged_frames_are_those_of_python(checked):
+    made, inputs, _ = programs(*IN_LINE[0])
+    expected = run_together(made, inputs)
+    with Site(made) as site:
+        one, other = site.devices.values()
+        one.key = other.key = FrameKey(bytes(range(32)), checked)
+        for run in range(1, LEARNING + 3):
+            one.checks_all = run == LEARNING + 2  # what compiled code sends passes the checks of Python
+            np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
+        assert not JIT or bool(other.compiled) == (checked == "header")
 
 
 @pytest.mark.parametrize(("family", "name"), IN_LINE)
