@@ -67,7 +67,7 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
-from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, operands, scratch
+from hepti_mqtt.kernels.calls import Addresses, CacheWork, Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
@@ -589,12 +589,18 @@ class _Caches:
         self.starts = list(accumulate(lengths, initial=0))
         self.refuse = refuse_at(op, lengths, self.capacity, "rows of the cache")
 
+    def _work(self, items: Sequence[int], heads: int) -> CacheWork:
+        """Return the work of some items' attention by so many heads."""
+        rows = tuple((item, self.lengths[item]) for item in items)
+        return CacheWork(self.at, rows, min(self.near + 1, self.capacity), 4 * heads * self.layout.d)
+
     def attend_few(self, few: Sequence[int], pool: Workers) -> Calls:
         """Return the attention of those items that have few rows, all in one call."""
         nbytes, rows = self.caches[0].dtype.itemsize, sum(self.lengths[item] for item in few)
         items = np.asarray([(item, self.starts[item], self.lengths[item]) for item in few], np.int64)
         units = ranges(len(few) * self.layout.heads, pool.threads)
-        attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows))
+        work = self._work(few, self.layout.heads)
+        attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows), work)
         caches, table = Addresses(self.caches[item] for item in few), self.layout.table()
         how = table, self.width, nbytes, self.capacity, self.near, self.scale
         return attend(self.q, self.out, items, caches, self.at, *how, refuse=self.refuse)
@@ -613,12 +619,12 @@ class _Caches:
         empty = tiles_of(np.zeros((m, 1), np.int64), np.stack([0 * ends, ends], axis=1), 0 * ends)
         tiles, limits = scratch(empty.shape, np.int64), scratch((m, 2), np.int64)
         move = empty, self.at, item, self.near, self.capacity, tiles, limits
-        work, begin, nowhere = 4 * heads * layout.d * m * m, skipped * len(empty), np.zeros(0, np.int64)
+        begin, nowhere = skipped * len(empty), np.zeros(0, np.int64)
         units = ranges(heads * len(empty), 4 * pool.threads)
-        parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads, work)
+        parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads)
         rows, added = (self.starts[item], self.starts[item] + m), _distances(self._check, layout, ())
         fixed = tiles, limits, layout.table(), nowhere, nowhere, *added, self.scale
-        attend = pool.bind(attention_units, parts)
+        attend = pool.bind(attention_units, parts, None, self._work((item,), heads))
         return [
             Call(_move_limits, move, refuse=self.refuse),
             *attend(self.q.rows(*rows), kv or self.caches[item], self.out.rows(*rows).reshape(-1), *fixed),
