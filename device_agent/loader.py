@@ -354,6 +354,11 @@ class WeightLoader:
         if self._jobs:
             self._fail(self._jobs[0], error, now)
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a load is under way."""
+        return bool(self._jobs)
+
     # -- the load under way --------------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
@@ -646,7 +651,7 @@ class LoaderThread:
                 loader.retry_if_due(now)
         self._timed(loader.read_rate, "tile_bytes_cached", lambda: loader.step(now))
         loader.peers.report_if_due(now)
-        self._budget.share = loader.share
+        self._budget.share, self._budget.loading = loader.share, loader.is_loading
         if self._budget.pause_s(time.perf_counter()) == 0:
             begun_s = time.thread_time()
             self._timed(loader.receive_rate, "tile_bytes_received", lambda: self._exchange(now))

@@ -21,7 +21,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
-from hepti_mqtt.planner.decisions import MOST_SHARE
+from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -270,7 +270,7 @@ class PlanRecord:
     @property
     def share(self) -> float:
         """Return the share of devices that serve, and of their links, that its load takes from runs."""
-        return MOST_SHARE if self.move is None else min(self.move.share, MOST_SHARE)
+        return RULE.most_share if self.move is None else min(self.move.share, RULE.most_share)
 
     @property
     def is_priced(self) -> bool:

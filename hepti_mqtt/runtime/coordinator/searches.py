@@ -15,7 +15,7 @@ from typing import Final
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
-from hepti_mqtt.planner.decisions import MOVE_S, TWICE
+from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, PlanRecalled, Solve, Solved
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -91,6 +91,8 @@ class Searches:
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
+        if group.last_plan is None and plans.preparing is None and self._fleet.is_measuring(now):
+            return []  # the search and the load would take the hub and the links from the probes
         is_awaited = plans.pins.is_unpinned and group.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(other.plans.searching is None for other in self._groups)
@@ -290,5 +292,5 @@ def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
         return False
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
     if own.kind == "must":
-        return own.value_s + TWICE * MOVE_S >= max(others, default=-inf)
+        return own.value_s + RULE.cost_factor * RULE.activation_s >= max(others, default=-inf)
     return own.value_s >= max(others, default=0.0)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from scripted_site import Site, everyone, heartbeat
+from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import decide, simulate_plan
-from hepti_mqtt.runtime.coordinator.interface import DeviceHeartbeat, Solve, Solved, Tick
+from hepti_mqtt.protocol.messages import Endpoint, Status
+from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceHeartbeat, DeviceStatus, Solve, Solved, Tick
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S
 from hepti_mqtt.service.solver import solve
@@ -171,3 +172,32 @@ def test_links_that_are_measured_during_the_first_load_lead_to_another_search() 
     site.now += 1
     site.event(Tick())
     assert len(site.solves) == before + 1
+
+
+def test_the_first_search_waits_for_the_rates_of_links_for_a_while() -> None:
+    site = Site(decider=everyone, secret=bytes(32))
+    site.submit("waits")
+    for place, device in enumerate("ab"):
+        site.boots[device] = 1
+        endpoint = Endpoint(f"192.168.1.{place}", 1883)
+        site.event(DeviceCaps(device, replace(caps(device, 1), endpoint=endpoint)))
+        site.event(DeviceStatus(device, Status("online", 1)))
+    site.tick(0.5, alive=False)
+    assert not site.solves
+    site.event(DeviceHeartbeat("a", heartbeat(1)))
+    site.tick(0.5, alive=False)
+    assert not site.solves, "nothing is known of the link of b"
+    site.event(DeviceHeartbeat("b", heartbeat(1)))
+    site.tick(0.1, alive=False)
+    assert site.solves
+
+
+def test_a_link_that_nobody_measures_holds_up_no_first_plan() -> None:
+    site = Site(decider=everyone, secret=bytes(32))
+    site.submit("waits")
+    site.boots["a"] = 1
+    site.event(DeviceCaps("a", replace(caps("a", 1), endpoint=Endpoint("192.168.1.1", 1883))))
+    site.event(DeviceStatus("a", Status("online", 1)))
+    for _ in range(3):
+        site.tick(1.0, alive=False)
+    assert site.solves
