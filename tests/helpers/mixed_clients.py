@@ -31,7 +31,6 @@ KINDS = {CHAT: "tiny-llama", SPEECH: "tiny-whisper"}
 CHATS = 12  # different prompts
 NEW_TOKENS = 24
 WORDS = ("the", "a", "room", "door", "light", "warm", "cold", "camera", "in", "is")
-PAUSE_S = 0.1  # between two requests of a client, on average
 SILENT_S = 10.0  # the longest silence that is allowed while the broker is there
 BROKER_S = 5.0  # after a fault of the broker, in which a silence is the broker's
 LOST_S = 120.0  # a request without an end by then is lost
@@ -116,6 +115,9 @@ class MixedClient(threading.Thread):
 
     kind = ""
 
+    #: seconds between two requests, on average
+    pause_s = 0.1
+
     def __init__(self, name: str, right: Right, tally: Tally) -> None:
         super().__init__(name=name, daemon=True)
         self.right, self.tally, self.silences = right, tally, list[tuple[float, float]]()
@@ -125,7 +127,7 @@ class MixedClient(threading.Thread):
         self.running.set()
 
     def run(self) -> None:
-        while not self.stopping.wait(PAUSE_S * self.random.uniform(0.5, 1.5)):
+        while not self.stopping.wait(self.pause_s * self.random.uniform(0.5, 1.5)):
             if not self.running.is_set():
                 self.idle.set()
                 self.running.wait()

@@ -135,6 +135,7 @@ class Load:
         self._clients = [Hepti.connect(url, site=SITE, client_id=f"soak-{n}") for n in range(what.clients)]
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(what.clients)]
         for client in mixed:
+            client.pause_s = what.asks_s
             client.running.clear()
         for thread in (*self._threads, *mixed):
             thread.start()
@@ -366,13 +367,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stopped", type=float, default=Soak.stopped_s, metavar="S", help="how long a peer is stopped")
+    parser.add_argument("--pause", type=float, default=Soak.asks_s, metavar="S", help="between a client's requests")
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="hepti-soak-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        report = run(Soak(args.minutes * 60, args.seed, args.stopped), directory)
+        report = run(Soak(args.minutes * 60, args.seed, args.stopped, args.pause), directory)
     print(f"\nseed {args.seed}, {args.minutes:g} minutes\n{report}")
     return 1 if report.wrong else 0
 
