@@ -31,9 +31,9 @@ from hepti_mqtt.models import (
     models_of,
     quantised,
     renamed,
+    require_transformer,
     sees,
     spec_from_config,
-    require_transformer,
     tensor_sources,
     views,
     with_cache,
@@ -192,12 +192,12 @@ class Checkpoint:
             names = renamed(whole).get(part)
             files = [_Renamed(file, names) for file in files] if names else files
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            opened = cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
-            opened.sees = sees(whole) and opened.name == opened.model
-            return opened
+            opened_part = cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
         except BaseException:
             close_all(files)
             raise
+        opened_part.sees = sees(whole) and opened_part.name == opened_part.model
+        return opened_part
 
     def close(self) -> None:
         """Close the weight files; a second call does nothing."""

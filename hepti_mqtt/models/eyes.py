@@ -53,7 +53,7 @@ _IDEFICS: Final = {
     "num_attention_heads": 16, "num_channels": 3, "image_size": 224, "patch_size": 32,
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
-_LLAMA: Final = {
+_LLAMA: Final[Mapping[str, Any]] = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,

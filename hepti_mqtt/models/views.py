@@ -89,7 +89,8 @@ def read_views(extras: Mapping[str, Any], side: int, rows: int) -> Views:
     JsonConfig(file.file, on).check_keys(KeyTable(_COMMON | _READ[kind][1], _NO_EFFECT))
     if not file.flag("do_resize", True):
         raise UnsupportedModelError(f"{file.file}: do_resize false is not supported: pictures come in any size")
-    return _READ[kind][0](file, extras, side, rows)
+    views: Views = _READ[kind][0](file, extras, side, rows)
+    return views
 
 
 def _check_rows(extras: Mapping[str, Any], rows: int, *keys: str) -> None:

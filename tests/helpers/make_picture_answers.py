@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from PIL import Image
 from picture_cases import CASES, TOKENS, picture
+from PIL import Image
 
 from hepti_mqtt.checkpoint import make_model
 
@@ -28,7 +28,7 @@ def main() -> None:
             path = make_model(case.kind, Path(root) / "model", case.seed)
             found = answers(path, case)
         np.savez_compressed(case.file, **found)
-        print(f"{case.file.name}: {case.file.stat().st_size} bytes, {({k: v.shape for k, v in found.items()})}")
+        print(f"{case.file.name}: {case.file.stat().st_size} bytes, { ({k: v.shape for k, v in found.items()}) }")
 
 
 def answers(path, case):
