@@ -46,6 +46,7 @@ class LabSite:
         is_cold: bool = False,
     ) -> None:
         self._is_cold = is_cold
+        self.started_s = 0.0  #: when the planner and the agents were started, by `time.monotonic`
         self.lab, self.hub, self.models, self.site, self.url = lab, lab.hub, models, site, ""
         self._planner = planner
         self._agents = agents or {
@@ -70,6 +71,7 @@ class LabSite:
         self.lab.throttle(False)
         self._start_broker()
         self._warm()
+        self.started_s = time.monotonic()
         self._running[PLANNER] = self._start_planner()
         self.lab.throttle(True)
         for alike in self._quotas().values():
@@ -137,6 +139,12 @@ class LabSite:
                 process.wait(STOP_S)
             except LabError:
                 process.signal(signal.SIGKILL)
+
+    def write_logs(self, directory: Path) -> None:
+        """Write what each process has logged so far to NAME.log."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, process in self._running.items():
+            (directory / f"{name}.log").write_text(process.log())
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

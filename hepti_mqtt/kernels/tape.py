@@ -21,7 +21,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import threads as pools
-from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch, SizedChoice
 from hepti_mqtt.kernels.choice import Choice
 from hepti_mqtt.kernels.jit import (
     INT,
@@ -255,10 +255,12 @@ class Tape:
         self._offsets, nbytes = lay_out(self._uses())
         self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
         #: for each choice the rows that have it, op by op
-        self._choices: dict[Choice, dict[int, list[int]]] = {}
+        self._choices: dict[Choice | SizedChoice, dict[int, list[int]]] = {}
         for row, call in enumerate(self.calls):
             if call.choice is not None:
                 self._choices.setdefault(call.choice, {}).setdefault(self.op_at(row), []).append(row)
+        #: for each choice the one in force: another for each size of work
+        self._in_force = {each: each if isinstance(each, Choice) else pool.alone for each in self._choices}
         self._skips, self._bases = 0, list[int]()
         #: nanoseconds of each row, and whether the run under way adds to them
         self._times, self._timed = np.zeros(len(self.calls), np.int64), False
@@ -335,10 +337,20 @@ class Tape:
         """Decide on the threads of each row with a choice."""
         is_open = self._pool.is_open
         for choice, ops in self._choices.items():
-            threads = choice.threads if is_open else 1
+            threads = self._in_force[choice].threads if is_open else 1
             for row in (row for rows in ops.values() for row in rows):
                 call = self.calls[row]
                 self._shares[row, 0] = threads if call.least <= threads <= call.most else 0
+
+    def _resize(self) -> bool:
+        """Put in force the choices for the work of a run; return whether one is another than before."""
+        changed = False
+        for each in self._choices:
+            if isinstance(each, SizedChoice):
+                choice = self._pool.choice_of(each, self._array(each.work.held))
+                changed |= choice is not self._in_force[each]
+                self._in_force[each] = choice
+        return changed
 
     def _place(self, arrays: Sequence[Array], scratch: Array | None) -> None:
         """Write the addresses of a run's arrays."""
@@ -370,8 +382,10 @@ class Tape:
         """
         stop = len(self.calls) if stop is None else stop
         self._place(arrays, scratch)
+        changed = False
         if first == 0:
-            self._timed = self._skips == 0
+            changed = self._resize()
+            self._timed = self._skips == 0 or changed
             self._skips = max(self._skips - 1, 0)
             self._times[:] = 0
         if self._choices and (self._timed or not self._pool.is_open):
@@ -450,11 +464,12 @@ class Tape:
 
     def _note(self, woke: bool) -> None:
         """Tell the choices how long their ops took, and decide when to measure again."""
-        for choice, ops in self._choices.items():
+        for each, ops in self._choices.items():
+            choice = self._in_force[each]
             place = choice.next
             for rows in ops.values():
                 choice.note(place, 1e-9 * float(self._times[rows].sum()), woke)
-        self._skips = _SKIPS if all(choice.skips for choice in self._choices) else 0
+        self._skips = _SKIPS if all(choice.skips for choice in self._in_force.values()) else 0
 
     def op_at(self, row: int) -> int:
         """Return the number of the op that a row is of."""
