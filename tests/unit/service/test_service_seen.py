@@ -74,10 +74,13 @@ def test_the_prompt_is_that_of_the_processor(case, parts, desk):
 def test_devices_write_what_transformers_writes(case, parts, desk, hosts):
     """The tower and the text are divided by plans of their own."""
     golden, devices = np.load(case.file), {f"d{i}": (1e9, 1 << 30) for i in range(hosts)}
-    decider = everyone(("megatron", dict(STRATEGIES["megatron"].options[0])) if hosts > 1 else ("single", {}))
+    reduce = dict(STRATEGIES["megatron"].options[0])
+    divided = (
+        [everyone(("single", {}))] * 2 if hosts == 1 else [everyone(("megatron", reduce)), everyone(("decoder", {}))]
+    )
     first = sent(desk, text=case.text, images=[encoded(*size) for size in case.sizes], max_new_tokens=TOKENS)
     words, eyes = parts
-    tower = Swarm(eyes.spec, eyes.tensors(), devices, decider=decider)
+    tower = Swarm(eyes.spec, eyes.tensors(), devices, decider=divided[0])
     for i, batch in enumerate(first.batches):
         tower.submit(i, batch.shape, batch.inputs)
         tower.run(600, until=lambda i=i: tower.answers.get(i))
@@ -85,7 +88,7 @@ def test_devices_write_what_transformers_writes(case, parts, desk, hosts):
     assert np.abs(first.output() - golden["rows"]).max() < TOLERANCE
     text = desk.following(answered(first))
     text.generation.rules = replace(text.generation.rules, end=())
-    site = Swarm(words.spec, words.tensors(), devices, decider=decider)
+    site = Swarm(words.spec, words.tensors(), devices, decider=divided[1])
     site.begin("t", text.batches[0], text.generation)
     site.run(600, until=lambda: site.answers.get("t"))
     ((tokens, _),) = site.answers["t"]
