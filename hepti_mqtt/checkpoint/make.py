@@ -27,6 +27,7 @@ from hepti_mqtt.models import (
     spec_from_config,
     tensor_sources,
     tokenizer_class,
+    views,
 )
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechInput, last_tokens
@@ -51,13 +52,12 @@ _SEEING: Final = (
 )
 
 
-def _marks(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens that stand around pictures in texts, the picture's own first, as many as there is room for."""
+def _marks(config: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens that stand for pictures in texts by their ids, from that of a picture's row on."""
     if not sees(config):
         return {}
-    first = int(config["image_token_id"])
-    grid = (f"<row_{y}_col_{x}>" for y in range(1, 5) for x in range(1, 5))
-    return {mark: first + i for i, mark in enumerate(("<image>", "<fake_token_around_image>", "<global-img>", *grid))}
+    words, eyes = models_of(config).values()
+    return {mark: words["image_token_id"] + i for i, mark in enumerate(views(eyes, extras).marks)}
 
 
 def write_tokenizer(path: Path, vocab: int, roberta: bool = False, marks: Mapping[str, int] | None = None) -> None:
@@ -153,7 +153,7 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         for spec in specs.values():
-            _write_words(out, spec, config)
+            _write_words(out, spec, config, files)
         compared = matching(config)
         numbers = {} if compared is None else {n: compared.shape for n in (compared.scale, compared.bias) if n}
         inits = _tensor_inits(specs, renamed(config), numbers, spread)
@@ -163,15 +163,16 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
     return out
 
 
-def _write_words(out: Path, spec: Spec, config: Mapping[str, Any]) -> None:
+def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Write the tokenizer of a model that reads or writes text, and a chat template for one that sees."""
     reads = spec.input_spec
     if isinstance(reads, TextInput):
         roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
-        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta, _marks(config))
+        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta, _marks(config, files))
         options = _tokenizer_options(str(config.get("model_type")), roberta)
         if sees(config):
-            options["chat_template"] = _SEEING
+            eyes = [*models_of(config).values()][1]
+            options["chat_template"] = _SEEING.replace("<image>", views(eyes, files).mark)
         (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
     if isinstance(reads, SpeechInput):
         write_speech_tokenizer(out / "tokenizer.json", reads.vocab, reads.longest)
@@ -218,8 +219,8 @@ def _tensor_inits(
     """
     found = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
     for model, spec in specs.items():
-        own, prefixes = _inits_of(spec, spread), {family: stored for stored, family in names.get(model, {}).items()}
-        for name, tensor in own.items():
+        prefixes = {family: stored for stored, family in reversed([*names.get(model, {}).items()])}
+        for name, tensor in _inits_of(spec, spread).items():
             first = next((first for first in prefixes if name.startswith(first)), "")
             found.setdefault(prefixes.get(first, "") + name.removeprefix(first), tensor)
     return found

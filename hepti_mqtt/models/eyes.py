@@ -7,6 +7,7 @@ a square, h hidden, w columns of the decoder, B pictures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ from hepti_mqtt.models import clip, patches, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import ImageBatch
-from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, vector, weight
+from hepti_mqtt.models.tensors import TensorSource, prefixed, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Towers
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, add_layers
 from hepti_mqtt.models.views import Views, read_views
@@ -42,11 +43,24 @@ class _Joint(NamedTuple):
 
 
 _SHUFFLED: Final = _Joint("shuffled", ("model.vision_model.",), ("model.connector.modality_projection.proj.weight",))
+_AVERAGED: Final = _Joint(
+    "grid_mean",
+    ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
+    prefixed(("", "model."), "multi_modal_projector.mm_input_projection_weight"),
+    prefixed(("", "model."), "multi_modal_projector.mm_soft_emb_norm"),
+    upright=True,
+)
 _JOINTS: Final[Mapping[str, _Joint]] = {
+    "Gemma3VisionTower": _AVERAGED,
     "Idefics3VisionTransformer": _SHUFFLED,
     "SmolVLMVisionTransformer": _SHUFFLED,
 }
 ARCHITECTURES: Final = dict.fromkeys(_JOINTS, IMAGE)
+MODEL_TYPES: Final = {
+    "Gemma3VisionTower": "siglip_vision_model",
+    "Idefics3VisionTransformer": "idefics3_vision",
+    "SmolVLMVisionTransformer": "smolvlm_vision",
+}
 # What transformers takes where a file says nothing.
 _IDEFICS: Final = {
     "model_type": "idefics3_vision", "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12,
@@ -74,6 +88,35 @@ def _of_idefics(whole: JsonConfig) -> dict[str, dict[str, Any]]:
     return {TEXT: {"image_token_id": token, "_flash_attn_2_enabled": None, "perceiver_config": None}, IMAGE: joint}
 
 
+_GEMMA: Final[Mapping[str, Any]] = {
+    "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_SIGLIP: Final[Mapping[str, Any]] = {
+    **_IDEFICS, "model_type": "siglip_vision_model", "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16,
+}  # fmt: skip
+
+
+def _of_gemma(whole: JsonConfig) -> dict[str, dict[str, Any]]:
+    """Return what each model's config.json takes from the whole one; raises ModelError, UnsupportedModelError."""
+    text = JsonConfig(f"{whole.file}: text_config", whole.get("text_config", {}))
+    text.require_one_of("model_type", _GEMMA["model_type"], _GEMMA["model_type"])
+    text.require_one_of("use_bidirectional_attention", False, False)
+    vision = JsonConfig(f"{whole.file}: vision_config", {**_SIGLIP, **whole.get("vision_config", {})})
+    vision.require_one_of("model_type", _SIGLIP["model_type"], _SIGLIP["model_type"])
+    whole = whole.renamed({"image_token_index": "image_token_id"})
+    rows, side = whole.positive("mm_tokens_per_image", 256), vision.square("image_size") // vision.square("patch_size")
+    if math.isqrt(rows) ** 2 != rows or side % math.isqrt(rows):
+        raise UnsupportedModelError(
+            f"{whole.file}: mm_tokens_per_image {rows} is not supported: squares do not fill {side} x {side} patches"
+        )
+    joint = {"square": side // math.isqrt(rows), "outputs": text.positive("hidden_size", _GEMMA["hidden_size"])}
+    token = int(whole.at_least_zero("image_token_id", 262144))
+    return {TEXT: {"image_token_id": token, "picture_rows": rows}, IMAGE: joint}
+
+
 def _towers(tower: str, model_type: str) -> Towers:
     return Towers(
         {TEXT: ("LlamaForCausalLM", _LLAMA), IMAGE: (tower, {**_IDEFICS, "model_type": model_type})},
@@ -85,6 +128,19 @@ def _towers(tower: str, model_type: str) -> Towers:
 
 
 TOWERS: Final = {
+    "Gemma3ForConditionalGeneration": Towers(
+        {TEXT: ("Gemma3ForCausalLM", _GEMMA), IMAGE: ("Gemma3VisionTower", _SIGLIP)},
+        shared=("tie_word_embeddings",),
+        taken=_of_gemma,
+        renamed={
+            TEXT: {
+                "language_model.model.": "model.",
+                "model.language_model.": "model.",
+                "language_model.lm_head.": "lm_head.",
+            }
+        },
+        sees=True,
+    ),
     "Idefics3ForConditionalGeneration": _towers("Idefics3VisionTransformer", "idefics3_vision"),
     "SmolVLMForConditionalGeneration": _towers("SmolVLMVisionTransformer", "smolvlm_vision"),
 }
@@ -143,7 +199,8 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield vector("stem.patch.bias", prefixed(joint.bases, "embeddings.patch_embedding.bias"), h)
     yield from clip.layer_tensors(spec, joint.bases)
     width = h * spec.head.square**2 if joint.pooling == "shuffled" else h
-    yield from norm("head.norm", joint.norm, "", h, bias=False) if joint.norm else ()
+    if joint.norm:
+        yield vector("head.norm.weight", prefixed(joint.norm, ".weight"), h)
     matrix = weight("head.rows.weight", joint.matrix, width, outputs)
     yield replace(matrix, stored_shape=(width, outputs), transposed=False) if joint.upright else matrix
 
@@ -156,20 +213,22 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: ImageBatch, refs: Mapping[s
     if shape.want == "hidden":
         return
     places = _places(spec, shape.count)  # [B n / s^2, s^2]
+    # Rows are chosen in ascending order, so that a square is put together from its patches' places.
+    parts = [net.rows(f"part.{i}", x, TASK, tuple(rows)) for i, rows in enumerate(places.T.tolist())]
     if joint.pooling == "shuffled":
-        parts = [net.rows(f"part.{i}", x, TASK, tuple(rows)) for i, rows in enumerate(places.T.tolist())]
         x = net.join("squares", parts, TASK)  # [B n / s^2, s^2 h]
     else:
-        x = net.rows("in_squares", x, TASK, tuple(places.ravel().tolist()))  # [m, h]
-        dims = (len(places), spec.hidden)
-        x = net.opaque("squares", (x,), TASK, "pool_rows", dims, lengths=(s * s,) * len(places), mode="mean")
+        x = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            x = net.sum(f"squares.{i}", x, part, TASK)  # [B n / s^2, h], s^2 times the mean
     if joint.norm:
-        x = net.norm("squares_normed", x, TASK, "head.norm", _row_norm(spec), bias=False)
+        x = net.norm("squares_normed", x, TASK, "head.norm", _row_norm(spec, s**4), bias=False)
     net.linear("picture_rows", x, TASK, {"head.rows": spec.head.outputs}, bias=False)
 
 
-def _row_norm(spec: ModelSpec) -> Norm:
-    return Norm(spec.norm_eps, rms=True, gamma_offset=1.0)
+def _row_norm(spec: ModelSpec, factor: int = 1) -> Norm:
+    """Return the norm of means; factor: the square of what they are multiplied by."""
+    return Norm(spec.norm_eps * factor, rms=True, gamma_offset=1.0)
 
 
 def _places(spec: ModelSpec, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

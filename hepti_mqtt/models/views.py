@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.models.pictures import FILE, PROCESSOR, filter_number, pixel_scale, processor_file
+from hepti_mqtt.models.pictures import PROCESSOR, filter_number, pixel_scale, processor_file
 
 Box = tuple[int, int, int, int]
 _LARGEST: Final = 4096  # of a picture's side before it is divided, in transformers
@@ -66,6 +66,10 @@ class Views(Protocol):
     def row(self) -> str:
         """Return the token that stands for each row of a view in a prompt that is written out."""
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the special tokens that a prompt may have for pictures, `row` first."""
+
     def cut(self, width: int, height: int, whole: bool = False) -> Cut:
         """Return the views of a picture of some pixels; whole: the picture as one view."""
 
@@ -91,15 +95,6 @@ def read_views(extras: Mapping[str, Any], side: int, rows: int) -> Views:
         raise UnsupportedModelError(f"{file.file}: do_resize false is not supported: pictures come in any size")
     views: Views = _READ[kind][0](file, extras, side, rows)
     return views
-
-
-def _check_rows(extras: Mapping[str, Any], rows: int, *keys: str) -> None:
-    """Raise ModelError if the files say another number of rows for a view than the tower gives."""
-    for name in (PROCESSOR, FILE):
-        said = JsonConfig(name, extras.get(name, {}))
-        for key in keys:
-            if said.get(key, rows) != rows:
-                raise ModelError(f"{name}: {key} is {said.data[key]!r}, and the model gives {rows} rows; restore it")
 
 
 def _longest_edge(file: JsonConfig, key: str, usual: int) -> int:
@@ -170,6 +165,54 @@ class _Tiles(NamedTuple):
         before = "\n" if lines else ""
         return f"{''.join(lines)}{before}{around}<global-img>{view}{around}"
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the special tokens that a prompt may have for pictures, `row` first."""
+        most = range(1, max(self.longest // self.side, 1) + 1)
+        grid = (f"<row_{y}_col_{x}>" for y in most for x in most)
+        return (self.row, "<fake_token_around_image>", "<global-img>", *grid)
+
+
+class _Whole(NamedTuple):
+    """The whole picture as one view (Gemma 3)."""
+
+    side: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+    rows: int
+    mark: str = "<start_of_image>"
+    row: str = "<image_soft_token>"
+
+    @classmethod
+    def read(cls, file: JsonConfig, extras: Mapping[str, Any], side: int, rows: int) -> Views:
+        """Read the file; raises ModelError, UnsupportedModelError."""
+        size = JsonConfig(f"{file.file}: size", file.get("size", {"height": 224, "width": 224}))
+        if {size.positive("height"), size.positive("width")} != {side}:
+            raise UnsupportedModelError(
+                f"{file.file}: size {dict(size.data)} is not supported: the model reads pictures of {side} pixels"
+            )
+        file.require_one_of("do_pan_and_scan", False, False)
+        for said in (file, JsonConfig(PROCESSOR, extras.get(PROCESSOR, {}))):
+            if said.get("image_seq_length", rows) != rows:
+                raise ModelError(
+                    f"{said.file}: image_seq_length is not {rows}, the rows of a picture; restore the file"
+                )
+        return cls(side, *pixel_scale(file), filter_number(file, 2), rows)
+
+    def cut(self, width: int, height: int, whole: bool = False) -> Cut:  # noqa: ARG002
+        """Return the one view of a picture."""
+        return Cut((), ((0, 0, width, height),))
+
+    def written(self, cut: Cut) -> str:  # noqa: ARG002
+        """Return the tokens of a picture, with empty lines around it."""
+        return f"\n\n{self.mark}{self.row * self.rows}<end_of_image>\n\n"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the special tokens that a prompt may have for pictures, `row` first."""
+        return (self.row, self.mark, "<end_of_image>")
+
 
 def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
     """Return the size of a picture whose longer side gets `longest` pixels; the other one is even."""
@@ -190,8 +233,13 @@ def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 _TILES: Final = frozenset({"do_image_splitting", "do_pad", "max_image_size"})
+_PAN: Final = frozenset({
+    "do_pan_and_scan", "image_seq_length", "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
+    "pan_and_scan_min_ratio_to_activate",
+})  # fmt: skip
 _READ: Final[Mapping[str, tuple[Any, frozenset[str]]]] = {
     "Idefics3": (_Tiles.read, _TILES),
+    "Gemma3": (_Whole.read, _PAN),
     "SmolVLM": (_Tiles.read, _TILES),
 }
 

@@ -61,6 +61,14 @@ def logits_width(model):
 
 def processor(path, config):
     """Return the processor of a model, with pictures scaled by Pillow."""
+    if config.model_type == "gemma3":
+        marks = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+        tokens = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=marks
+        )
+        module = importlib.import_module("transformers.models.gemma3.image_processing_pil_gemma3")
+        pictures = module.Gemma3ImageProcessorPil.from_pretrained(path)
+        return transformers.Gemma3Processor(pictures, tokens, image_seq_length=config.mm_tokens_per_image)
     tokens = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
     kind = "idefics3"  # SmolVLM's own differs in videos alone
     module = importlib.import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")

@@ -31,6 +31,7 @@ class PictureCase(NamedTuple):
 CASES = (
     PictureCase("tiny-smolvlm", ((20, 20),), "<image> what is in the room"),
     PictureCase("tiny-smolvlm", ((64, 48), (30, 90)), "the door <image> and the window <image> are new"),
+    PictureCase("tiny-gemma3-eyes", ((33, 21), (24, 70)), "the door <start_of_image> and <start_of_image> the window"),
     PictureCase("tiny-idefics3", ((33, 21), (24, 70)), "<image><image> what is in the room"),
 )
 

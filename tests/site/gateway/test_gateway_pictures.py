@@ -19,6 +19,7 @@ from hepti_mqtt.client import Hepti
 
 CASE = CASES[0]
 URL = f"data:image/png;base64,{encoded(*CASE.sizes[0])}"
+JSON = {"Content-Type": "application/json"}
 QUESTION = "what is in the room"
 
 
@@ -32,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def asked(site: Site, **request: object) -> dict:
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("seer", PATIENCE_S)
-        return hepti.request("seer", request, timeout_s=PATIENCE_S)
+        return dict(hepti.infer("seer", timeout_s=PATIENCE_S, **request).raw)
 
 
 def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> None:
@@ -63,7 +64,7 @@ def test_one_text_by_every_interface(site: Site) -> None:
     assert chat.choices[0].message.content == text
     body = {"model": "seer", "stream": False, "options": {"num_predict": 8, "temperature": 0}}
     body["messages"] = [{"role": "user", "content": QUESTION, "images": [encoded(*CASE.sizes[0])]}]
-    sent = urllib.request.Request(f"http://127.0.0.1:{port}/api/chat", json.dumps(body).encode())
+    sent = urllib.request.Request(f"http://127.0.0.1:{port}/api/chat", json.dumps(body).encode(), JSON)
     with urllib.request.urlopen(sent, timeout=PATIENCE_S) as answer:
         assert json.load(answer)["message"]["content"] == text
     part["image_url"]["url"] = "https://example.org/a.jpg"

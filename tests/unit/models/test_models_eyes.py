@@ -37,6 +37,8 @@ def test_rows_and_logits_are_those_of_transformers(case, parts):
     shape = eyes.spec.input_spec.batch(len(views))
     _, rows = reference(eyes.spec, eyes.tensors(), views, shape)
     assert np.abs(rows - golden["rows"]).max() < TOLERANCE
+    if words.spec.block.picture_rows:  # the reference reads one run, and a picture is one of its own
+        return
     ids, mark = golden["ids"], words.config["image_token_id"]
     added = np.zeros((len(ids), words.spec.hidden), np.float32)
     added[ids == mark] = rows - words.embedding(mark)
