@@ -156,4 +156,12 @@ class Call(NamedTuple):
         return out
 
 
+def sent(_array: NDArray[Any]) -> None:
+    """Stand for sending an array to one peer, as the function of a call."""
+
+
+def received(_array: NDArray[Any]) -> None:
+    """Stand for receiving an array of one peer, as the function of a call."""
+
+
 Calls = list[Call]

@@ -53,8 +53,8 @@ BLOCK, ENTRY, FIRST, COUNT, STRIDE, THREADS, FAILED = 2, 3, 4, 5, 6, 7, 10
 # thread to its queue.
 IDLE, ISSUED, TAKEN, AWAITED, CALLED = range(5)
 
-# `control`, through which a tape and Python speak: a flag that stops the tape, and its size.
-FLAG, CONTROL = 0, 8
+# `control`, through which a tape and Python speak: a flag that stops the tape, memory of the clock, and its size.
+FLAG, CLOCK, CONTROL = 0, 6, 16
 
 # Why a thread is asleep: nothing came, or it must not poll where it is.
 UNUSED, _DRIVEN_OFF = 1, 2

@@ -32,6 +32,7 @@ from hepti_mqtt.transport.codec import (
 )
 from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected, low_water
 
+MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
 BACKOFF_S: Final = (0.1, 5.0)
 LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
@@ -248,6 +249,23 @@ class Peer:
         """Return how many bytes of a payload on its way have not come yet."""
         return self._decoder.missing if self._state is _State.UP else 0
 
+    def open_descriptor(self) -> int:
+        """Return the socket's descriptor; -1 if it is encrypted, not granted all, or a message has come in part."""
+        is_open = self.stats.joined and self._secured is None and self._decoder.is_empty
+        return self._fd if is_open else -1
+
+    def take(self, data: memoryview) -> None:
+        """Take what was read of the socket elsewhere."""
+        try:
+            while data.nbytes:
+                room = self._decoder.buffer()[: data.nbytes]
+                room[:] = data[: room.nbytes]
+                self._handle(room.nbytes)
+                data = data[room.nbytes :]
+            self._wake_for(self._decoder.missing)
+        except (Malformed, OSError, MemoryError) as error:
+            self._give_up(str(error) or repr(error))
+
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def ready(self) -> None:
@@ -331,7 +349,7 @@ class Peer:
         tokens = [join.token.encode() for join in reversed(self._joins.values())]
         self._state, user = _State.GREETING, self._callbacks.user
         login = (user, tokens[self._tries % len(tokens)]) if user else (None, None)
-        self._say(encode(Connect(4, user, *login)) + b"".join([self._question(key) for key in self._joins]))
+        self._say(encode(Connect(MESH_VERSION, user, *login)) + b"".join([self._question(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:
         """Close the connection, and try again after a while."""
@@ -446,16 +464,7 @@ class Peer:
                 nbytes = connection.recv_into(room)
                 if not nbytes:
                     raise Malformed("it hung up")
-                self.received_bytes += nbytes
-                if not self.stats.joined:
-                    self._heard()
-                event = decoder.received(nbytes)
-                while event is not None:
-                    if isinstance(event, Publish):
-                        self._on_publish(event.topic, event.payload)
-                    else:
-                        self._on_control(event)
-                    event = decoder.next_event()
+                self._handle(nbytes)
                 if secured is not None:
                     if not decoder.missing and not secured.pending():
                         return
@@ -467,6 +476,20 @@ class Peer:
             pass
         if secured is None:
             self._wake_for(decoder.missing)
+
+    def _handle(self, nbytes: int) -> None:
+        """Handle what has come into the decoder's buffer."""
+        decoder = self._decoder
+        self.received_bytes += nbytes
+        if not self.stats.joined:
+            self._heard()
+        event = decoder.received(nbytes)
+        while event is not None:
+            if isinstance(event, Publish):
+                self._on_publish(event.topic, event.payload)
+            else:
+                self._on_control(event)
+            event = decoder.next_event()
 
     def _wake_for(self, nbytes: int) -> None:
         """Wake up once for the rest of a payload instead of once for every few segments."""
