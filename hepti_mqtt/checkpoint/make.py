@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hepti_mqtt.errors import ConfigError, ModelError
+from hepti_mqtt.ids import PART_MARK
 from hepti_mqtt.models import (
     FAMILIES,
     Kind,
@@ -179,11 +180,19 @@ def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mappin
 
 
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
-    """Return what `make_model` would write, the first of several, without weights.
+    """Return what `make_model` would write, without weights: the first of several models, or one as KIND.MODEL.
 
     Raises ConfigError for an unknown kind.
     """
-    return next(iter(_files(kind, layers)[1].values()))
+    whole, _, part = kind.rpartition(PART_MARK) if kind not in KINDS and is_kind(kind) else (kind, "", "")
+    specs = _files(whole, layers)[1]
+    return specs[part] if part else next(iter(specs.values()))
+
+
+def is_kind(name: str) -> bool:
+    """Return whether a name is a kind's, or that of a model of a kind that holds several, as KIND.MODEL."""
+    whole, _, part = name.rpartition(PART_MARK)
+    return name in KINDS or (whole in KINDS and part in models_of(KINDS[whole].config))
 
 
 def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], dict[str, Spec], float | None]:

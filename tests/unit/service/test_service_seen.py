@@ -93,3 +93,43 @@ def test_devices_write_what_transformers_writes(case, parts, desk, hosts):
     site.run(600, until=lambda: site.answers.get("t"))
     ((tokens, _),) = site.answers["t"]
     assert tokens.tolist() == golden["tokens"].tolist()
+
+
+PICTURE = encoded(20, 20)
+
+
+@pytest.mark.parametrize("case", CASES[:1])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"text": "<image> <image> and", "image": PICTURE},
+        {"text": "a room <global-img>", "image": PICTURE},
+        {"text": "a room", "image": PICTURE, "truncate": True},
+        {"text": "a room", "image": PICTURE, "want": "hidden"},
+        {"text": "a room", "image": PICTURE, "images": [PICTURE]},
+        {"image": PICTURE},
+        {"messages": [{"role": "assistant", "content": "a room"}], "image": PICTURE},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": PICTURE, "alt": "x"}]}]},
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_is_refused(case, desk, request_):
+    reply = sent(desk, **request_)
+    assert isinstance(reply, Reply)
+    assert reply.outcome == "bad_request"
+
+
+@pytest.mark.parametrize("case", CASES[:1])
+def test_a_picture_has_its_place_in_messages(case, desk):
+    image = {"type": "image", "image": PICTURE}
+    text = {"type": "text", "text": "what is in the room"}
+    first, beside = (
+        sent(desk, messages=[{"role": "user", "content": content}], **more)
+        for content, more in (([image, text], {}), ("what is in the room", {"image": PICTURE}))
+    )
+    last = sent(desk, messages=[{"role": "user", "content": [text, image]}])
+    low = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}", "detail": "low"}}
+    whole = sent(desk, messages=[{"role": "user", "content": [low, text]}])
+    assert (len(first.batches), len(beside.batches), len(last.batches), len(whole.batches)) == (5, 5, 5, 1)
