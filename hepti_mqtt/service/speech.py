@@ -16,7 +16,8 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
-from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
+from hepti_mqtt.models.shapes import fixed_point
+from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code

@@ -65,8 +65,7 @@ class KvCaches:
         before may still be on their way to devices, and must not write to it.
         """
         self._number = self._number % MAX_SESSION + 1
-        text = (*generation.prompt, *generation.text.tokens)
-        ids = () if generation.carried.size or generation.wants_states else text
+        ids = () if generation.carried.size or generation.wants_states else generation.identity
         version, ended = plan.version, [session for under, session in generation.session.left if under == plan.version]
         prefix = self._held.find(version, ids, held_texts(group))
         if prefix is not None and prefix.moves:

@@ -17,6 +17,7 @@ from hepti_mqtt.runtime.coordinator.batches import (
     Batch,
 )
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
+from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText, Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Want
 
@@ -102,6 +103,7 @@ class Generation:
     rules: TokenRules = LIKELIEST
     #: i32 [n], what the first run of a session reads beside tokens.
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    pictured: PicturedPrompt | None = None  #: None: the prompt has no rows of pictures
     text: TextSoFar = field(default_factory=TextSoFar)
     session: TextSession = field(default_factory=TextSession)
     published_tokens: tuple[int, ...] = ()  #: tokens that the user has seen and that are computed again
@@ -151,9 +153,15 @@ class Generation:
             return None
         return HeldText(
             (self.session.plan_version, self.session.number),
-            np.array(self._ids(0, self.session.rows), np.int32),
+            np.array(self.identity[: self.session.rows], np.int32),
             longest,
         )
+
+    @property
+    def identity(self) -> Sequence[int]:
+        """Return the ids by which texts are compared: prompt and tokens so far, with marks for rows of pictures."""
+        prompt = self.prompt if self.pictured is None else self.pictured.marked(self.prompt)
+        return (*prompt, *self.text.tokens)
 
     def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
@@ -177,14 +185,20 @@ class Generation:
         prefix = self.session.prefix
         if prefix is not None and self.session.rows == prefix.rows and (first or prefix.moves):
             session = session._replace(source=prefix.session, takes_over=prefix.moves)
-        shape = self.shape.decode_step(len(ids), begins)
+        shape = self._run_shape(first, first + len(ids), begins)
         shape = shape.answering(len(ids)) if self.guessed else shape
         if (want := self.next_want) != shape.want:
             shape = shape.with_want(want)
         if want == "candidates":
             heat = np.full(len(self.guessed) + 1, self.text.temperature, np.float32)
             inputs = np.concatenate([inputs, heat.view(np.int32)])
+        if self.pictured is not None and self.pictured.is_within(first, stop):
+            inputs = np.concatenate([inputs, self.pictured.added(first, stop)])
         return Batch(shape, inputs), session
+
+    def _run_shape(self, first: int, stop: int, begins: bool) -> RequestShape:
+        added = self.pictured is not None and self.pictured.is_within(first, stop)
+        return self.shape.decode_step(stop - first, begins, added)
 
     def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
         """Return a step behind the run that `next_batch` gave, and how its token, -1, is drawn from the one before.
@@ -220,19 +234,21 @@ class Generation:
     def next_size(self) -> int:
         """Return the size of the next run."""
         first, stop = self._rows_behind(self.session.rows, len(self.prompt) + len(self.text.tokens))
-        return self.shape.decode_step(stop - first, begins=not self.session.rows).size
+        return self._run_shape(first, stop, begins=not self.session.rows).size
 
     def shapes_to(self, total: int) -> list[RequestShape]:
         """Return the shapes of the runs that cache a number of rows, from the first one on."""
         shapes, cached = list[RequestShape](), 0
         while cached < total:
             first, stop = self._rows_behind(cached, total)
-            shapes.append(self.shape.decode_step(stop - first, begins=not cached))
+            shapes.append(self._run_shape(first, stop, begins=not cached))
             cached = stop
         return shapes
 
     def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
         """Return the rows of the next run; what it carries is beside the whole prompt."""
+        if self.pictured is not None:
+            return self.pictured.next_rows(cached, total)
         return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
 
     def _ids(self, first: int, stop: int) -> Sequence[int]:

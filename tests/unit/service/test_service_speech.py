@@ -16,7 +16,8 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
-from hepti_mqtt.models.speech import STEP, SpeechInput
+from hepti_mqtt.models.shapes import STEP
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.runtime.coordinator.texts import TextSoFar
 from hepti_mqtt.runtime.coordinator.transcriptions import Attempt, Transcription
 from hepti_mqtt.service import sound
