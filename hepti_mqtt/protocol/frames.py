@@ -541,7 +541,10 @@ MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
 
 
 class KnownExchange(NamedTuple):
-    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame."""
+    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame.
+
+    head: what stands before the array on the connection, with zeros for tag and number of the run.
+    """
 
     header_prefix: bytes
     plan_key: tuple[str, PlanVersion]
@@ -549,6 +552,7 @@ class KnownExchange(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     nbytes: int
+    head: bytes
 
 
 class TensorArrival(NamedTuple):
@@ -592,8 +596,11 @@ class ExchangeCache:
         run_id = int.from_bytes(payload[_RUN_ID_AT:HEADER_BYTES], "little")
         return TensorArrival(exchange, run_id, payload) if run_id <= U63 else None
 
-    def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame) -> None:
-        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there."""
+    def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame, packet_head: bytes = b"") -> None:
+        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there.
+
+        packet_head: what its packets begin with.
+        """
         if payload.nbytes == HEADER_BYTES:
             return  # an empty array has no place in a payload
         if len(self._known) >= MAX_EXCHANGES:
@@ -606,4 +613,5 @@ class ExchangeCache:
             np.dtype(NUMPY_DTYPE[frame.dtype]),
             frame.shape,
             payload.nbytes,
+            packet_head + prefix.ljust(HEADER_BYTES, b"\0"),
         )

@@ -146,11 +146,7 @@ class Reader:
                 nbytes = receive(room)
                 if not nbytes:
                     raise ConnectionResetError("it hung up")
-                self.nbytes += nbytes
-                event = decoder.received(nbytes)
-                while event is not None:
-                    take(event)
-                    event = decoder.next_event()
+                self._handle(nbytes, take)
                 if pending is not None:
                     if not decoder.missing and not pending():
                         break
@@ -160,10 +156,29 @@ class Reader:
                 is_left = True
         except BlockingIOError:
             pass
-        if self._sock is not None:
-            # Once for the rest of a payload instead of once for every few segments.
-            low = min(max(decoder.missing, 1), LOW_WATER)
-            if low != self.low:
-                low_water(self._sock, low)
-                self.low = low
+        self._wake_for_the_rest()
         return is_left
+
+    def take(self, data: memoryview, take: Callable[[Event], None]) -> None:
+        """Take what was read of the socket elsewhere; raises Malformed."""
+        while data.nbytes:
+            room = self._decoder.buffer()[: data.nbytes]
+            room[:] = data[: room.nbytes]
+            self._handle(room.nbytes, take)
+            data = data[room.nbytes :]
+        self._wake_for_the_rest()
+
+    def _handle(self, nbytes: int, take: Callable[[Event], None]) -> None:
+        """Handle what has come into the decoder's buffer."""
+        self.nbytes += nbytes
+        event = self._decoder.received(nbytes)
+        while event is not None:
+            take(event)
+            event = self._decoder.next_event()
+
+    def _wake_for_the_rest(self) -> None:
+        """Wake up once for the rest of a payload instead of once for every few segments."""
+        low = min(max(self._decoder.missing, 1), LOW_WATER)
+        if self._sock is not None and low != self.low:
+            low_water(self._sock, low)
+            self.low = low

@@ -508,6 +508,11 @@ class Decoder:
         self._leads: dict[bytes, tuple[int, int, int]] = {}
         self._begun: Publish | None = None  # whose payload has not all come
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing of a packet has come that `next_event` has not returned."""
+        return not self.missing and self._start == self._end
+
     def buffer(self) -> memoryview:
         """Return where to receive: the rest of a payload and nothing beyond it, or the stage."""
         if self.missing:

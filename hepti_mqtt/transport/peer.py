@@ -18,6 +18,7 @@ from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import FROM_ENDPOINT, Connack, Connect, Disconnect, Event, Malformed, Publish, matches
 from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected
 
+MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
 BACKOFF_S: Final = (0.1, 5.0)
 MAX_TOPICS: Final = 4096
@@ -232,6 +233,20 @@ class Peer:
         """Return how many bytes of a payload on its way have not come yet."""
         return self._protocol.decoder.missing if self._state is _State.UP else 0
 
+    def open_descriptor(self) -> int:
+        """Return the socket's descriptor; -1 if it is encrypted, not granted all, or a message has come in part."""
+        is_open = self.stats.joined and self._secured is None and self._protocol.decoder.is_empty
+        return self._fd if is_open else -1
+
+    def take(self, data: memoryview) -> None:
+        """Take what was read of the socket elsewhere."""
+        reader = self._reader
+        assert reader is not None
+        try:
+            reader.take(data, self._accept)
+        except (Malformed, OSError, MemoryError) as error:
+            self._give_up(str(error) or repr(error))
+
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def ready(self) -> None:
@@ -319,7 +334,7 @@ class Peer:
         assert self._connection is not None
         plain = self._sock if self._secured is None else None
         self._reader = Reader(self._protocol.decoder, self._connection, plain)
-        greeting = self._protocol.encode(Connect(4, user, *login))
+        greeting = self._protocol.encode(Connect(MESH_VERSION, user, *login))
         self._say(greeting + b"".join([self._question(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,12 @@ def foretold(ask: Callable[[], Answer]) -> Answer:
 
     found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
     return found
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def start_hepti(arguments: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:

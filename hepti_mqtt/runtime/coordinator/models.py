@@ -264,8 +264,9 @@ class PlanGroup:
         return tuple(islice(others, most))
 
     def held(self) -> tuple[Plan, ...]:
-        """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
-        return (*(record.plan for record in self.plans.records()), *self.left)
+        """Return the plans whose weights devices may have: of those in use, and left last."""
+        coming = self.plans.preparing
+        return (*(record.plan for record in self.plans.records() if record is not coming), *self.left)
 
     def note_left(self, plan: Plan) -> None:
         """Remember a plan that was released: devices keep its weights while they have room."""
