@@ -31,7 +31,7 @@ from hepti_mqtt.embedded_broker.broker import find_mosquitto, start_broker
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, Connected, BrokerConnection
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
 
 SITE: Final = "load"
 TEXT: Final = "a warm room"
