@@ -59,11 +59,11 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, Window, run_into
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
+    BrokerConnection,
     BrokerUrl,
     Connected,
     Disconnected,
     Inbox,
-    PahoTransport,
     Refused,
     State,
     Will,
@@ -160,9 +160,9 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
     return found.start
 
 
-def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
+def _weights_connection(url: BrokerUrl, name: str) -> BrokerConnection:
     """Return a connection for weights alone, so that requests do not queue behind them."""
-    return PahoTransport(
+    return BrokerConnection(
         url,
         f"{name}-weights",
         on_message=lambda _topic, _payload: None,
@@ -253,7 +253,7 @@ class _Planner:
         name: of the planner among MQTT clients.
         """
         config = self.config
-        self.control = PahoTransport(
+        self.control = BrokerConnection(
             config.url,
             name,
             on_message=self._handle_message,
@@ -505,7 +505,7 @@ class _Planner:
             raise self.failure
 
     def _connect(
-        self, link: PahoTransport | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
+        self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
     ) -> None:
         wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
