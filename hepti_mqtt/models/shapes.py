@@ -69,7 +69,7 @@ class TokenBatch:
     @property
     def size(self) -> int:
         """Return the tokens of all sequences."""
-        return self.tokens
+        return sum(self.lengths)
 
     @property
     def session_rows(self) -> int:

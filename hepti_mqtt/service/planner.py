@@ -213,6 +213,7 @@ class _Planner:
         self.session = _coordinator(config, start, models)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
+        self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
@@ -558,9 +559,11 @@ class _Planner:
             self._compare_clock(event.device, event.heartbeat.clock_s)
         elif isinstance(event, interface.Tick) and self.session.fleet.unused_reasons() != self.unused:
             self._publish_plans()
-        self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
-        self.throttle.set_serving(bool(computing))
-        self.tiles.set_serving(bool(computing))
+        if (computing := self.session.groups.models_in_use()) != self.computing:
+            self.computing = computing
+            self.forecasts.set_busy_models(computing)
+            self.throttle.set_serving(bool(computing))
+            self.tiles.set_serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.set_plans(standing)

@@ -175,7 +175,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
     doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for; seek:
     where the last one ends that is whole.
     """
-    tokens, written = checkpoint.speech, generation.tokens
+    tokens, written = checkpoint.speech, generation.text.tokens
     text, score, silence = _words(checkpoint, written).strip(), _mean(generation.text.scores), generation.silence or 0.0
     is_empty = prepared.silent or _is_silent(silence, score)
     codes = {i: code for code, i in tokens.languages.items()}
@@ -187,7 +187,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
         "no_speech": silence,
         "score": score,
         "compression": compression_of(text),
-        "temperature": generation.temperature,
+        "temperature": generation.text.temperature,
         "doubtful": generation.verdict is not None and generation.verdict.again,
         "ids": list(written),
     }

@@ -280,7 +280,7 @@ def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], sil
     shape = checkpoint.spec.input_spec.run(len(steering), 24)
     verdict = judge(checkpoint, tokens, scores, silence)
     text = TextSoFar(tokens, scores)
-    tried = [Attempt(text, 0.0, verdict)]
+    tried = [Attempt(text, verdict)]
     generation = Transcription(steering, 8, shape, rules, text=text, silence=silence, tried=tried)
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.3)
     return decode_output(checkpoint, prepared, np.array(tokens), None, generation)
