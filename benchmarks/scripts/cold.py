@@ -82,9 +82,11 @@ def main(
             driver = site.talk("driver", "benchmarks.driver")
             say(driver, **order)
             asked = list(_ask(driver, site.started_s, 60 * minutes))
+            online_s = site.online_s()
             if logs:
                 site.write_logs(Path(logs))
             best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
+    print(f"the last agent was online after {online_s:.0f} s")
     _report(asked, best, f"{model}, {spec.name}, {rate:g} Mbit/s, {caches} caches")
 
 

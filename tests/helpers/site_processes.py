@@ -25,7 +25,7 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Subscribed
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
@@ -190,7 +190,7 @@ class Voice:
     def __init__(self, url: str, *topics: str) -> None:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(url),
             f"voice-{uuid.uuid4().hex[:8]}",
             on_message=self.hear,

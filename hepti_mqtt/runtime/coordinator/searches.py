@@ -286,11 +286,11 @@ class Searches:
 
 
 def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
-    """Return whether a load that was decided is carried out: its remaining cost falls with each second."""
+    """Return whether a load that was decided is carried out: its remaining cost falls with each second.
+
+    Another plan replaces it if that is worth more by what an activation costs.
+    """
     own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
-    if own is None:
-        return False
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
-    if own.kind == "must":
-        return own.value_s + RULE.cost_factor * RULE.activation_s >= max(others, default=-inf)
-    return own.value_s >= max(others, default=0.0)
+    least_s = max(others, default=-inf) - RULE.cost_factor * RULE.activation_s
+    return own is not None and own.value_s >= (least_s if own.kind == "must" else max(least_s, 0.0))

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import decide, simulate_plan
+from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan
+from hepti_mqtt.planner.decisions import Kind, Option
 from hepti_mqtt.protocol.messages import Endpoint, Status
 from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceHeartbeat, DeviceStatus, Solve, Solved, Tick
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
-from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S
+from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S, is_worth_finishing
 from hepti_mqtt.service.solver import solve
 
 
@@ -201,3 +203,29 @@ def test_a_link_that_nobody_measures_holds_up_no_first_plan() -> None:
     for _ in range(3):
         site.tick(1.0, alive=False)
     assert site.solves
+
+
+@pytest.mark.parametrize(
+    ("own_s", "other_s", "kind", "finishes"),
+    [
+        (10.0, 11.0, "go", True),  # the difference does not pay for another activation
+        (10.0, 13.0, "go", False),
+        (-0.1, None, "go", False),
+        (0.1, None, "go", True),
+        (-50.0, -49.0, "must", True),  # nothing serves, so waiting costs
+        (-50.0, -40.0, "must", False),
+        (-50.0, None, "must", True),
+    ],
+)
+def test_a_load_ends_early_if_another_plan_is_worth_more_with_what_is_left(
+    own_s: float, other_s: float | None, kind: Kind, finishes: bool
+) -> None:
+    _, search = unanswered("a", "b")
+    both = everyone(search.question).chosen
+    alone = everyone(replace(search.question, devices=("a",))).chosen
+
+    def assessed(candidate: Candidate, value_s: float) -> Assessment:
+        return Assessment(Option(candidate, np.ones(1), np.ones(1)), 0.1, 1.0, 10.0, 0.0, value_s, kind, "")
+
+    considered = [assessed(both, own_s), *([] if other_s is None else [assessed(alone, other_s)])]
+    assert is_worth_finishing(Verdict(None, tuple(considered)), both.plan) is finishes
