@@ -22,7 +22,8 @@ append_rows          state [C, w], new [m, *], at -> state with rows at..at + m 
                      Attribute column: the first of those of new; 0 without.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
                      of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
-                     items, one without. Other rows of kv are never read. kv may be f16.
+                     items, one without; together (True: to the later new rows of its item, too). Other rows of kv are
+                     never read. kv may be f16.
 
 `at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
 anything is written. A query without a key gives 0.
@@ -31,7 +32,7 @@ anything is written. A query without a key gives 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -511,14 +512,14 @@ else:
     _append_halves, _widen_heads = _plain_append_halves, _plain_widen_heads
 
 
-@kernel(TABLE, reads(int32, 1), INT, INT, INT, TABLE, TABLE)
-def _move_limits(empty: Any, at: Any, item: int, near: int, capacity: int, tiles: Any, limits: Any) -> None:
+@kernel(TABLE, reads(int32, 1), INT, INT, INT, INT, TABLE, TABLE)
+def _move_limits(empty: Any, at: Any, item: int, near: int, least: int, capacity: int, tiles: Any, limits: Any) -> None:
     """Fill the tiles of an empty cache, and the limits of its queries, for the rows that the cache of an item holds."""
     first = at[item]
     if first < 0 or first + len(limits) > capacity:
         raise ValueError
     for row in range(len(limits)):
-        limits[row, 1] = first + row + 1
+        limits[row, 1] = first + max(row + 1, least)
         limits[row, 0] = max(first + row - near, 0)
     for i in range(len(empty)):
         for column in range(empty.shape[1]):
@@ -561,6 +562,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     if not m * layout.heads:
         return []
     fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths)
+    fits = fits and not op.attrs.get("together", False)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     calls = caches_of.attend_few(few, pool) if few else Calls()
     for item, rows in enumerate(lengths):
@@ -579,6 +581,7 @@ class _Caches:
         self.layout, self.lengths = layout, lengths
         self.capacity, self.width = check.reads[1].shape
         self.near, self.scale = op.attrs.get("window", self.capacity), np.float32(op.attrs["scale"])
+        self.together = bool(op.attrs.get("together", False))
         self.starts = list(accumulate(lengths, initial=0))
         self.refuse = refuse_at(op, lengths, self.capacity, "rows of the cache")
 
@@ -608,10 +611,11 @@ class _Caches:
             heads, skipped = layout.group, alone * layout.group
             layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
         # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
-        ends = np.arange(1, m + 1)
+        least = m if self.together else 0
+        ends = np.maximum(np.arange(1, m + 1), least)
         empty = tiles_of(np.zeros((m, 1), np.int64), np.stack([0 * ends, ends], axis=1), 0 * ends)
         tiles, limits = scratch(empty.shape, np.int64), scratch((m, 2), np.int64)
-        move = empty, self.at, item, self.near, self.capacity, tiles, limits
+        move = empty, self.at, item, self.near, least, self.capacity, tiles, limits
         begin = skipped * len(empty)
         units = ranges(heads * len(empty), 4 * pool.threads)
         parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads)
@@ -650,10 +654,23 @@ def _reference_attention_at(
     ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
     wide = [spec._replace(dtype="f32") if spec.dtype == "f16" else spec for spec in slots]
     for (start, stop), kv, first in zip(pairwise(ends), caches, at.tolist(), strict=True):
+        if op.attrs.get("together", False):
+            out += _reference_together(op, wide, q[start:stop], kv.astype(np.float32), first)
+            continue
         places = {"q_rows": range(first, first + stop - start), "k_rows": ((0, len(kv)),), "lengths": (len(kv),)}
         whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **places, "causal": True})
         out.append(ATTENTION.reference(whole, wide, (q[start:stop], kv.astype(np.float32)), ())[0])
     return [np.concatenate(out)]
+
+
+def _reference_together(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, first: int) -> Iterator[Array]:
+    """Yield the attention of each row of an item over the keys of its window and the later new rows."""
+    kept, stop = {k: v for k, v in op.attrs.items() if k not in ("window", "together")}, first + len(q)
+    for row in range(len(q)):
+        begin = max(first + row - op.attrs.get("window", stop), 0)
+        places = {"q_rows": (0,), "k_rows": ((0, stop - begin),), "lengths": (stop - begin,)}
+        one = op._replace(kernel="attention", reads=op.reads[:2], attrs={**kept, **places})
+        yield ATTENTION.reference(one, slots, (q[row : row + 1], kv[begin:stop]), ())[0]
 
 
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:

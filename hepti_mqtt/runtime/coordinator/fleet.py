@@ -339,9 +339,9 @@ class Fleet:
         member.last_message_s = now
         if served:
             member.quarantines = 0
-        was = member.usable
-        if member.mute:
-            member.quarantined_until_s = None
+        if not member.mute:
+            return None
+        was, member.quarantined_until_s = member.usable, None
         return "joined" if member.usable and not was else None
 
     def record_tiles(self, name: str, message: CachedTiles, served: ServedModel) -> None:

@@ -165,7 +165,7 @@ class Moves:
         if (plans := self._before_and_active(group, generation.session.plan_version, beliefs)) is None:
             return None
         then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
-        tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)
+        tokens, (rows, rows_s, token_s) = len(generation.text.tokens), request.measured_s(now)
         # A row among others takes no longer than a token alone; of speech the first run is computed again, too.
         beside = max(len(generation.prompt) + tokens - rows, tokens)
         again = (rows_s + beside * min(rows_s / rows, token_s)) / token_s

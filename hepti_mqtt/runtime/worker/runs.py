@@ -594,7 +594,9 @@ class WorkerRuns:
         if not shape.session_rows:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
-        begins = len(sessions) > 1 or shape == shape.decode_step(shape.new_rows, begins=True)
+        begins = len(sessions) > 1 or any(
+            shape == shape.decode_step(shape.new_rows, begins=True, added=added) for added in (False, True)
+        )
         used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
         keys = [(*resident.key, session.number) for session in sessions]
         busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
