@@ -160,12 +160,16 @@ def manage(args: argparse.Namespace) -> int:
 
     Raises ConfigError where it cannot be installed here, NetworkError where it does not come online.
     """
+    service = Service.of(args.user)
+    if args.dry_run:
+        if args.action != "install":
+            raise ConfigError(f"--dry-run is of install alone, not of {args.action}; leave it out")
+        return _preview(args, service)
     if shutil.which("systemctl") is None:
         raise ConfigError(
             f"there is no systemctl here, so no service can be installed; run `{NAME}` by your own means "
             "(docs/guide/install.md)"
         )
-    service = Service.of(args.user)
     if not service.is_users and os.geteuid():
         raise ConfigError("a service of the system is root's: use sudo, or install one of your own with --user")
     if args.action == "install":
@@ -176,14 +180,30 @@ def manage(args: argparse.Namespace) -> int:
     return _upgrade(service) if args.action == "upgrade" else _uninstall(service)
 
 
-def _install(args: argparse.Namespace, service: Service) -> int:
+def _preview(args: argparse.Namespace, service: Service) -> int:
+    """Print what `_install` writes and runs; raises ConfigError as it does."""
+    _, _, command, environment = _what_to_install(args, service)
+    run = [f"{service.manager} {words}" for words in ("daemon-reload", f"enable {NAME}", f"restart {NAME}")]
+    unit = _unit(service, command, environment)
+    output.print_lines(
+        [f"writes {service.login}: the broker's login", f"writes {service.unit}:", *unit.splitlines(), "runs:", *run]
+    )
+    return 0
+
+
+def _what_to_install(args: argparse.Namespace, service: Service) -> tuple[BrokerUrl, str, list[str], dict[str, str]]:
+    """Return the broker, the device's name, the service's command and its environment."""
     if args.cache is not None:
         raise ConfigError("--cache is not for a service: it has directories of its own; leave it out")
     url = BrokerUrl.parse(args.broker)
     device = check_name("device", args.device or _valid(url.user) or host_name())
     cache = str(service.data[0] / "tiles") if service.is_users else CACHE
     command = [str(_program(service)), "--id", device, "--cache", cache, *agent_options(args)]
-    environment = {} if args.site == DEFAULT_SITE else {"HEPTI_SITE": args.site}
+    return url, device, command, {} if args.site == DEFAULT_SITE else {"HEPTI_SITE": args.site}
+
+
+def _install(args: argparse.Namespace, service: Service) -> int:
+    url, device, command, environment = _what_to_install(args, service)
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
     with _writing(service.login):
         service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -229,16 +249,20 @@ def _uninstall(service: Service) -> int:
 
 
 def _write_unit(service: Service, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    text = _unit(service, command, environment)
+    with _writing(service.unit):
+        service.unit.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        write_atomically(service.unit, text.encode(), 0o644)
+    service.systemctl("daemon-reload")
+
+
+def _unit(service: Service, command: Sequence[str], environment: Mapping[str, str]) -> str:
     if service.is_users:
         kernels = str(service.data[0] / "numba")
         environment = {"HEPTI_BROKER": str(service.login), "NUMBA_CACHE_DIR": kernels, **environment}
     bundled = (CONFIG_DIR / "systemd" / f"{NAME}.service").read_text()
     about = f"Written by `{NAME} install`, version {__version__}; change it with `{service.manager} edit {NAME}`."
-    with _writing(service.unit):
-        service.unit.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        text = unit_text(bundled, command, environment, is_users=service.is_users, about=about)
-        write_atomically(service.unit, text.encode(), 0o644)
-    service.systemctl("daemon-reload")
+    return unit_text(bundled, command, environment, is_users=service.is_users, about=about)
 
 
 def _program(service: Service) -> Path:

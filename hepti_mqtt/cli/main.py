@@ -128,6 +128,9 @@ def _agent(sub: argparse.ArgumentParser) -> None:
         "restart, or remove it with all that it kept",
     )
     sub.add_argument("--user", action="store_true", help="the service of this user, without root")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="with install: print files and commands, and change nothing"
+    )
     add_agent_arguments(sub)
 
 

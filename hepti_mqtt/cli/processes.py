@@ -10,6 +10,7 @@ from typing import Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import PlannerOptions, settings_from_args
 from hepti_mqtt.config.process import stop_event
+from hepti_mqtt.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
@@ -27,6 +28,8 @@ def agent(args: argparse.Namespace) -> int:
         from hepti_mqtt.cli.install import manage
 
         return manage(args)
+    if args.dry_run:
+        raise ConfigError("--dry-run is of `install`; leave it out to run the agent here")
     from device_agent import AgentConfig, run_agent
 
     run_agent(AgentConfig.from_args(args, on_load_event=partial(_show_load, output.ProgressLines())))

@@ -80,3 +80,17 @@ def test_what_cannot_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert main(arguments) == 2, "nothing is installed"
     assert main([*install, "--user", "--cache", "/x"]) == 2
     assert not (tmp_path / "config").exists()
+
+
+def test_a_dry_run_prints_the_unit_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    install = ["agent", "install", "--broker", "mqtt://hub", "--id", "pi-1", "--user", "--dry-run"]
+    assert main(install) == 0
+    shown = capsys.readouterr().out
+    assert "--id" in words_of(shown, "ExecStart")
+    assert str(tmp_path / "systemd/user/hepti-agent.service") in shown
+    assert list(tmp_path.iterdir()) == []
+    assert main(["agent", "upgrade", "--user", "--dry-run"]) == 2
+    assert main(["agent", "--broker", "mqtt://hub", "--dry-run"]) == 2
