@@ -17,11 +17,12 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs, resident_weights
 from hepti_mqtt.program import Compute
 
+MIXTURES = [f"tiny-{name}" for name in ("qwen3-moe", "qwen3-moe-mixed", "mixtral", "olmoe", "granite-moe")]
 WEIGHTS = [(1.0,), (1.0, 2.0), (1.0, 3.0, 2.0), (2.0, 1.0, 0.0, 1.0)]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-mixtral"])
+@pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("length", [1, 13])
 def test_devices_with_columns_of_all_experts_are_the_whole_model(kind, weights, length):
     spec = spec_of_kind(kind)
