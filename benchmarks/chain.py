@@ -46,7 +46,7 @@ from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.frames import Frame, decode, encode
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor, bind, pack
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Refused, State, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Refused, State, Subscribed
 
 MODEL: Final = "chain"
 EPOCH: Final = PlanVersion(1, 1)
@@ -178,7 +178,7 @@ class ChainDevice:
         self._admission = 0
         self._inputs: dict[int, NDArray[Any]] = {}
         self._references: dict[Case, NDArray[Any]] = {}
-        self._transport = PahoTransport(
+        self._transport = BrokerConnection(
             broker,
             f"{run}-{device}",
             on_message=lambda _, payload: self._heard.put(payload),

@@ -19,9 +19,9 @@ from llvmlite import ir
 from numba import float32, types
 
 from hepti_mqtt.kernels.cpu import TILE
+from hepti_mqtt.kernels.ir_vectors import loop
 from hepti_mqtt.kernels.jit import INT, compile_all, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Parts, Workers
-from hepti_mqtt.kernels.tile import loop
 
 # Independent accumulators: more than the latency (4 to 5 cycles) times two pipelines, and no more than 16 registers.
 _CHAINS: Final = 12

@@ -52,6 +52,8 @@ class Rank:
     def all_gather(self, way: Way, body: Array, repeat: int) -> list[float]:
         """Send to all and wait for all, again and again; return the mean seconds of one."""
         start = time.perf_counter()
+        if way.gather(body, self.count, repeat):
+            return [(time.perf_counter() - start) / repeat]
         for _ in range(repeat):
             way.send(body, None)
             missing = set(range(self.count)) - {self.rank}

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -16,12 +17,19 @@ from paho.mqtt.client import Client
 from paho.mqtt.enums import CallbackAPIVersion
 
 from benchmarks.errors import BenchError
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.calls import Call, Operand, received, sent
+from hepti_mqtt.kernels.tape import Tape
+from hepti_mqtt.kernels.transfers import Peers
 from hepti_mqtt.transport import BrokerUrl, DataConnection, Subscribed
+from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
+from hepti_mqtt.transport.peer import MESH_VERSION
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0
 AHEAD: Final = 2 << 20
+AT_ONCE: Final = 33  # exchanges of compiled code
 _PREFIX: Final = "hepti/v1/bench/x/m/0"
 
 Array = np.ndarray[Any, Any]
@@ -49,6 +57,10 @@ class Way:
     def receive(self) -> int:
         """Wait for a message and return its source, the buffer being free again; raises BenchError if none comes."""
         raise NotImplementedError
+
+    def gather(self, body: Array, count: int, repeat: int) -> bool:  # noqa: ARG002
+        """Exchange with all of `count` ranks again and again, if that is not done message by message."""
+        return False
 
     def flush(self) -> None:
         """Hand everything to the kernel; others have a thread that does."""
@@ -191,6 +203,47 @@ class OverMesh(Way):
         self._joined += isinstance(event, Joined)
 
 
+class Compiled(OverMesh):
+    """This project's endpoints, with compiled code at their sockets."""
+
+    def __init__(self, rank: int, largest_bytes: int, broker: str, addresses: Sequence[str]) -> None:
+        super().__init__(rank, largest_bytes, broker, addresses)
+        self._tapes: dict[int, Tape] = {}
+
+    def gather(self, body: Array, count: int, repeat: int) -> bool:
+        if body.nbytes not in self._tapes:  # in the round that warms up
+            self._tapes[body.nbytes] = self._bind(body, count)
+        channels, tape = self._mesh.channels, self._tapes[body.nbytes]
+        peers = Peers(1, channels.wake, int(1000 * PATIENCE_S))
+        while repeat:
+            now = min(repeat, AT_ONCE)
+            with channels.hold() as is_held:
+                if not is_held:  # the helper looks after the connections
+                    continue
+                tape.run((body,), stop=2 * (count - 1) * now, peers=peers)
+            if tape.code:
+                raise BenchError("compiled code has left an exchange to Python")
+            repeat -= now
+        return True
+
+    def _bind(self, body: Array, count: int) -> Tape:
+        """Return the tape of as many exchanges as a token of a decoder has."""
+        channels, others = self._mesh.channels, [rank for rank in range(count) if rank != self._rank]
+        mine = Operand(0, 0, body.shape, body.dtype)
+        calls, ends = list[Call](), list[tuple[int, int]]()  # ends: source and target of each
+        for slot in range(1, 1 + AT_ONCE * len(others), len(others)):
+            calls += [Call(sent, (mine,)) for _ in others]
+            calls += [Call(received, (replace(mine, memory=slot + i),)) for i in range(len(others))]
+            ends += [(self._rank, rank) for rank in others] + [(rank, self._rank) for rank in others]
+        tape, nbytes = Tape([calls], Workers(1), (0,)), len(HEADER) + body.nbytes
+        for row, (source, to) in enumerate(ends):
+            peer, name = f"d{to if source == self._rank else source}", topic(source, to)
+            if source == self._rank and channels.route(peer, name, nbytes) is None:
+                raise BenchError("the mesh has no subscriber")
+            tape.learn(row, channels.channel(peer), publish_head(name, nbytes, MESH_VERSION) + HEADER, nbytes)
+        return tape
+
+
 class ByBroker(Way):
     """A broker between; header and body are joined, since a client takes one payload."""
 
@@ -274,6 +327,7 @@ class OwnTransport(ByBroker):
 WAYS: Final[Mapping[str, Callable[[int, int, str, Sequence[str]], Way]]] = {
     "raw TCP": Raw,
     "mesh": OverMesh,
+    "mesh, compiled": Compiled,
     "broker, paho": StockPaho,
     "broker, ours": OwnTransport,
 }

@@ -36,7 +36,6 @@ from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
-from hepti_mqtt.config.settings import data_link
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.ids import Start, check_name
 from hepti_mqtt.kernels import Workers, isa, jit
@@ -49,16 +48,15 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import (
+    BrokerConnection,
     DataConnection,
     Inbox,
     OnMessage,
     OnState,
     PacketLimit,
-    PahoTransport,
     Transport,
     Will,
     claim,
-    data_connection_possible,
     new_boot,
     open_broker_warning,
 )
@@ -161,7 +159,6 @@ def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
     """
     if config.threads < 1:
         raise ConfigError(f"an agent needs at least one thread, got {config.threads}; choose another --threads")
-    data_link()
     require_known()
     return_large_blocks()
     places = agent_directories(config.cache_dir, config.site, config.device_id)
@@ -360,16 +357,11 @@ class _Agent:
         # Two agents of one name must both stay connected until they have found out which of them ends.
         client_id = f"hepti-{config.site}-{config.device_id}-{plane}-{self._start.boot:08x}"
         name = f"hepti-{plane}"
-        if plane == "data" and data_link() != "paho" and data_connection_possible():
-            return DataConnection(config.url, client_id, on_message=on_message, on_state=on_state, name=name)
-        # MQTT 5 costs paho more per frame than 3.1.1 and gives the data plane nothing.
-        protocol = None if plane == "control" else 4
-        made = PahoTransport(
-            config.url, client_id, on_message=on_message, on_state=on_state, protocol=protocol, name=name
-        )
+        kind: type[BrokerConnection] = DataConnection if plane == "data" else BrokerConnection
+        connection = kind(config.url, client_id, on_message=on_message, on_state=on_state, name=name)
         if plane == "control":
-            self._control = made
-        return made
+            self._control = connection
+        return connection
 
     def _connect(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:
         """Connect planes once; return those for which no broker was there. Raises NetworkError without `retry`."""

@@ -193,9 +193,12 @@ class BackgroundTuning:
     def _rest(self, seconds: float) -> None:
         """Take what a kernel has taken off the budget, and wait for the next one's turn."""
         self._budget.spend(seconds, time.perf_counter())
-        while (pause_s := self._budget.pause_s(time.perf_counter())) and not self._closing.wait(pause_s):
+        while (pause_s := self._pause_s()) and not self._closing.wait(pause_s):
             continue
         self._give_up()
+
+    def _pause_s(self) -> float:
+        return POLL_S if self._budget.loading else self._budget.pause_s(time.perf_counter())
 
     def _idle(self) -> bool:
         return self._budget.is_unused(time.perf_counter())

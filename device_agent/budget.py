@@ -40,6 +40,8 @@ class Budget:
         self._throttled = throttled
         #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
         self.share = BACKGROUND_SHARE
+        #: Whether weights are loading: kernels that nothing needs yet wait for the end of the load.
+        self.loading = False
         self._state = _State()  # replaced as a whole, so that other threads see one that was there
         self._lock = threading.Lock()
         self._left_s, self._counted_s = 0.0, 0.0

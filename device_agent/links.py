@@ -31,7 +31,9 @@ from hepti_mqtt.runtime.worker.interface import (
     PeerLost,
     PeerRefused,
 )
+from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, MeshEvent, MeshTls, Refused, mesh_possible
+from hepti_mqtt.transport.peer import MESH_VERSION
 
 # The largest frame there is, behind the longest topic: a plan's requests may be of any size.
 LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
@@ -69,13 +71,19 @@ class MeshLinks:
         self._exchanges = ExchangeCache()
         self._admitted: dict[tuple[str, PlanVersion], frozenset[str]] = {}
         self._joined: dict[tuple[str, PlanVersion], frozenset[str]] = {}
-        self.tensor_traffic = (0, 0)  # frames and bytes that came and went, each receiver counted; no probes
+        self._traffic = (0, 0)
         self._fingerprint = "" if tls is None else tls.fingerprint
         self.mesh = Mesh(host, port, user=device, on_message=self._message, on_event=self._event, tls=tls)
 
     def endpoint(self, address: str) -> Endpoint:
         """Return what peers need to connect to this device at `address`."""
         return Endpoint(address, self.mesh.port, self._fingerprint)
+
+    @property
+    def tensor_traffic(self) -> tuple[int, int]:
+        """Return the frames and bytes that came and went, each receiver counted; no probes."""
+        (count, nbytes), (more, more_bytes) = self._traffic, self.mesh.channels.traffic
+        return count + more, nbytes + more_bytes
 
     @property
     def has_peers(self) -> bool:
@@ -91,8 +99,8 @@ class MeshLinks:
     def publish(self, command: Publish) -> None:
         """Send a message to those who read it, header and body as they lie."""
         readers = self.mesh.publish(command.topic, command.payload, command.body)
-        count, nbytes = self.tensor_traffic
-        self.tensor_traffic = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
+        count, nbytes = self._traffic
+        self._traffic = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
         if not readers:
             self._complaints.record("mesh_unread", f"no peer reads {command.topic}: the reader is disconnected")
 
@@ -192,8 +200,8 @@ class MeshLinks:
     def _message(self, peer: str, topic: str, payload: memoryview) -> None:
         arrived = self._exchanges.arrival(peer, topic, payload) or self._decode_frame(peer, topic, payload)
         if arrived is not None:
-            count, nbytes = self.tensor_traffic
-            self.tensor_traffic = count + 1, nbytes + payload.nbytes
+            count, nbytes = self._traffic
+            self._traffic = count + 1, nbytes + payload.nbytes
             self._arrived.append(arrived)
 
     def _decode_frame(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
@@ -213,7 +221,7 @@ class MeshLinks:
         except WireError as exc:
             self._complaints.record("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return None
-        self._exchanges.learn(peer, topic, payload, frame)
+        self._exchanges.learn(peer, topic, payload, frame, publish_head(topic, payload.nbytes, MESH_VERSION))
         return FrameIn(frame)
 
     @staticmethod

@@ -133,6 +133,7 @@ class LoadJob:
 
 
 PROGRESS_S: Final = 0.5
+CACHED_S: Final = 2.0  # between two reports of cached tiles during a load
 MAX_MISMATCHES: Final = 3
 RATE_BYTES: Final = 16 << 20
 MAX_REMEMBERED: Final = 1 << 16  # hashes once requested: a late answer to them is no damaged tile
@@ -186,7 +187,7 @@ class WeightLoader:
         self._held: dict[Place, Weight] = {}
         self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
         self._requested_before: set[bytes] = set()
-        self._last_report_s = float("-inf")
+        self._last_report_s = self._last_cached_s = float("-inf")
 
     # -- what the session wants ----------------------------------------------------------------------------------
 
@@ -276,10 +277,14 @@ class WeightLoader:
             (job.sources.add_peer if is_joined else job.sources.remove_peer)(peer)
         self._go_on(now)
 
-    def request_again(self, now: float) -> None:
-        """Request again what the planner owes, and tell it what is in the cache: the connection or it is back."""
+    def report_caches(self) -> None:
+        """Report the cached tiles of all models."""
         for model in self._record.manifests:
             self._report_cached(model)
+
+    def request_again(self, now: float) -> None:
+        """Request again what the planner owes, and report cached tiles, after the connection or the planner is back."""
+        self.report_caches()
         job = self._jobs[0] if self._jobs else None
         if job is None:
             return
@@ -349,10 +354,15 @@ class WeightLoader:
         if self._jobs:
             self._fail(self._jobs[0], error, now)
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a load is under way."""
+        return bool(self._jobs)
+
     # -- the load under way --------------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
-        job = self._jobs[0]
+        job, self._last_cached_s = self._jobs[0], now
         known = job.load.manifest in self._manifests
         data = b"" if known else job.early_manifest or self._cache.get(job.load.manifest)
         if data is None:
@@ -486,6 +496,9 @@ class WeightLoader:
         self._last_report_s = now
         for job in self._jobs:  # also those that wait, or the planner would give them up
             self._emit_progress(job)
+        if now - self._last_cached_s >= CACHED_S:
+            self._last_cached_s = now
+            self._report_cached(self._jobs[0].load.model)
 
     def _emit_progress(self, job: LoadJob) -> None:
         self._emit(LoadProgress(job.load.model, job.load.plan_version, job.done_bytes, job.total_bytes))
@@ -566,7 +579,8 @@ class LoaderThread:
         self._thread = threading.Thread(target=self._run, name="hepti-loader", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; the planner has a report of the cached tiles before it knows that the device is online."""
+        self._loader.report_caches()
         self._thread.start()
 
     def close(self) -> None:
@@ -637,7 +651,7 @@ class LoaderThread:
                 loader.retry_if_due(now)
         self._timed(loader.read_rate, "tile_bytes_cached", lambda: loader.step(now))
         loader.peers.report_if_due(now)
-        self._budget.share = loader.share
+        self._budget.share, self._budget.loading = loader.share, loader.is_loading
         if self._budget.pause_s(time.perf_counter()) == 0:
             begun_s = time.thread_time()
             self._timed(loader.receive_rate, "tile_bytes_received", lambda: self._exchange(now))

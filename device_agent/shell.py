@@ -223,6 +223,7 @@ class SessionLoop:
                 JoinPeers: links.join,
                 LeavePeers: links.leave,
             }
+            links.mesh.call_before_waiting(self._wake)
         inbox.wake = self._wake
 
     def _wake(self) -> None:
@@ -284,14 +285,16 @@ class SessionLoop:
         limit_s = PEER_POLL_S if self._links is not None and self._links.has_peers else 0.0
         try:
             start = time.perf_counter()
-            outgoing = step.run(limit_s)
+            outgoing = step.run(limit_s, sockets=None if self._links is None else self._links.mesh.channels)
             end = time.perf_counter()
             program = step.running.bound.template.program
             for place, seconds in step.timings:
                 op = program.ops[place]
                 if isinstance(op, Compute) and op.kernel in METERED:
                     self._meter.samples.append((op, program.slots, seconds))
-            commands = self._session.finish_step(step, outgoing, 0.0 if outgoing else end - start, end)
+            self._meter.frames_s += step.exchanged_s
+            computed_s = end - start - step.waited_s - step.exchanged_s
+            commands = self._session.finish_step(step, outgoing, computed_s, end)
         except Exception as exc:
             self._on_op_failed(step, exc)
         for place, command in enumerate(commands):

@@ -109,11 +109,6 @@ class TilePeers:
             there.held[position], there.lacking[position] = digest in self._cache, False
             there.version += 1
 
-    def tiles(self, model: str) -> tuple[TileMap, Mask] | None:
-        """Return the map of a model's tiles and those in the cache, None before its first load."""
-        there = self._models.get(model)
-        return None if there is None else (there.tiles, there.held)
-
     # -- what peers say --------------------------------------------------------------------------------------------
 
     def handle_report(self, peer: str, model: str, body: bytes) -> TileReport | None:

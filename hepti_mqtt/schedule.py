@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.program import Compute, ExchangeKey, Program, Recv, Slot, slots_written
+from hepti_mqtt.program import Compute, ExchangeKey, Op, Program, Recv, Send, Slot, slots_written
 
 
 def route_to_replicas(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
@@ -108,33 +109,80 @@ def _after(
     return OpEffects(tuple(ready), tuple(waiting), tuple(freed), tuple(shared))
 
 
-def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return the places of ops in groups: Computes that wait for the same exchanges; a Send or Recv is alone.
-
-    The ops of a stretch follow each other, except for Recvs, so stretches run in the order in which their ops would
-    run. They belong to one block of the graph, because another plan may take the run over before the next one; it never
-    does so within a run of a session.
-    """
-    may_be_held = not program.state_inputs()
-    awaited: dict[Slot, int] = {}  # of each slot the Recvs before it, as bits
-    out: list[list[int]] = []
-    last: tuple[int, int] | None = None
+def _awaited(program: Program) -> list[int]:
+    """Return for each op the Recvs before it that it waits for, itself among them, as bits of their places."""
+    of_slot: dict[Slot, int] = {}
+    out = []
     for place, op in enumerate(program.ops):
         bits = 1 << place if isinstance(op, Recv) else 0
         for slot in program.reads(op):
-            bits |= awaited.get(slot, 0)
-        awaited.update(dict.fromkeys(slots_written(op), bits))
-        block = program.block_of(op.node) if may_be_held else 0
-        key = (bits, block) if isinstance(op, Compute) else None
-        if key is not None and key == last:
-            out[-1].append(place)
-        elif isinstance(op, Recv):
-            out.insert(0, [place])  # it does not run, so it ends no stretch
+            bits |= of_slot.get(slot, 0)
+        of_slot.update(dict.fromkeys(slots_written(op), bits))
+        out.append(bits)
+    return out
+
+
+def is_direct(program: Program, op: Op) -> bool:
+    """Return whether an op is an exchange with one device or more, over their own connections if it is a Send."""
+    if isinstance(op, Send):
+        return op.route == "mesh" and PLANNER not in op.to and program.device not in op.to
+    return isinstance(op, Recv) and op.source not in (PLANNER, program.device)
+
+
+def _is_in_line(program: Program, awaited: Sequence[int]) -> bool:
+    """Return whether the last Recv that an op waits for is never before that of the op before it.
+
+    Then to wait in this order delays no op, if exchanges come in the order of the graph. They are exchanges of devices
+    over their own connections.
+    """
+    recvs = [(place, op) for place, op in enumerate(program.ops) if isinstance(op, Recv)]
+    sends = [op for op in program.ops if isinstance(op, Send) and op.to != (PLANNER,)]
+    if any(op.alternates or op.task >= 0 for _, op in recvs) or not all(is_direct(program, op) for op in sends):
+        return False
+    from_peers = sum(1 << place for place, op in recvs if is_direct(program, op))
+    last = [
+        (b & from_peers).bit_length() for b, op in zip(awaited, program.ops, strict=True) if not isinstance(op, Recv)
+    ]
+    return all(before <= after for before, after in pairwise(last))
+
+
+def stretches_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the places of ops in groups that run as one, each in the order in which they run but for its first.
+
+    Computes that wait for the same exchanges are a stretch. Where ops wait in the order of their Recvs, exchanges with
+    devices are in it, too: a Recv before what reads it, or behind that if it is the first. Other Sends and Recvs are
+    alone. So stretches run in the order in which their ops would run.
+
+    The ops of a stretch belong to one block of the graph, because another plan may take the run over before the next
+    one; it never does so within a run of a session.
+    """
+    may_be_held = not program.state_inputs()
+    awaited = _awaited(program)
+    in_line = _is_in_line(program, awaited)
+    out: list[list[int]] = []
+    before: list[list[int]] = []
+    last: tuple[int, int] | None = None
+    coming: dict[Slot, int] = {}
+    for place, op in enumerate(program.ops):
+        if isinstance(op, Recv):  # it does not run, so it ends no stretch
+            if in_line and is_direct(program, op):
+                coming[op.slot] = place
+            else:
+                before.append([place])
             continue
-        else:
+        joins = isinstance(op, Compute) or (in_line and is_direct(program, op))
+        block = program.block_of(op.node) if may_be_held else 0
+        key = (0 if in_line else awaited[place], block) if joins else None
+        received = [coming.pop(slot) for slot in program.reads(op) if slot in coming]
+        if key is None:
+            before += [[recv] for recv in received]
             out.append([place])
+        elif key == last:
+            out[-1] += [*received, place]
+        else:
+            out.append([place, *received])
         last = key
-    return tuple(map(tuple, out))
+    return tuple(map(tuple, [*before, *([place] for place in coming.values()), *out]))
 
 
 def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None = None) -> RunTemplate:
@@ -153,9 +201,10 @@ def make_template(program: Program, stretches: Sequence[tuple[int, ...]] | None 
         for slot in reads[place]:
             readers[slot].append(place)
         pending[place] = len(set(reads[place]).difference(kept))
-        if isinstance(op, Recv):
-            recv.update(dict.fromkeys(op.keys, op.slot))
-        elif not pending[place]:
+        for each in group:
+            if isinstance(each, Recv):
+                recv.update(dict.fromkeys(each.keys, each.slot))
+        if not isinstance(op, Recv) and not pending[place]:
             first.append(place)
     effects = [OpEffects((), (), (), ())] * len(program.ops)
     for place, *others in groups:
@@ -196,11 +245,12 @@ class ProgramRun:
 
     ops_left: ops that have not run, those of leased tasks left out. task_ops_left: how many ops are left of each
     task that is leased here. accepts_leases: more may be leased, and nothing else says when the run is over. A
-    subclass adds what its user keeps of a run.
+    subclass adds what its user keeps of a run. awaited: where stretches go on once a slot of theirs is filled.
     """
 
     __slots__ = (
         "accepts_leases",
+        "awaited",
         "ops_left",
         "pending",
         "readers_left",
@@ -218,6 +268,7 @@ class ProgramRun:
         self.received = [False] * len(template.reader_counts)
         self.ops_left = template.op_count
         self.task_ops_left: dict[int, int] = {}
+        self.awaited: dict[Slot, int] = {}
         self.accepts_leases = bool(template.task_inputs) and not template.op_count
 
     def start_task(self, task: int) -> tuple[ExchangeKey, ...]:
@@ -271,11 +322,20 @@ class RunMachine(Generic[R]):
             pending[place] -= 1
             if not pending[place]:
                 heappush(self._ready, (run.run_id, place))
+        if run.awaited and (going_on := run.awaited.pop(slot, None)) is not None:
+            heappush(self._ready, (run.run_id, going_on))
         return bool(readers)
 
-    def suspend(self, run: R, place: int) -> None:
-        """Take a stretch back that has begun, to go on at a place of it."""
-        heappush(self._ready, (run.run_id, place))
+    def suspend(self, run: R, place: int, awaits: Slot | None = None) -> None:
+        """Take a stretch back that has begun, to go on at a place of it, once a slot is filled if it awaits one."""
+        if awaits is None:
+            heappush(self._ready, (run.run_id, place))
+        else:
+            run.awaited[awaits] = place
+
+    def is_alone(self, run: R) -> bool:
+        """Return whether nothing else is ready, or could become ready."""
+        return len(self.runs) == 1 and run.run_id in self.runs and not self._ready
 
     def next_op(self, of: int | None = None) -> tuple[R, int] | None:
         """Return the run and the place of the op that is next, or None if every run waits; it must run now.

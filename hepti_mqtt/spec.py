@@ -20,6 +20,7 @@ Task = Literal[
     "feature_map",
     "generation",
     "transcription",
+    "picture_rows",
 ]
 Pooling = Literal[
     "mean",
@@ -33,6 +34,8 @@ Pooling = Literal[
     "patches",
     "cls_patches",
     "attention",
+    "shuffled",
+    "grid_mean",
 ]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
@@ -68,6 +71,8 @@ class PlainShape:
     want: Want = "task"
     mask_rows: tuple[int, ...] = ()
     session_rows: int = 0
+    #: the run of a session brings a row that is added to the embedding of each token
+    added: bool = False
 
     @property
     def size(self) -> int:
@@ -113,8 +118,11 @@ class RequestShape(Hashable, Protocol):
     def with_want(self, want: Want) -> Self:
         """Return the same items with another want."""
 
-    def decode_step(self, rows: int, begins: bool = False) -> Self:
-        """Return the run of a number of rows in the same session, or that begins it; raises ValueError without one."""
+    def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> Self:
+        """Return the run of a number of rows in the same session; raises ValueError without one.
+
+        begins: it is the first one. added: it brings a row for the embedding of each token.
+        """
 
     def answering(self, rows: int) -> Self:
         """Return the same run of a session, which answers for its last rows; raises ValueError without a session."""
@@ -217,6 +225,8 @@ class TaskHead:
     tied: bool = False
     projections: tuple[Projection, ...] = ()
     logits_scaling: float = 1.0
+    #: patches of a side of the square that becomes one row of a picture: side by side, or their mean
+    square: int = 0
 
     def columns(self, hidden: int) -> int:
         """Return the columns of the task's output, of a model with that many hidden ones."""

@@ -7,6 +7,8 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Final, Self
 
@@ -24,6 +26,7 @@ START_S: Final = 120.0
 ONLINE_S: Final = 300.0
 LOADED_S: Final = 900.0  # until the first plans are active: weights of a large model take minutes over a slow link
 STOP_S: Final = 10.0
+LOG_TIME: Final = "%Y-%m-%d %H:%M:%S,%f"
 IDLE_BYTES: Final = 256 << 20
 
 
@@ -46,6 +49,7 @@ class LabSite:
         is_cold: bool = False,
     ) -> None:
         self._is_cold = is_cold
+        self.started_s = 0.0  #: when the planner and the agents were started, by `time.monotonic`
         self.lab, self.hub, self.models, self.site, self.url = lab, lab.hub, models, site, ""
         self._planner = planner
         self._agents = agents or {
@@ -70,6 +74,7 @@ class LabSite:
         self.lab.throttle(False)
         self._start_broker()
         self._warm()
+        self.started_s = time.monotonic()
         self._running[PLANNER] = self._start_planner()
         self.lab.throttle(True)
         for alike in self._quotas().values():
@@ -137,6 +142,21 @@ class LabSite:
                 process.wait(STOP_S)
             except LabError:
                 process.signal(signal.SIGKILL)
+
+    def online_s(self) -> float:
+        """Return after how many seconds the last agent was online; infinity if one was not."""
+        begun, found = time.time() - (time.monotonic() - self.started_s), 0.0
+        for name in self._agents:
+            lines = (line for line in self._running[name].log().splitlines() if " is online at site " in line)
+            at = next((datetime.strptime(line[:23], LOG_TIME).timestamp() for line in lines), inf)
+            found = max(found, at - begun)
+        return found
+
+    def write_logs(self, directory: Path) -> None:
+        """Write what each process has logged so far to NAME.log."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, process in self._running.items():
+            (directory / f"{name}.log").write_text(process.log())
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

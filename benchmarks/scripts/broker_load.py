@@ -31,7 +31,7 @@ from hepti_mqtt.embedded_broker.broker import find_mosquitto, start_broker
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
 
 SITE: Final = "load"
 TEXT: Final = "a warm room"
@@ -170,7 +170,7 @@ class _Raw:
         self.took_s: dict[str, float] = {}
         self.errors: dict[str, str] = {}
         up = threading.Event()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(url),
             f"raw-{name}",
             on_message=self._answered,
@@ -268,7 +268,7 @@ def _frozen(url: str, process: int, seconds: float) -> list[tuple[object, ...]]:
 
 def _heartbeats(url: str, rate: float, seconds: float) -> list[tuple[object, ...]]:
     """Send heartbeats of a device that does not exist, `rate` a second."""
-    flood = PahoTransport(
+    flood = BrokerConnection(
         BrokerUrl.parse(url), "flood", on_message=lambda *_: None, on_state=lambda _: None, name="flood"
     )
     flood.connect()

@@ -1,8 +1,8 @@
 """Requests from the first second of a site, with empty or full caches, beside the best static plan in hindsight.
 
-`python -m benchmarks cold rate=240 caches=empty minutes=5`. The site's clock starts with its agents, which measure
-their hosts first if the caches are empty. One request follows the other. Afterwards each plan that served is pinned and
-timed on the warm site: the fastest is the best static plan.
+`python -m benchmarks cold rate=240 caches=empty minutes=5`. The site's clock starts with planner and agents; these load
+their kernels and measure their hosts first. One request follows the other. Afterwards each plan that served is pinned
+and timed on the warm site: the fastest is the best static plan.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def main(
     tokens: int = 128,
     minutes: float = 5.0,
     caches: str = "empty",
+    logs: str = "",
 ) -> None:
-    """Print a line for each half minute; caches: empty or full."""
+    """Print a line for each half minute; caches: empty or full. logs: a directory for the logs of all processes."""
     spec = replace(load(find("labs", Path(lab))), rate_mbit=rate)
     with TemporaryDirectory(prefix="hepti-cold-") as scratch, Lab(spec, Path(scratch) / "lab") as hosts:
         directory = make_model(model, Path(scratch) / "model", 0, layers)
@@ -77,12 +78,15 @@ def main(
                 hosts.throttle(False)
                 every = {"strategy": "row", "options": {"variant": "heads"}, "devices": list(hosts.hosts)}
                 say(driver, do="bring", key="a", **{**CHOICE, **every})
-        begun_s = time.monotonic()
         with LabSite(hosts, models, is_cold=True) as site:
             driver = site.talk("driver", "benchmarks.driver")
             say(driver, **order)
-            asked = list(_ask(driver, begun_s, 60 * minutes))
+            asked = list(_ask(driver, site.started_s, 60 * minutes))
+            online_s = site.online_s()
+            if logs:
+                site.write_logs(Path(logs))
             best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
+    print(f"the last agent was online after {online_s:.0f} s")
     _report(asked, best, f"{model}, {spec.name}, {rate:g} Mbit/s, {caches} caches")
 
 

@@ -26,7 +26,7 @@ from hepti_mqtt.models import random_inputs, representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import compact_programs, device_programs, handover_moves, lower_plan
 from hepti_mqtt.planner import Question
-from hepti_mqtt.planner.decisions import HEARD_S
+from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.program import Program
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_continued
@@ -364,7 +364,7 @@ class _Site:
         for move in handover_moves(self.spec, before.plan, run.plan, self.history.question.shape, block):
             sent[move.source] += move.nbytes
         links = self.truth.cluster(self.file, self.truth.step(self.now)).links
-        run.moved_s = HEARD_S + max((n / links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
+        run.moved_s = RULE.handover_s + max((n / links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
         run.block, run.begun_s, before.stop, before.heir = block, before.begun_s, block, run
 
     def play_block(self, run: _LongRun) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tokenizers import Tokenizer
 
 from hepti_mqtt.errors import HeptiError, ModelError, RequestError
+from hepti_mqtt.models.views import expanded
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -64,15 +65,25 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         thinking: bool | None = None,
+        pictures: tuple[str, Sequence[str]] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation up to where its next answer begins.
 
         What users wrote is never read as a special token. thinking: whether the template asks for thoughts, None for
-        its own choice.
+        its own choice. pictures: what the template writes for a picture, and what the model reads instead of each.
+        Raises RequestError if the template writes other numbers of pictures.
         """
         spelt = _each_text([messages, tools], lambda text: self._pattern.search(text) is not None or _OPEN in text)
         hidden = _mapped([messages, tools], self._hide) if spelt else [messages, tools]
         text = self._written(hidden[0], hidden[1], {} if thinking is None else {"enable_thinking": thinking})
+        if pictures is not None:
+            mark, written = pictures
+            if (whole := expanded(text, mark, written)) is None:
+                raise RequestError(
+                    f"the model's chat template writes {text.count(mark)} of {len(written)} pictures; put them into "
+                    "messages of users"
+                )
+            text = whole
         if not spelt:
             return list(self._marked.encode(text, add_special_tokens=False).ids)
         found: list[int] = []

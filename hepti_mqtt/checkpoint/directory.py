@@ -30,8 +30,12 @@ from hepti_mqtt.models import (
     matching,
     models_of,
     quantised,
+    renamed,
+    require_transformer,
+    sees,
     spec_from_config,
     tensor_sources,
+    views,
     with_cache,
     with_storages,
     without_false_tie,
@@ -45,6 +49,7 @@ from hepti_mqtt.models.speech import SpeechTokens, speech_tokens
 from hepti_mqtt.models.tensors import HEAD, WORDS, chosen
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
+from hepti_mqtt.models.views import Views
 from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
 from hepti_mqtt.protocol.plausible import check_spec
@@ -106,6 +111,8 @@ class Checkpoint:
         #: Storages of the file without kernels, and the wider ones that matrices are read as.
         self.widened: Mapping[str, str] = {}
         self._scores = scores
+        #: its prompts may have rows that another model of the directory makes of pictures
+        self.sees = False
         self._tokenizer = tokenizer
         self._stored: dict[str, TensorReader] = {k: v for file in files for k, v in file.tensors.items()}
         self.spec = _kept_as(_stored_spec(path, config, extras, self._stored), weights, cache)
@@ -172,7 +179,7 @@ class Checkpoint:
             return cls(path, name, made.config, extras, [made], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
-        scores = matching(config)
+        whole, scores = config, matching(config)
         parts = models_of(config)
         part = next(iter(parts)) if part is None else part
         config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
@@ -182,11 +189,15 @@ class Checkpoint:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
         try:
+            names = renamed(whole).get(part)
+            files = [_Renamed(file, names) for file in files] if names else files
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            return cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
+            opened_part = cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
         except BaseException:
             close_all(files)
             raise
+        opened_part.sees = sees(whole) and opened_part.name == opened_part.model
+        return opened_part
 
     def close(self) -> None:
         """Close the weight files; a second call does nothing."""
@@ -360,6 +371,26 @@ class Checkpoint:
         return open_template(self.path, self.extras, self.tokenizer)
 
     @cached_property
+    def views(self) -> Views:
+        """Return how a tower that sees for a decoder looks at pictures."""
+        return views(self.config, self.extras)
+
+    def embedding(self, token: int) -> npt.NDArray[np.float32]:
+        """Return the row of a token as a decoder reads it, [h]."""
+        spec = require_transformer(self.spec)
+        assert spec.text is not None
+        source = next(source for source in self._tensors if source.name == WORDS)
+        row = self._tensors[source].read(token, token + 1, spec.hidden)[0]
+        return np.asarray(row.astype(np.float32) * np.float32(spec.text.scale))
+
+    @cached_property
+    def marked(self) -> Tokenizer:
+        """Return the tokenizer that reads special tokens where a text has them."""
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    @cached_property
     def text_rules(self) -> TextRules:
         """Return what is done with a text before the tokenizer: nothing, but for sentence embeddings."""
         return text_rules(self.extras) if self.spec.head.task == "embedding" else TextRules()
@@ -508,6 +539,23 @@ def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
         if (directory / f"{name}.index.json").is_file():
             return partial(open_shards, directory / f"{name}.index.json", file)
     return None
+
+
+class _Renamed:
+    """Weights under the names of a family; names: how stored ones begin, and what stands there instead."""
+
+    def __init__(self, file: WeightsReader, names: Mapping[str, str]) -> None:
+        self._file = file
+        self.stamps = file.stamps
+        self.tensors = {_with_prefix(name, names): reader for name, reader in file.tensors.items()}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _with_prefix(name: str, names: Mapping[str, str]) -> str:
+    first = next((first for first in names if name.startswith(first)), None)
+    return name if first is None else names[first] + name.removeprefix(first)
 
 
 class _Folder:

@@ -7,7 +7,7 @@ import math
 import os
 import string
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -17,7 +17,19 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.models import FAMILIES, Kind, matching, models_of, spec_from_config, tensor_sources, tokenizer_class
+from hepti_mqtt.ids import PART_MARK
+from hepti_mqtt.models import (
+    FAMILIES,
+    Kind,
+    matching,
+    models_of,
+    renamed,
+    sees,
+    spec_from_config,
+    tensor_sources,
+    tokenizer_class,
+    views,
+)
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
@@ -33,8 +45,27 @@ _WORDS: Final = (
 )
 
 
-def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
-    """Write tokenizer.json with exactly `vocab` tokens (at least 120): WordPiece, lower case, sequence markers."""
+# Of a chat with pictures, as Idefics 3 has it.
+_SEEING: Final = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %} ; {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def _marks(config: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens that stand for pictures in texts by their ids, from that of a picture's row on."""
+    if not sees(config):
+        return {}
+    words, eyes = models_of(config).values()
+    return {mark: words["image_token_id"] + i for i, mark in enumerate(views(eyes, extras).marks)}
+
+
+def write_tokenizer(path: Path, vocab: int, roberta: bool = False, marks: Mapping[str, int] | None = None) -> None:
+    """Write tokenizer.json with exactly `vocab` tokens (at least 120): WordPiece, lower case, sequence markers.
+
+    marks: further special tokens by their ids; those beyond `vocab` are left out.
+    """
     special = _ROBERTA if roberta else _BERT
     letters = string.ascii_lowercase + string.digits
     words = chain(
@@ -46,6 +77,9 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
         (f"word{i}" for i in count()),
     )
     tokens = [next(words) for _ in range(vocab)]
+    placed = {mark: i for mark, i in (marks or {}).items() if i < vocab}
+    for mark, i in placed.items():
+        tokens[i] = mark
     ids = {token: i for i, token in enumerate(tokens)}
     start, end = (special[0], special[2]) if roberta else (special[2], special[3])
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=special[3] if roberta else special[1]))
@@ -56,7 +90,7 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False) -> None:
         pair=f"{start} $A {end} {end} $B {end}" if roberta else f"{start} $A {end} $B:1 {end}:1",
         special_tokens=[(start, ids[start]), (end, ids[end])],
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*special, *placed)])
     tokenizer.save(str(path))
 
 
@@ -119,45 +153,57 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        for spec in specs:
-            _write_words(out, spec, str(config.get("model_type")))
+        for spec in specs.values():
+            _write_words(out, spec, config, files)
         compared = matching(config)
         numbers = {} if compared is None else {n: compared.shape for n in (compared.scale, compared.bias) if n}
-        _write_weights(out / "model.safetensors", specs, numbers, seed, spread)
+        inits = _tensor_inits(specs, renamed(config), numbers, spread)
+        _write_weights(out / "model.safetensors", inits, seed)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
     return out
 
 
-def _write_words(out: Path, spec: Spec, model_type: str) -> None:
-    """Write the tokenizer of a model that reads or writes text."""
+def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Write the tokenizer of a model that reads or writes text, and a chat template for one that sees."""
     reads = spec.input_spec
     if isinstance(reads, TextInput):
         roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
-        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta)
-        options = _tokenizer_options(model_type, roberta)
+        write_tokenizer(out / "tokenizer.json", reads.vocab, roberta, _marks(config, files))
+        options = _tokenizer_options(str(config.get("model_type")), roberta)
+        if sees(config):
+            eyes = [*models_of(config).values()][1]
+            options["chat_template"] = _SEEING.replace("<image>", views(eyes, files).mark)
         (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
     if isinstance(reads, SpeechInput):
         write_speech_tokenizer(out / "tokenizer.json", reads.vocab, reads.longest)
 
 
 def spec_of_kind(kind: str, layers: int | None = None) -> Spec:
-    """Return what `make_model` would write, the first of several, without weights.
+    """Return what `make_model` would write, without weights: the first of several models, or one as KIND.MODEL.
 
     Raises ConfigError for an unknown kind.
     """
-    return _files(kind, layers)[1][0]
+    whole, _, part = kind.rpartition(PART_MARK) if kind not in KINDS and is_kind(kind) else (kind, "", "")
+    specs = _files(whole, layers)[1]
+    return specs[part] if part else next(iter(specs.values()))
 
 
-def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], list[Spec], float | None]:
-    """Return a kind's JSON files by name, the specs of its models, and the spread of its weights, if it has one."""
+def is_kind(name: str) -> bool:
+    """Return whether a name is a kind's, or that of a model of a kind that holds several, as KIND.MODEL."""
+    whole, _, part = name.rpartition(PART_MARK)
+    return name in KINDS or (whole in KINDS and part in models_of(KINDS[whole].config))
+
+
+def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], dict[str, Spec], float | None]:
+    """Return a kind's JSON files and the specs of its models, by name, and the spread of its weights, if it has one."""
     if kind not in KINDS:
         raise ConfigError(f"model kind {kind!r} is unknown; known are {', '.join(KINDS)}")
     made = KINDS[kind]
     if layers is not None and made.depth not in made.config:
         raise ConfigError(f"{kind} has no number of layers that could be another; leave --layers out")
     config = dict(made.config) if layers is None else {**made.config, made.depth: layers}
-    specs = [spec_from_config(one, made.extras) for one in models_of(config).values()]
+    specs = {name: spec_from_config(one, made.extras) for name, one in models_of(config).items()}
     return {"config.json": config, **made.extras}, specs, config.get("initializer_range")
 
 
@@ -171,11 +217,27 @@ class _TensorInit(NamedTuple):
 
 
 def _tensor_inits(
-    specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], spread: float | None
+    specs: Mapping[str, Spec],
+    names: Mapping[str, Mapping[str, str]],
+    numbers: Mapping[str, tuple[int, ...]],
+    spread: float | None,
 ) -> dict[str, _TensorInit]:
-    """Return what to write by stored name; tensors that are tied have one. numbers: names and shapes of single ones."""
+    """Return what to write by stored name; tensors that are tied have one.
+
+    names: of models whose tensors begin otherwise in a checkpoint. numbers: names and shapes of single ones.
+    """
     found = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
-    for source in (source for spec in specs for source in tensor_sources(spec) if source.stored):
+    for model, spec in specs.items():
+        prefixes = {family: stored for stored, family in reversed([*names.get(model, {}).items()])}
+        for name, tensor in _inits_of(spec, spread).items():
+            first = next((first for first in prefixes if name.startswith(first)), "")
+            found.setdefault(prefixes.get(first, "") + name.removeprefix(first), tensor)
+    return found
+
+
+def _inits_of(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
+    found = dict[str, _TensorInit]()
+    for source in (source for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
@@ -188,11 +250,8 @@ def _tensor_inits(
     return found
 
 
-def _write_weights(
-    path: Path, specs: Iterable[Spec], numbers: Mapping[str, tuple[int, ...]], seed: int, spread: float | None
-) -> None:
+def _write_weights(path: Path, stored: Mapping[str, _TensorInit], seed: int) -> None:
     """Write model.safetensors, tensor by tensor, under a name of its own until it is whole."""
-    stored = _tensor_inits(specs, numbers, spread)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in stored.items():

@@ -21,7 +21,7 @@ from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkErro
 from hepti_mqtt.ids import check_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
-    from hepti_mqtt.transport import BrokerUrl, PahoTransport, State
+    from hepti_mqtt.transport import BrokerConnection, BrokerUrl, State
 
 T = TypeVar("T")
 
@@ -166,11 +166,11 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
     """Return seconds of a small and of a large message to the broker and back, medians of a few."""
-    from hepti_mqtt.transport import PahoTransport, Subscribed
+    from hepti_mqtt.transport import BrokerConnection, Subscribed
 
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     states: queue.SimpleQueue[State] = queue.SimpleQueue()
-    transport = PahoTransport(
+    transport = BrokerConnection(
         url, "hepti-doctor", on_message=lambda _, payload: heard.put(payload), on_state=states.put, name="doctor"
     )
     try:
@@ -182,7 +182,7 @@ def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]
         transport.close()
 
 
-def _echo(transport: PahoTransport, topic: str, heard: queue.SimpleQueue[bytes], size: int) -> float:
+def _echo(transport: BrokerConnection, topic: str, heard: queue.SimpleQueue[bytes], size: int) -> float:
     times = []
     for number in range(5):
         payload = bytes([number]) * size

@@ -13,7 +13,7 @@ from hepti_mqtt.errors import NetworkError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status, decode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 
 def health(args: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def health(args: argparse.Namespace) -> int:
     )
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     name = f"hepti-{args.site}-health-{uuid.uuid4().hex[:12]}"
-    transport = PahoTransport(
+    transport = BrokerConnection(
         BrokerUrl.parse(require_broker(args)),
         name,
         on_message=lambda _, payload: said.put(payload),

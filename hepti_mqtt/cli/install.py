@@ -28,7 +28,7 @@ from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkErro
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status, decode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 NAME: Final = "hepti-agent"
 ROOT: Final = Path("/")
@@ -288,7 +288,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _start(service: Service, url: BrokerUrl, site: str, device: str) -> int:
     """Restart the service, wait until the device is online, and print how it stands."""
     topics, said = Topics(site), queue.SimpleQueue[bytes]()
-    transport = PahoTransport(
+    transport = BrokerConnection(
         url,
         f"hepti-{site}-install-{uuid.uuid4().hex[:12]}",
         on_message=lambda _, payload: said.put(payload),
@@ -349,7 +349,7 @@ def _last_lines(service: Service) -> str:
 def _forget(service: Service, site: str, device: str) -> None:
     """Clear what the broker retains of the device, where it can be reached."""
     try:
-        transport = PahoTransport(
+        transport = BrokerConnection(
             BrokerUrl.parse(str(service.login)),
             f"hepti-{site}-install-{uuid.uuid4().hex[:12]}",
             on_message=lambda *_: None,

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, onnx_file, spec_of_kind
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, is_kind, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
 from hepti_mqtt.cli.sizing import size
@@ -157,8 +157,8 @@ def _spec(args: argparse.Namespace) -> Spec:
     """Return the spec of a kind, a known model or files, with or without weights; a text as long as --context."""
     name, pins = args.model, PinOptions.from_args(args)
     weights, cache = pins.quantised, pins.kv_cache
-    if name in KINDS or name in (known := load_yaml(CONFIG_DIR / "models.yaml")):
-        spec = spec_of_kind(name) if name in KINDS else spec_from_config(known[name], {})
+    if is_kind(name) or name in (known := load_yaml(CONFIG_DIR / "models.yaml")):
+        spec = spec_of_kind(name) if is_kind(name) else spec_from_config(known[name], {})
         spec = with_cache(spec if weights is None else quantised(spec, weights), cache)
     elif onnx_file.find_onnx(Path(name)):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:

@@ -36,7 +36,7 @@ from hepti_mqtt.errors import (
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Refused, State, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Refused, State, Subscribed
 
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records
@@ -129,7 +129,7 @@ class Connection:
         self._answers_watch: int | None = None
         # Two programs of one user must not disconnect each other.
         own = f"hepti-{site}-client-{client_id}-{uuid.uuid4().hex[:8]}"
-        self._transport = PahoTransport(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
+        self._transport = BrokerConnection(url, own, on_message=self._heard, on_state=self._state, name="hepti-client")
 
     @classmethod
     def _create(cls, url: str | BrokerUrl | None, site: str | None, client_id: str | None) -> Self:

@@ -65,6 +65,9 @@ def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
     from hepti_mqtt.kernels import loading_bytes
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
+    refs = tuple(refs)
+    if not any(map(loading_bytes, refs)):  # to join ranges takes several times as long
+        return 0
     staged, ahead, begun = 0, 0, 0
     for ref in dict.fromkeys(matrices(refs).values()):
         if not (nbytes := loading_bytes(ref)):

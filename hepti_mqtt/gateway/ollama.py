@@ -96,10 +96,10 @@ class GenerateBody(OllamaBody):
     """A text; without one the model is loaded."""
 
     neutral: ClassVar = {
-        **OllamaBody.neutral, "suffix": (), "context": (), "template": (), "images": (), "width": (0,), "height": (0,),
-        "steps": (0,),
+        **OllamaBody.neutral, "suffix": (), "context": (), "template": (), "width": (0,), "height": (0,), "steps": (0,),
     }  # fmt: skip
     prompt: str = ""
+    images: list[str] | None = None
     system: str = ""
     raw: bool = False
 
@@ -171,6 +171,7 @@ class Card(NamedTuple):
             "completion": task == "generation",
             "tools": about.get("tools"),
             "thinking": about.get("thinking"),
+            "vision": about.get("vision"),
             "embedding": task == "embedding",
         }
         return [name for name, has in found.items() if has]
@@ -262,11 +263,21 @@ async def chat(site: Site, body: ChatBody) -> Any:
 
 
 def _message(place: int, message: Mapping[str, Any]) -> Fields:
-    """Return a message in OpenAI's words, without what is empty; raises RequestError for pictures."""
-    if message.get("images"):
-        raise RequestError(f"messages[{place}] has images, and the model takes no pictures; leave them out", "messages")
+    """Return a message in OpenAI's words, without what is empty: its pictures come before its text."""
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    return {names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")}
+    found = {
+        names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")
+    }
+    images = message.get("images") or []
+    if not isinstance(images, list):
+        raise RequestError(f"messages[{place}].images must be a list of pictures in base64", "messages")
+    return found | ({"content": _with_pictures(images, str(message.get("content") or ""))} if images else {})
+
+
+def _with_pictures(images: Sequence[Any], text: str) -> list[Fields]:
+    """Return a message's content as parts: pictures, then the text, if there is one."""
+    parts: list[Fields] = [{"type": "image", "image": image} for image in images]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 async def generate(site: Site, body: GenerateBody) -> Any:
@@ -278,8 +289,10 @@ async def generate(site: Site, body: GenerateBody) -> Any:
     if not body.prompt:
         return await _load(site, body, as_fields(Piece("")))
     system = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": body.prompt}]
-    source = {"text": body.prompt} if body.raw else {"messages": messages}
+    images = body.images or []
+    content = _with_pictures(images, body.prompt) if images else body.prompt
+    messages = [*system, {"role": "user", "content": content}]
+    source: Fields = {"text": body.prompt, "images": images or None} if body.raw else {"messages": messages}
     request = {"max_new_tokens": MAX_NEW_TOKENS, **body.request(), **source}
     return await _write(site, body, request, Writing(), as_fields)
 

@@ -123,9 +123,17 @@ def _messages(items: list[Fields]) -> Iterator[Fields]:
 def _content(place: int, value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    if any(not isinstance(part, Mapping) or part.get("type") not in _TEXTS for part in value):
-        raise RequestError(f"input[{place}] has a part that is no text; the model reads texts alone", "input")
-    return [{"type": "text", "text": part.get("text")} for part in value]
+    return [_part(place, part) for part in value]
+
+
+def _part(place: int, part: Any) -> Fields:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _TEXTS:
+        return {"type": "text", "text": part.get("text")}
+    if kind == "input_image" and not part.get("file_id"):
+        detail = {"detail": part["detail"]} if part.get("detail") else {}
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), **detail}}
+    raise RequestError(f"input[{place}] has a part that is neither a text nor a picture; send input_text", "input")
 
 
 async def respond(site: Site, body: ResponseBody) -> Any:

@@ -1,4 +1,4 @@
-"""Attention: over ragged sequences, over blocks of keys, over a decoder's cache, and in Voltage's order of products.
+"""Attention: over ragged sequences, over blocks of keys, and over a decoder's cache.
 
 attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attributes: q_column, k_column, v_column
                      (first
@@ -22,13 +22,8 @@ append_rows          state [C, w], new [m, *], at -> state with rows at..at + m 
                      Attribute column: the first of those of new; 0 without.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
                      of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
-                     items, one without. Other rows of kv are never read. kv may be f16.
-attention_reordered  q [r, *], x [s, w] -> [r, heads d]: ((q Wk.T) x.T), then (P x) Wv + b, so that no keys and
-                     values are
-                     computed (Voltage, Hu and Li, 2024): fewer multiplications for few queries and many rows of x.
-                     Weights: Wk, Wv packed [w, heads d]; with attribute bias both biases, plain [heads d]; the bias
-                     of
-                     keys adds the same to all scores of a query and is not used. Other attributes as `attention` has.
+                     items, one without; together (True: to the later new rows of its item, too). Other rows of kv are
+                     never read. kv may be f16.
 
 `at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
 anything is written. A query without a key gives 0.
@@ -37,7 +32,7 @@ anything is written. A query without a key gives 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -47,14 +42,9 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import attention_few
 from hepti_mqtt.kernels.attention_tile import (
-    KEYS,
-    LANES,
-    LOG2E,
     HeadLayout,
+    attention_by_distance,
     attention_units,
-    scores_of,
-    softmax_tile,
-    transpose,
 )
 from hepti_mqtt.kernels.base import (
     Array,
@@ -67,12 +57,12 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
-from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, operands, scratch
+from hepti_mqtt.kernels.calls import Addresses, CacheWork, Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
-from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
-from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
+from hepti_mqtt.kernels.tile import NR
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import DTYPE_BYTES, Compute, SlotSpec, Work
 
@@ -151,7 +141,7 @@ def _span(ranges: NDArray[np.int64]) -> tuple[int, int]:
     return int(np.where(ranges[:, 1] > 0, ranges[:, 0], high).min()), high
 
 
-def _tiles(op: Compute, seen: Seen) -> NDArray[np.int64]:
+def tiles_of_op(op: Compute, seen: Seen) -> NDArray[np.int64]:
     """Return the tiles of an op: of one range of keys, or of a sequence where rows see keys by their distance."""
     alike, begins = seen.ranges, seen.ranges[:, 0]
     if op.attrs.get("causal", False):
@@ -257,29 +247,30 @@ def _by_distance(op: Compute, table: Array) -> Array:
 
 
 class Distances(NamedTuple):
-    """What distances add to scores, in the order of `attention_units`; empty arrays for what they do not add.
+    """What distances add to scores, in the order of `attention_by_distance`; empty arrays for what they do not add.
 
-    biases: f32 [heads, 2 L - 1], by query minus key with 0 in the middle. buckets: the same way, int64 [2 L - 1], the
-    rows of to_queries and to_keys: f32 [rows, heads d], keys and queries of distances.
+    A distance is that of two of the rows q_at [r] and k_at [s], which queries and keys are. biases: f32 [heads,
+    2 L - 1], by query minus key with 0 in the middle. buckets: the same way, int64 [2 L - 1], the rows of to_queries
+    and to_keys: f32 [rows, heads d], keys and queries of distances.
     """
 
+    q_at: NDArray[np.int64]
+    k_at: NDArray[np.int64]
     biases: NDArray[np.float32]
     buckets: NDArray[np.int64]
     to_queries: NDArray[np.float32]
     to_keys: NDArray[np.float32]
 
 
-def _distances(check: Check, layout: HeadLayout, weights: Sequence[Weight]) -> Distances:
+def _distances(check: Check, layout: HeadLayout, weights: Sequence[Weight], seen: Seen) -> Distances:
     attrs, none = check.op.attrs, np.zeros((0, 0), np.float32)
-    both = bool(attrs.get("disentangled"))
-    check.weights(weights, 2 if both else int(attrs.get("bias_heads") is not None))
     biases = _biases(check, weights)
-    if not both:
-        return Distances(biases, np.zeros(0, np.int64), none, none)
+    if not attrs.get("disentangled"):
+        return Distances(seen.q_at, seen.k_at, biases, np.zeros(0, np.int64), none, none)
     keys, queries = (check.plain(weight, (-1, layout.heads * layout.d)) for weight in weights)
     check.that(len(keys) == len(queries) >= 4, f"{len(keys)} keys and {len(queries)} queries of distances do not fit")
     check.that(attrs["farthest"] - 1 > len(keys) // 4, f"farthest {attrs['farthest']} leaves no room for wide buckets")
-    return Distances(biases, _buckets(check.op, len(keys)), keys, queries)
+    return Distances(seen.q_at, seen.k_at, biases, _buckets(check.op, len(keys)), keys, queries)
 
 
 def _buckets(op: Compute, rows: int) -> NDArray[np.int64]:
@@ -316,21 +307,24 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
     r, s, layout = _check(op, slots)
-    added = _distances(Check(op, slots), layout, weights)
+    check, by_distance = Check(op, slots), _by_place(op)
+    check.weights(weights, 2 if op.attrs.get("disentangled") else int(by_distance))
+    seen = _placed(op, seen_keys(op, s))
+    added = _distances(check, layout, weights, seen) if by_distance else ()
     if not r * layout.heads:
         return []
-    seen = _placed(op, seen_keys(op, s))
-    tiles, limits, table = _tiles(op, seen), seen.ranges, layout.table()
-    flops = _pairs(seen.ranges) * 4 * layout.heads * layout.d
+    tiles, limits, table = tiles_of_op(op, seen), seen.ranges, layout.table()
+    flops = pairs_of(seen.ranges) * 4 * layout.heads * layout.d
     threads = min(pool.threads, 1 + flops // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads, flops)
     (q, kv), (out,) = operands(op, slots)
-    fixed = tiles, limits, table, seen.q_at, seen.k_at, *added, np.float32(op.attrs["scale"])
-    return pool.bind(attention_units, parts)(q, kv, out.reshape(-1), *fixed)
+    attend = pool.bind(attention_by_distance if by_distance else attention_units, parts)
+    return attend(q, kv, out.reshape(-1), tiles, limits, table, *added, np.float32(op.attrs["scale"]))
 
 
-def _pairs(key_ranges: NDArray[np.int64]) -> int:
+def pairs_of(key_ranges: NDArray[np.int64]) -> int:
+    """Return how many pairs of a query and a key some ranges have."""
     return int((key_ranges[:, 1] - key_ranges[:, 0]).sum())
 
 
@@ -339,7 +333,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False) and op.attrs.get("window") is None:
         pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
     else:
-        pairs = _pairs(seen_keys(op, keys).ranges)
+        pairs = pairs_of(seen_keys(op, keys).ranges)
     # Of keys and queries of distances a tile meets about one row per key, and two per query and key.
     per_pair = 10.0 if op.attrs.get("disentangled") else 4.0
     return Work("attention", flops=per_pair * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
@@ -518,14 +512,14 @@ else:
     _append_halves, _widen_heads = _plain_append_halves, _plain_widen_heads
 
 
-@kernel(TABLE, reads(int32, 1), INT, INT, INT, TABLE, TABLE)
-def _move_limits(empty: Any, at: Any, item: int, near: int, capacity: int, tiles: Any, limits: Any) -> None:
+@kernel(TABLE, reads(int32, 1), INT, INT, INT, INT, TABLE, TABLE)
+def _move_limits(empty: Any, at: Any, item: int, near: int, least: int, capacity: int, tiles: Any, limits: Any) -> None:
     """Fill the tiles of an empty cache, and the limits of its queries, for the rows that the cache of an item holds."""
     first = at[item]
     if first < 0 or first + len(limits) > capacity:
         raise ValueError
     for row in range(len(limits)):
-        limits[row, 1] = first + row + 1
+        limits[row, 1] = first + max(row + 1, least)
         limits[row, 0] = max(first + row - near, 0)
     for i in range(len(empty)):
         for column in range(empty.shape[1]):
@@ -568,6 +562,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     if not m * layout.heads:
         return []
     fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths)
+    fits = fits and not op.attrs.get("together", False)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     calls = caches_of.attend_few(few, pool) if few else Calls()
     for item, rows in enumerate(lengths):
@@ -583,18 +578,25 @@ class _Caches:
         self, op: Compute, slots: Sequence[SlotSpec], check: Check, layout: HeadLayout, lengths: Sequence[int]
     ) -> None:
         (self.q, *self.caches, self.at), (self.out,) = operands(op, slots)
-        self.layout, self.lengths, self._check = layout, lengths, check
+        self.layout, self.lengths = layout, lengths
         self.capacity, self.width = check.reads[1].shape
         self.near, self.scale = op.attrs.get("window", self.capacity), np.float32(op.attrs["scale"])
+        self.together = bool(op.attrs.get("together", False))
         self.starts = list(accumulate(lengths, initial=0))
         self.refuse = refuse_at(op, lengths, self.capacity, "rows of the cache")
+
+    def _work(self, items: Sequence[int], heads: int) -> CacheWork:
+        """Return the work of some items' attention by so many heads."""
+        rows = tuple((item, self.lengths[item]) for item in items)
+        return CacheWork(self.at, rows, min(self.near + 1, self.capacity), 4 * heads * self.layout.d)
 
     def attend_few(self, few: Sequence[int], pool: Workers) -> Calls:
         """Return the attention of those items that have few rows, all in one call."""
         nbytes, rows = self.caches[0].dtype.itemsize, sum(self.lengths[item] for item in few)
         items = np.asarray([(item, self.starts[item], self.lengths[item]) for item in few], np.int64)
         units = ranges(len(few) * self.layout.heads, pool.threads)
-        attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows))
+        work = self._work(few, self.layout.heads)
+        attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows), work)
         caches, table = Addresses(self.caches[item] for item in few), self.layout.table()
         how = table, self.width, nbytes, self.capacity, self.near, self.scale
         return attend(self.q, self.out, items, caches, self.at, *how, refuse=self.refuse)
@@ -609,16 +611,16 @@ class _Caches:
             heads, skipped = layout.group, alone * layout.group
             layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
         # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
-        ends = np.arange(1, m + 1)
+        least = m if self.together else 0
+        ends = np.maximum(np.arange(1, m + 1), least)
         empty = tiles_of(np.zeros((m, 1), np.int64), np.stack([0 * ends, ends], axis=1), 0 * ends)
         tiles, limits = scratch(empty.shape, np.int64), scratch((m, 2), np.int64)
-        move = empty, self.at, item, self.near, self.capacity, tiles, limits
-        work, begin, nowhere = 4 * heads * layout.d * m * m, skipped * len(empty), np.zeros(0, np.int64)
+        move = empty, self.at, item, self.near, least, self.capacity, tiles, limits
+        begin = skipped * len(empty)
         units = ranges(heads * len(empty), 4 * pool.threads)
-        parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads, work)
-        rows, added = (self.starts[item], self.starts[item] + m), _distances(self._check, layout, ())
-        fixed = tiles, limits, layout.table(), nowhere, nowhere, *added, self.scale
-        attend = pool.bind(attention_units, parts)
+        parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads)
+        rows, fixed = (self.starts[item], self.starts[item] + m), (tiles, limits, layout.table(), self.scale)
+        attend = pool.bind(attention_units, parts, None, self._work((item,), heads))
         return [
             Call(_move_limits, move, refuse=self.refuse),
             *attend(self.q.rows(*rows), kv or self.caches[item], self.out.rows(*rows).reshape(-1), *fixed),
@@ -652,10 +654,23 @@ def _reference_attention_at(
     ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
     wide = [spec._replace(dtype="f32") if spec.dtype == "f16" else spec for spec in slots]
     for (start, stop), kv, first in zip(pairwise(ends), caches, at.tolist(), strict=True):
+        if op.attrs.get("together", False):
+            out += _reference_together(op, wide, q[start:stop], kv.astype(np.float32), first)
+            continue
         places = {"q_rows": range(first, first + stop - start), "k_rows": ((0, len(kv)),), "lengths": (len(kv),)}
         whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **places, "causal": True})
         out.append(ATTENTION.reference(whole, wide, (q[start:stop], kv.astype(np.float32)), ())[0])
     return [np.concatenate(out)]
+
+
+def _reference_together(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, first: int) -> Iterator[Array]:
+    """Yield the attention of each row of an item over the keys of its window and the later new rows."""
+    kept, stop = {k: v for k, v in op.attrs.items() if k not in ("window", "together")}, first + len(q)
+    for row in range(len(q)):
+        begin = max(first + row - op.attrs.get("window", stop), 0)
+        places = {"q_rows": (0,), "k_rows": ((0, stop - begin),), "lengths": (stop - begin,)}
+        one = op._replace(kernel="attention", reads=op.reads[:2], attrs={**kept, **places})
+        yield ATTENTION.reference(one, slots, (q[row : row + 1], kv[begin:stop]), ())[0]
 
 
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
@@ -681,194 +696,3 @@ ATTENTION_AT: Final = Kernel(
     "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at,
     scratch_function=_scratch_attention_at,
 )  # fmt: skip
-
-
-# Columns of the table of units: rows of q, rows of x, first head, heads.
-_FIRST, _STOP, _LOW, _HIGH, _HEAD, _HEADS = range(6)
-
-
-@helper
-def _through_keys(
-    matrix: Any, column: int, d: int, vectors: int, queries: Any, zeros: Any, lane: int, wide: Any
-) -> None:
-    """Fill wide [w, NR], from `lane` on, with columns column..column + d of Wk times queries [d, NR]."""
-    w = matrix.shape[1]
-    at = column
-    while at < column + d:
-        panel, inside = at // NR, at % NR
-        depth = min(NR - inside, column + d - at)
-        left = matrix.ctypes.data + 4 * (panel * w * NR + inside)
-        right = queries.ctypes.data + 4 * (at - column) * NR
-        for i in range(0, w, MR):
-            out = wide.ctypes.data + 4 * (i * NR + lane)
-            start, stride = (out, NR) if at > column else (zeros.ctypes.data, 0)
-            panel_of_rows(min(MR, w - i), vectors, left + 4 * i * NR, NR, depth, right, start, stride, out, NR)
-        at += depth
-
-
-@helper
-def _mixed(x: Any, low: int, keys: int, vectors: int, scores: Any, zeros: Any, started: Any, total: Any) -> None:
-    """Add the transpose of x[low : low + keys] times scores [keys, NR] to total [w, NR], or start it."""
-    w = x.shape[1]
-    for c in range(0, w, MR):
-        out = total.ctypes.data + 4 * c * NR
-        start, stride = (out, NR) if started else (zeros.ctypes.data, 0)
-        at = x.ctypes.data + 4 * (low * w + c)
-        panel_of_columns(min(MR, w - c), vectors, at, w, keys, scores.ctypes.data, start, stride, out, NR)
-
-
-@helper
-def _through_values(
-    matrix: Any, column: int, d: int, vectors: int, total: Any, lane: int, zeros: Any, result: Any
-) -> None:
-    """Fill result [d, NR] with the transpose of columns column..column + d of Wv times total [w, NR] from `lane` on."""
-    w = matrix.shape[1]
-    at = column
-    while at < column + d:
-        panel, inside = at // NR, at % NR
-        rows = min(MR, NR - inside, column + d - at)
-        left = matrix.ctypes.data + 4 * (panel * w * NR + inside)
-        out = result.ctypes.data + 4 * (at - column) * NR
-        right = total.ctypes.data + 4 * lane
-        panel_of_columns(rows, vectors, left, NR, w, right, zeros.ctypes.data, 0, out, NR)
-        at += rows
-
-
-@kernel(
-    reads(float32, 2), reads(float32, 2), fills(float32, 2), reads(float32, 3), reads(float32, 3), reads(float32, 1),
-    TABLE, INT, INT, FLOAT, INT, INT, part=2, seldom=True,
-)  # fmt: skip
-def _reordered_units(
-    q: Any, x: Any, out: Any, key_panels: Any, value_panels: Any, bias: Any, units: Any, q_column: int, d: int,
-    scale: Any, first: int, stop: int,
-) -> None:  # fmt: skip
-    """Fill the rows and heads of out that the units first..stop are."""
-    w = x.shape[1]
-    narrow = np.empty(d * NR, np.float32)
-    wide, total = np.zeros(w * NR, np.float32), np.empty(w * NR, np.float32)
-    scores = np.empty(KEYS * NR, np.float32)
-    zeros = np.zeros(NR, np.float32)
-    high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
-    for unit in range(first, stop):
-        row, count = units[unit, _FIRST], units[unit, _STOP] - units[unit, _FIRST]
-        low, end = units[unit, _LOW], units[unit, _HIGH]
-        head, heads = units[unit, _HEAD], units[unit, _HEADS]
-        if end <= low:
-            out[row : row + count, head * d : (head + heads) * d] = ZERO
-            continue
-        vectors = -(-count // LANES)
-        for j in range(heads):
-            transpose(q, row, count, q_column + (head + j) * d, d, scale * LOG2E, narrow)
-            # What is beyond the queries of this head in its last vector, the next head writes over.
-            _through_keys(key_panels, (head + j) * d, d, vectors, narrow, zeros, j * count, wide)
-        high[:] = _MINUS_INF
-        norm[:] = ZERO
-        together = -(-heads * count // LANES)
-        for block in range(low, end, KEYS):
-            keys = min(KEYS, end - block)
-            scores_of(x.ctypes.data + 4 * block * w, w, keys, together, wide, w, zeros, scores)
-            softmax_tile(together, scores.ctypes.data, keys, high.ctypes.data, norm.ctypes.data, rescale.ctypes.data)
-            if block > low:
-                for c in range(w):
-                    for i in range(together * LANES):
-                        total[c * NR + i] *= rescale[i]
-            _mixed(x, block, keys, together, scores, zeros, block > low, total)
-        for j in range(heads):
-            lane, column = j * count, (head + j) * d
-            _through_values(value_panels, column, d, vectors, total, lane, zeros, narrow)
-            for i in range(count):
-                weight = norm[lane + i]
-                for c in range(d):
-                    out[row + i, column + c] = narrow[c * NR + i] / weight + bias[column + c]
-
-
-def _check_reordered(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
-    """Return (the op's checks, heads, columns of a head); raises ValueError if its slots do not fit together."""
-    check = Check(op, slots)
-    check.count(2)
-    check.dtypes()
-    check.rank(2)
-    heads, d, column = op.attrs["heads"], op.attrs["head_dim"], op.attrs["q_column"]
-    check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
-    r, width = check.reads[0].shape
-    check.that(0 <= column <= width - heads * d, "q_column leaves no room for the heads")
-    check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
-    check.shape(check.writes[0], (r, heads * d))
-    return check, heads, d
-
-
-def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-    """Return what is computed at once, int64 [units, 6]: tiles of queries [tiles, 4], and which heads of them.
-
-    As many heads as have room beside each other in the lanes, the last one in whole vectors. Heads are the outer loop,
-    so that weights stay near.
-    """
-    counts = (stop - first for first, stop, *_ in tiles.tolist())
-    room = [(NR - -(-count // LANES) * LANES) // count + 1 for count in counts]
-    found = [
-        (*tile[:4], head, min(most, heads - head))
-        for tile, most in zip(tiles.tolist(), room, strict=True)
-        for head in range(0, heads, most)
-    ]
-    return np.asarray(sorted(found, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
-
-
-def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check, heads, d = _check_reordered(op, slots)
-    has_bias = bool(op.attrs["bias"])
-    check.weights(weights, 4 if has_bias else 2)
-    s, w = check.reads[1].shape
-    keys, values = (check.packed(weight) for weight in weights[:2])
-    for name, matrix in (("keys", keys), ("values", values)):
-        fits = (matrix.rows, matrix.columns) == (w, heads * d)
-        check.that(fits, f"the matrix of {name} is {matrix.rows} x {matrix.columns}, should be {w} x {heads * d}")
-    biases = [check.plain(weight, (heads * d,)) for weight in weights[2:]]
-    bias = biases[1] if has_bias else np.zeros(heads * d, np.float32)
-    units = units_of(_tiles(op, seen_keys(op, s)), heads)
-    if not len(units):
-        return []
-    flops = int(_flops(op, s, w))
-    threads = min(pool.threads, 1 + flops // GRAIN)
-    parts = ranges(len(units), threads if threads == 1 else 4 * threads, flops)
-    fixed = (keys.panels, values.panels, bias, units, op.attrs["q_column"], d, np.float32(op.attrs["scale"]))
-    (q, x), (out,) = operands(op, slots)
-    return pool.bind(_reordered_units, parts)(q, x, out, *fixed)
-
-
-def _pairs_reordered(op: Compute, keys: int) -> int:
-    return _pairs(seen_keys(op, keys).ranges)
-
-
-def _flops(op: Compute, keys: int, w: int) -> float:
-    heads, d, r = int(op.attrs["heads"]), int(op.attrs["head_dim"]), len(op.attrs["q_rows"])
-    return 4.0 * heads * w * (r * d + _pairs_reordered(op, keys))
-
-
-def _work_reordered(op: Compute, slots: Sequence[SlotSpec]) -> Work:
-    """Return the work as that of a matmul: each query of each head goes through Wk, x, x again and Wv.
-
-    Reading Wk and Wv comes on top: in a matmul of so many rows it is hidden, but only one head's queries meet a weight.
-    """
-    s, w = slots[op.reads[1]].shape
-    heads, r, flops = op.attrs["heads"], len(op.attrs["q_rows"]), _flops(op, s, w)
-    nbytes = 2.0 * 4 * w * heads * op.attrs["head_dim"]
-    return Work("linear", rows=heads * r, k=w, n=round(flops / max(2 * heads * r * w, 1)), flops=flops, nbytes=nbytes)
-
-
-def _reference_reordered(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
-    """Return the attention over keys and values, which are computed here."""
-    _, heads, d = _check_reordered(op, slots)
-    q, x = (a.astype(np.float64) for a in reads)
-    bias = weights[3] if op.attrs["bias"] else 0.0
-    kv = np.concatenate([x @ weights[0].astype(np.float64), x @ weights[1].astype(np.float64) + bias], axis=1)
-    attrs = {**op.attrs, "k_column": 0, "v_column": heads * d}
-    whole = op._replace(kernel="attention", reads=(0, 1), writes=(2,), attrs=attrs)
-    specs = (slots[op.reads[0]], SlotSpec(kv.shape), slots[op.writes[0]])
-    return ATTENTION.reference_function(whole, specs, (q, kv), ())
-
-
-ATTENTION_REORDERED: Final = Kernel(
-    "attention_reordered", _bind_reordered, _reference_reordered, _work_reordered, later=True
-)

@@ -16,17 +16,16 @@ import numpy as np
 from llvmlite import ir
 from numba import float32, int32
 
-from hepti_mqtt.kernels.attention_tile import Vectors, scaled_rows
+from hepti_mqtt.kernels.attention_tile import AttentionWriter, by_vectors, scaled_rows
 from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits
 from hepti_mqtt.kernels.cpu import TILE, Tile
-from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
+from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, exp_of_negative
+from hepti_mqtt.kernels.ir_vectors import F32, IN_ORDER, emit_sized
 from hepti_mqtt.kernels.jit import (
-    EXACT,
     FLOAT,
     INT,
     INT_ARRAY,
     TABLE,
-    emitter,
     fills,
     floats,
     halves,
@@ -46,31 +45,29 @@ _BLOCK: Final = 128  # keys
 _TOGETHER: Final = 4  # keys whose sums run side by side
 _VECTORS: Final = 8  # of a head's columns whose sums do
 
-_I64: Final = ir.IntType(64)
-_I32: Final = ir.IntType(32)
-_EXACT: Final = tuple(sorted(EXACT))
 _MINUS_INF: Final = np.float32(-np.inf)
 
 
 def write_scores(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     """Write the function of `_scores`."""
-    w = Vectors(module, name, tile, 6)
+    w = AttentionWriter(module, name, tile, 6)
     b, n = w.builder, tile.lanes
     query, keys, stride, rows, vectors, out = w.function.args
-    last, sums = b.sub(rows, _I64(1)), list[Any]()
+    last, sums = b.sub(rows, w.whole(1)), list[Any]()
     for first in range(0, n, _TOGETHER):
-        places = [b.select(b.icmp_signed("<", _I64(i), last), _I64(i), last) for i in range(first, first + _TOGETHER)]
+        numbers = [w.whole(i) for i in range(first, first + _TOGETHER)]
+        places = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers]
         begin = [b.add(keys, b.mul(place, stride)) for place in places]
 
         def turn(at: Any, totals: list[Any], begin: list[Any] = begin) -> list[Any]:
             x = w.load(b.add(query, at))
             return [w.multiply_add(w.load(b.add(key, at)), x, t) for key, t in zip(begin, totals, strict=True)]
 
-        sums += w.loop(vectors, [w.constant(0.0)] * _TOGETHER, turn, _I64(0), 4 * n)
+        sums += w.each(vectors, 4 * n, [w.constant(0.0)] * _TOGETHER, turn)
     halves = [ir.Constant(w.integers, [2 * i + odd for i in range(n)]) for odd in (0, 1)]
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [b.fadd(*(b.shuffle_vector(*pair, half) for half in halves), flags=_EXACT) for pair in pairs]
+        sums = [b.fadd(*(b.shuffle_vector(*pair, half) for half in halves), flags=IN_ORDER) for pair in pairs]
     w.store(sums[0], out)
     b.ret_void()
     return w.function
@@ -78,42 +75,21 @@ def write_scores(module: ir.Module, name: str, tile: Tile) -> ir.Function:
 
 def write_weighted(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
     """Write the function of `_weighted` for a number of vectors."""
-    w = Vectors(module, name, tile, 5)
-    b, offsets = w.builder, [j * tile.lanes for j in range(vectors)]
+    w = AttentionWriter(module, name, tile, 5)
+    b = w.builder
     weights, values, stride, rows, total = w.function.args
 
     def turn(at: Any, totals: list[Any]) -> list[Any]:
         # `at` is the row's number times the bytes of a weight.
-        weight = w.splat(b.load(b.inttoptr(b.add(weights, at), ir.FloatType().as_pointer())))
-        value = b.add(values, b.mul(b.lshr(at, _I64(2)), stride))
-        return [w.multiply_add(w.load(value, o), weight, t) for o, t in zip(offsets, totals, strict=True)]
+        weight = w.splat(b.load(w.pointer(b.add(weights, at), F32)))
+        value = w.vectors(b.add(values, b.mul(b.lshr(at, w.whole(2)), stride)), vectors)
+        return [w.multiply_add(w.load(own), weight, t) for own, t in zip(value, totals, strict=True)]
 
-    for o, t in zip(offsets, w.loop(rows, [w.load(total, o) for o in offsets], turn, _I64(0), 4), strict=True):
-        w.store(t, total, o)
+    places = w.vectors(total, vectors)
+    for place, t in zip(places, w.each(rows, 4, [w.load(at) for at in places], turn), strict=True):
+        w.store(t, place)
     b.ret_void()
     return w.function
-
-
-def _emit_scores(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    name = "hepti_scores"
-    function = builder.module.globals.get(name) or write_scores(builder.module, name, TILE)
-    builder.call(function, arguments)
-    return context.get_dummy_value()
-
-
-def _emit_weighted(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    vectors, *rest = arguments
-    end = builder.append_basic_block("vectors.end")
-    choice = builder.switch(vectors, end)
-    for count in range(1, _VECTORS + 1):
-        name = f"hepti_weighted_{count}"
-        function = builder.module.globals.get(name) or write_weighted(builder.module, name, TILE, count)
-        with builder.goto_block(builder.append_basic_block(name)):
-            choice.add_case(ir.Constant(_I64, count), builder.block)
-            builder.call(function, rest)
-            builder.branch(end)
-    builder.position_at_end(end)
-    return context.get_dummy_value()
 
 
 def _rows_at(address: int, stride: int, rows: int, d: int) -> Any:
@@ -132,11 +108,13 @@ def _plain_weighted(vectors: int, weights: int, values: int, stride: int, rows: 
 
 # Fill out [LANES] with the products of a query [vectors] and keys [rows]; the last key stands for those that there are
 # not. Arguments: query, keys, bytes between keys, rows (1 to LANES), vectors (at least 1), out.
-_scores: Final = lowered(emitter(6, _emit_scores), _plain_scores)
+_scores: Final = lowered(
+    emit_sized("hepti_scores", [()], 6, lambda module, name: write_scores(module, name, TILE)), _plain_scores
+)
 
 # Add to total [vectors] what weights [rows] times values are. Arguments: vectors (1 to _VECTORS), weights, values,
 # bytes between values, rows (at least 1), total.
-_weighted: Final = lowered(emitter(6, _emit_weighted), _plain_weighted)
+_weighted: Final = lowered(by_vectors("hepti_weighted", 5, write_weighted, _VECTORS), _plain_weighted)
 
 # Columns of the table of items: number of the item, first row of q, how many.
 ITEM, ROW, COUNT = range(3)
@@ -199,7 +177,7 @@ def _copy(source: int, width: int, nbytes: int, rows: int, d: int, copies: int) 
                 to[c] = from_half_bits(row[c])
     else:
         for c in range(0, d, NR):
-            scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, ONE, copies + 4 * c, d)
+            scaled_rows(min(NR, d - c) // LANES, rows, source + 4 * c, width, bits_of(ONE), copies + 4 * c, d)
 
 
 @helper

@@ -22,23 +22,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, types
+from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.cpu import TILE, Tile
-from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative
-from hepti_mqtt.kernels.jit import EXACT, FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, lowered, reads
+from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, exp_of_negative, from_bits
+from hepti_mqtt.kernels.ir_vectors import F32, I32, IN_ORDER, VectorWriter, emit_sized, loop
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, lowered, reads
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
 
 LOG2E: Final = np.float32(1.4426950408889634)
 LN2: Final = np.float32(0.6931471805599453)
-
-_F32: Final = ir.FloatType()
-_I32: Final = ir.IntType(32)
-_I64: Final = ir.IntType(64)
-
-# Numba gives the kernel's own flags to every operation that has none; with "reassoc", (x + shift) - shift would be x.
-_EXACT: Final = tuple(sorted(EXACT))
 
 # 2**r = 1 + r (c0 + r (c1 + ...)) for |r| <= 1/2: relative error 9.2e-8, least in the largest (fitted over Chebyshev
 # nodes with weights moved to where the error is largest).
@@ -50,233 +44,118 @@ _SHIFT: Final = 12582912.0 + 127
 _LOWEST: Final = -127.0
 
 
-class Vectors:
-    """What functions over vectors of f32 need: vectors of a tile's lanes at addresses, and arithmetic on them."""
+class AttentionWriter(VectorWriter):
+    """Writes a function of attention."""
 
     def __init__(self, module: ir.Module, name: str, tile: Tile, arguments: int) -> None:
-        self.lanes, self.module, self.fma = tile.lanes, module, tile.fma
-        self.vector = ir.VectorType(_F32, tile.lanes)
-        self.integers = ir.VectorType(_I32, tile.lanes)
-        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * arguments), name)
-        self.function.linkage = "internal"
-        self.function.attributes.add("noinline")
-        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        super().__init__(module, name, arguments, tile.lanes, tile.fma)
 
-    def constant(self, value: float) -> Any:
-        """Return a vector of one value."""
-        # As the nearest f32: LLVM refuses a float constant that is not exact.
-        return ir.Constant(self.vector, [float(np.float32(value))] * self.lanes)
-
-    def splat(self, value: Any) -> Any:
-        """Return a value in all lanes."""
-        undefined = ir.Constant(self.vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, value, ir.Constant(_I32, 0))
-        return self.builder.shuffle_vector(first, undefined, ir.Constant(self.integers, [0] * self.lanes))
-
-    def load(self, address: Any, offset: int = 0) -> Any:
-        """Return the vector `offset` floats after an address."""
-        value = self.builder.load(self._at(address, offset))
-        value.align = 4
-        return value
-
-    def store(self, value: Any, address: Any, offset: int = 0) -> None:
-        """Write a vector `offset` floats after an address."""
-        self.builder.store(value, self._at(address, offset)).align = 4
-
-    def after(self, address: Any, bytes_: int) -> Any:
-        """Return the address some bytes on."""
-        return self.builder.add(address, ir.Constant(_I64, bytes_))
-
-    def _at(self, address: Any, offset: int) -> Any:
-        return self.builder.inttoptr(self.after(address, 4 * offset), self.vector.as_pointer())
-
-    def select(self, relation: str, a: Any, b: Any) -> Any:
-        """Return a where a `relation` b, else b; where either is NaN, b."""
-        return self.builder.select(self.builder.fcmp_ordered(relation, a, b), a, b)
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        """Return a * b + c."""
-        name = f"llvm.{'fma' if self.fma else 'fmuladd'}.v{self.lanes}f32"
-        function = self.module.globals.get(name) or ir.Function(
-            self.module, ir.FunctionType(self.vector, [self.vector] * 3), name
-        )
-        return self.builder.call(function, [a, b, c])
+    def vectors(self, address: Any, count: int) -> list[Any]:
+        """Return the addresses of vectors side by side."""
+        return [self.after(address, 4 * self.lanes * j) for j in range(count)]
 
     def exp2(self, x: Any) -> Any:
         """Return 2**x for x <= 0 to 2 ulp; 0 below -126.5; NaN for NaN."""
         b, shift = self.builder, self.constant(_SHIFT)
         y = self.select(">", self.constant(_LOWEST), x)
-        shifted = b.fadd(y, shift, flags=_EXACT)
-        r = b.fsub(y, b.fsub(shifted, shift, flags=_EXACT), flags=_EXACT)
+        shifted = b.fadd(y, shift, flags=IN_ORDER)
+        r = b.fsub(y, b.fsub(shifted, shift, flags=IN_ORDER), flags=IN_ORDER)
         p = self.constant(_EXP2[-1])
         for c in (*_EXP2[-2::-1], 1.0):
             p = self.multiply_add(p, r, self.constant(c))
-        exponent = b.shl(b.bitcast(shifted, self.integers), ir.Constant(self.integers, [23] * self.lanes))
-        return b.fmul(p, b.bitcast(exponent, self.vector), flags=_EXACT)
+        exponent = b.shl(b.bitcast(shifted, self.integers), self.every(self.integers, 23))
+        return b.fmul(p, b.bitcast(exponent, self.floats), flags=IN_ORDER)
 
-    def loop(
-        self, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]], first: Any, stride: int
-    ) -> list[Any]:
-        """Run step(address, values) -> values `count` (at least 1) times, the address from `first` on by `stride`."""
-        b = self.builder
-        before, body, done = b.block, b.append_basic_block("keys"), b.append_basic_block("done")
-        b.branch(body)
-        b.position_at_end(body)
-        at, left = b.phi(_I64), b.phi(_I64)
-        phis = [b.phi(self.vector) for _ in start]
-        values = step(at, list(phis))
-        rest = b.sub(left, ir.Constant(_I64, 1))
-        for phi, begin, end in (
-            (at, first, self.after(at, stride)),
-            (left, count, rest),
-            *zip(phis, start, values, strict=True),
-        ):
-            phi.add_incoming(begin, before)
-            phi.add_incoming(end, body)
-        b.cbranch(b.icmp_signed(">", rest, ir.Constant(_I64, 0)), body, done)
-        b.position_at_end(done)
-        return values
+    def each(self, count: Any, stride: int, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """Run step(bytes, values) -> values `count` (at least 1) times, bytes from 0 on by `stride`."""
+        stop = self.builder.mul(count, self.whole(stride))
+        return loop(self.builder, (self.whole(0), stop, stride), start, step)
 
 
 def _write_softmax(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
-    w = Vectors(module, name, tile, 5)
-    b, offsets = w.builder, [j * tile.lanes for j in range(vectors)]
+    w = AttentionWriter(module, name, tile, 5)
+    b = w.builder
     scores, keys, high, norm, rescale = w.function.args
     stride = 4 * tile.width
-    before = [w.load(high, o) for o in offsets]
-    tops = w.loop(
-        keys,
-        before,
-        lambda at, t: [w.select(">", w.load(at, o), v) for o, v in zip(offsets, t, strict=True)],
-        scores,
-        stride,
-    )
+    before = [w.load(at) for at in w.vectors(high, vectors)]
+
+    def maxima(key: Any, tops: list[Any]) -> list[Any]:
+        own = w.vectors(b.add(scores, key), vectors)
+        return [w.select(">", w.load(at), top) for at, top in zip(own, tops, strict=True)]
+
+    tops = w.each(keys, stride, before, maxima)
     # A maximum of -inf would make -inf - -inf = NaN of scores that are all -inf.
     lowest, zero = w.constant(-np.inf), w.constant(0.0)
     above = [b.select(b.fcmp_ordered(">", t, lowest), t, zero) for t in tops]
-    sums = []
-    for o, was, top, a in zip(offsets, before, tops, above, strict=True):
-        by = w.exp2(b.fsub(was, a, flags=_EXACT))
-        w.store(by, rescale, o)
-        w.store(top, high, o)
-        sums.append(b.fmul(w.load(norm, o), by, flags=_EXACT))
+    by = [w.exp2(b.fsub(was, a, flags=IN_ORDER)) for was, a in zip(before, above, strict=True)]
+    for values, place in ((by, rescale), (tops, high)):
+        for value, at in zip(values, w.vectors(place, vectors), strict=True):
+            w.store(value, at)
+    norms = w.vectors(norm, vectors)
+    sums = [b.fmul(w.load(at), value, flags=IN_ORDER) for at, value in zip(norms, by, strict=True)]
 
-    def exponentials(at: Any, totals: list[Any]) -> list[Any]:
-        found = []
-        for o, a, total in zip(offsets, above, totals, strict=True):
-            e = w.exp2(b.fsub(w.load(at, o), a, flags=_EXACT))
-            w.store(e, at, o)
-            found.append(b.fadd(total, e, flags=_EXACT))
-        return found
+    def exponentials(key: Any, totals: list[Any]) -> list[Any]:
+        new = []
+        for at, a, total in zip(w.vectors(b.add(scores, key), vectors), above, totals, strict=True):
+            e = w.exp2(b.fsub(w.load(at), a, flags=IN_ORDER))
+            w.store(e, at)
+            new.append(b.fadd(total, e, flags=IN_ORDER))
+        return new
 
-    for o, total in zip(offsets, w.loop(keys, sums, exponentials, scores, stride), strict=True):
-        w.store(total, norm, o)
+    for at, total in zip(norms, w.each(keys, stride, sums, exponentials), strict=True):
+        w.store(total, at)
     b.ret_void()
     return w.function
+
+
+def _scale(w: AttentionWriter, bits: Any) -> Any:
+    """Return the f32 of some bits in all lanes."""
+    return w.splat(w.builder.bitcast(w.builder.trunc(bits, I32), F32))
 
 
 def _write_transpose(module: ir.Module, name: str, tile: Tile) -> ir.Function:
     """Rows interleaved with those half a block on, log2(lanes) times over, are the columns."""
     n = tile.lanes
-    w = Vectors(module, name, tile, 5)
+    w = AttentionWriter(module, name, tile, 5)
     b = w.builder
     x, stride, count, scale, out = w.function.args
-    by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
-    last = b.sub(count, ir.Constant(_I64, 1))
-    rows = []
+    by, last, rows = _scale(w, scale), b.sub(count, w.whole(1)), []
     for i in range(n):
-        at = ir.Constant(_I64, i)
-        at = b.select(b.icmp_signed("<", at, last), at, last)
-        rows.append(b.fmul(w.load(b.add(x, b.mul(b.mul(at, stride), ir.Constant(_I64, 4)))), by, flags=_EXACT))
+        at = b.select(b.icmp_signed("<", w.whole(i), last), w.whole(i), last)
+        rows.append(b.fmul(w.load(b.add(x, b.mul(b.mul(at, stride), w.whole(4)))), by, flags=IN_ORDER))
     low, high = ([k // 2 + (k % 2) * n + half for k in range(n)] for half in (0, n // 2))
     for _ in range(n.bit_length() - 1):
         pairs = list(zip(rows[: n // 2], rows[n // 2 :], strict=True))
         rows = [b.shuffle_vector(p, q, ir.Constant(w.integers, m)) for p, q in pairs for m in (low, high)]
     for i, row in enumerate(rows):
-        w.store(row, out, i * tile.width)
+        w.store(row, w.after(out, 4 * i * tile.width))
     b.ret_void()
     return w.function
 
 
 def _write_copy(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir.Function:
-    w = Vectors(module, name, tile, 6)
+    w = AttentionWriter(module, name, tile, 6)
     b = w.builder
     rows, x, stride, scale, out, out_stride = w.function.args
-    by = w.splat(b.bitcast(b.trunc(scale, _I32), _F32))
+    by = _scale(w, scale)
 
     def copy(at: Any, _: list[Any]) -> list[Any]:
         # `at` is the row's number times the bytes of an f32.
         source, target = b.add(x, b.mul(at, stride)), b.add(out, b.mul(at, out_stride))
-        for o in range(0, vectors * tile.lanes, tile.lanes):
-            w.store(b.fmul(w.load(source, o), by, flags=_EXACT), target, o)
+        for own, to in zip(w.vectors(source, vectors), w.vectors(target, vectors), strict=True):
+            w.store(b.fmul(w.load(own), by, flags=IN_ORDER), to)
         return []
 
-    w.loop(rows, [], copy, ir.Constant(_I64, 0), 4)
+    w.each(rows, 4, [], copy)
     b.ret_void()
     return w.function
 
 
-def emit_copy(tile: Tile) -> Callable[..., Any]:
-    """Return the Numba intrinsic of `scaled_rows`."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        vectors, rows, x, stride, scale, out, out_stride = arguments
-        bits = builder.zext(builder.bitcast(scale, _I32), _I64)
-        rest = [rows, x, stride, bits, out, out_stride]
-        _call_by_number(builder, "hepti_copy", tile, vectors, rest, _write_copy)
-        return context.get_dummy_value()
-
-    def emit(_context: Any, _vectors: Any, _rows: Any, _x: Any, _stride: Any, _scale: Any, _out: Any, _os: Any) -> Any:
-        integer = types.int64
-        return types.void(*[integer] * 4, types.float32, *[integer] * 2), codegen
-
-    return emit
-
-
-def _call_by_number(
-    builder: Any, name: str, tile: Tile, vectors: Any, arguments: Any, write: Callable[..., ir.Function]
-) -> None:
-    """Call the function for this number of vectors, 1 to `tile.vectors`; nothing for any other."""
-    end = builder.append_basic_block("vectors.end")
-    choice = builder.switch(vectors, end)
-    for count in range(1, tile.vectors + 1):
-        full = f"{name}_{count}"
-        function = builder.module.globals.get(full) or write(builder.module, full, tile, count)
-        with builder.goto_block(builder.append_basic_block(full)):
-            choice.add_case(ir.Constant(_I64, count), builder.block)
-            builder.call(function, arguments)
-            builder.branch(end)
-    builder.position_at_end(end)
-
-
-def emit_softmax(tile: Tile) -> Callable[..., Any]:
-    """Return the Numba intrinsic of `softmax_tile`."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        vectors, *rest = arguments
-        _call_by_number(builder, "hepti_softmax", tile, vectors, rest, _write_softmax)
-        return context.get_dummy_value()
-
-    def emit(_context: Any, _vectors: Any, _scores: Any, _keys: Any, _high: Any, _norm: Any, _rescale: Any) -> Any:
-        return types.void(*[types.int64] * 6), codegen
-
-    return emit
-
-
-def emit_transpose(tile: Tile) -> Callable[..., Any]:
-    """Return the Numba intrinsic of `transpose_tile`."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        x, stride, count, scale, out = arguments
-        name = "hepti_transpose"
-        function = builder.module.globals.get(name) or _write_transpose(builder.module, name, tile)
-        builder.call(function, [x, stride, count, builder.zext(builder.bitcast(scale, _I32), _I64), out])
-        return context.get_dummy_value()
-
-    def emit(_context: Any, _x: Any, _stride: Any, _count: Any, _scale: Any, _out: Any) -> Any:
-        return types.void(types.int64, types.int64, types.int64, types.float32, types.int64), codegen
-
-    return emit
+def by_vectors(name: str, arguments: int, write: Callable[..., ir.Function], most: int = TILE.vectors) -> Any:
+    """Return the Numba intrinsic of a function of 1 to `most` vectors."""
+    return emit_sized(
+        name, [(n,) for n in range(1, most + 1)], arguments, lambda module, own, n: write(module, own, TILE, n)
+    )
 
 
 def _plain_softmax(vectors: int, scores: int, keys: int, high: int, norm: int, rescale: int) -> None:
@@ -295,13 +174,13 @@ def _plain_softmax(vectors: int, scores: int, keys: int, high: int, norm: int, r
 def _plain_copy(vectors: int, rows: int, x: int, stride: int, scale: Any, out: int, out_stride: int) -> None:
     n = vectors * TILE.lanes
     for i in range(rows if n else 0):
-        floats(out + 4 * i * out_stride, n)[:] = floats(x + 4 * i * stride, n) * scale
+        floats(out + 4 * i * out_stride, n)[:] = floats(x + 4 * i * stride, n) * from_bits(scale)
 
 
 def _plain_transpose(x: int, stride: int, count: int, scale: Any, out: int) -> None:
     n = TILE.lanes
     for i in range(n):
-        row = floats(x + 4 * min(i, count - 1) * stride, n) * scale
+        row = floats(x + 4 * min(i, count - 1) * stride, n) * from_bits(scale)
         for c in range(n):
             floats(out + 4 * (c * NR + i), 1)[:] = row[c : c + 1]
 
@@ -310,15 +189,17 @@ def _plain_transpose(x: int, stride: int, count: int, scale: Any, out: int) -> N
 # raised to their maximum; write to rescale [NR] what sums of before must be multiplied by, and add to norm [NR],
 # rescaled, the sum over the keys in ascending order. Arguments: vectors (1 to TILE.vectors), scores, keys, high, norm,
 # rescale; all but the numbers are addresses.
-softmax_tile: Final = lowered(emit_softmax(TILE), _plain_softmax)
+softmax_tile: Final = lowered(by_vectors("hepti_softmax", 5, _write_softmax), _plain_softmax)
 
 # Fill out [lanes, NR], its first vector, with scale * the transpose of x [count, lanes]; the last row stands for those
-# that there are not. Arguments: x, floats between its rows, count (at least 1), scale, out.
-transpose_tile: Final = lowered(emit_transpose(TILE), _plain_transpose)
+# that there are not. Arguments: x, floats between its rows, count (at least 1), bits of the scale, out.
+transpose_tile: Final = lowered(
+    emit_sized("hepti_transpose", [()], 5, lambda module, name: _write_transpose(module, name, TILE)), _plain_transpose
+)
 
 # Fill out [rows, vectors] with scale * x [rows, vectors]. Arguments: vectors (0 to TILE.vectors), rows (at least 1), x,
-# floats between its rows, scale, out, floats between its rows.
-scaled_rows: Final = lowered(emit_copy(TILE), _plain_copy)
+# floats between its rows, bits of the scale, out, floats between its rows.
+scaled_rows: Final = lowered(by_vectors("hepti_copy", 6, _write_copy), _plain_copy)
 
 
 # Scores and values [KEYS, NR] stay in the second-level cache; 64 and 128 were slower (more rescaling), 512 no faster.
@@ -356,7 +237,7 @@ def _copy_rows(
     for c in range(0, d if rows > 0 else 0, NR):
         vectors, place = min(NR, d - c) // LANES, at + c // NR * apart
         source = kv.ctypes.data + 4 * (first * kv.shape[1] + column + c)
-        scaled_rows(vectors, rows, source, kv.shape[1], ONE, copies.ctypes.data + 4 * place, stride)
+        scaled_rows(vectors, rows, source, kv.shape[1], bits_of(ONE), copies.ctypes.data + 4 * place, stride)
         for i in range(rows):
             for j in range(vectors * LANES, min(NR, d - c)):
                 copies[place + i * stride + j] = kv[first + i, column + c + j]
@@ -389,7 +270,7 @@ def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, que
         rows = min(LANES, count - j)
         for c in range(0, whole, LANES):
             at = q.ctypes.data + 4 * ((row + j) * q.shape[1] + column + c)
-            transpose_tile(at, q.shape[1], rows, scale, queries.ctypes.data + 4 * (c * NR + j))
+            transpose_tile(at, q.shape[1], rows, bits_of(scale), queries.ctypes.data + 4 * (c * NR + j))
         for c in range(whole, d):
             for i in range(LANES):
                 queries[c * NR + j + i] = q[row + j + min(i, rows - 1), column + c] * scale
@@ -454,13 +335,14 @@ def _add_bias(
 @helper
 def _add_positions(
     scores: Any, kv: Any, k_column: int, first: int, keys: int, row: int, count: int, queries: Any, scale: Any,
-    q_at: Any, k_at: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, scratch: Any, zeros: Any,
+    distances: Any, column: int, scratch: Any, zeros: Any,
 ) -> None:  # fmt: skip
     """Add to scores what the distances' keys give with the queries [d, NR], and their queries with the keys of kv.
 
-    to_queries, to_keys: those keys and queries, [rows, *], in columns from `column` on. Of the products with up to NR
-    keys few rows matter: buckets ascend with the distance.
+    Keys and queries of distances are in columns from `column` on. Of the products with up to NR keys few rows matter:
+    buckets ascend with the distance.
     """
+    q_at, k_at, _, buckets, to_queries, to_keys = distances
     d, middle, stride = len(queries) // NR, len(buckets) // 2 + q_at[row], to_queries.shape[1]
     most = len(to_queries) * NR
     by_query, by_key, turned = scratch[:most], scratch[most : 2 * most], scratch[2 * most :]
@@ -483,6 +365,23 @@ def _add_positions(
 
 
 @helper
+def _with_distance(s: Any, row: int, key_row: int, head: int, query: Any, key: Any, scale: Any, distances: Any) -> Any:
+    """Return the score of a query and a key with what their distance adds."""
+    q_at, k_at, biases, buckets, to_queries, to_keys = distances
+    bias, d = biases[head], len(query)
+    if len(bias) > 0:
+        s += bias[len(bias) // 2 + q_at[row] - k_at[key_row]]
+    if len(buckets) > 0:
+        bucket, column = buckets[len(buckets) // 2 + q_at[row] - k_at[key_row]], head * d
+        other = ZERO
+        for c in range(d):
+            s += query[c] * to_queries[bucket, column + c]
+            other += key[c] * to_keys[bucket, column + c]
+        s += other * scale
+    return s
+
+
+@helper
 def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
     for i in range(count):
         for c in range(d):
@@ -491,14 +390,14 @@ def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
 
 @helper
 def _query_alone(
-    query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, place: int, k_at: Any, bias: Any,
-    scale: Any, buckets: Any, to_queries: Any, to_keys: Any, column: int, scores: Any, total: Any,
+    query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, row: int, head: int, scale: Any,
+    distances: Any, scores: Any, total: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp).
 
-    place: the query's row, of which with the keys' rows k_at follows where its bias [2 L - 1] stands, or its bucket.
+    row, head: of the query, which with `distances` say what is added to scores.
     """
-    d, middle, centre = len(query), len(bias) // 2, len(buckets) // 2
+    d = len(query)
     top, norm = _MINUS_INF, ZERO
     total[:] = ZERO
     for block in range(low, high, KEYS):
@@ -509,15 +408,8 @@ def _query_alone(
             s = ZERO
             for c in range(d):
                 s += query[c] * key[c]
-            if len(bias) > 0:
-                s += bias[middle + place - k_at[block + i]]
-            if len(buckets) > 0:
-                bucket = buckets[centre + place - k_at[block + i]]
-                other = ZERO
-                for c in range(d):
-                    s += query[c] * to_queries[bucket, column + c]
-                    other += key[c] * to_keys[bucket, column + c]
-                s += other * scale
+            if distances is not None:
+                s = _with_distance(s, row, block + i, head, query, key, scale, distances)
             scores[i] = s
             top = s if s > top else top
         above = top if top > _MINUS_INF else ZERO
@@ -544,7 +436,7 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
     whole = d // LANES * LANES
     for c in range(0, whole, NR):
         vectors = min(NR, whole - c) // LANES
-        scaled_rows(vectors, 1, total.ctypes.data + 4 * c, NR, by, out.ctypes.data + 4 * (at + c), NR)
+        scaled_rows(vectors, 1, total.ctypes.data + 4 * c, NR, bits_of(by), out.ctypes.data + 4 * (at + c), NR)
     for c in range(whole, d):
         out[at + c] = total[c] * by
     if with_state:
@@ -564,8 +456,8 @@ def _store_rows(
 
 @helper
 def _each_alone(
-    q: Any, kv: Any, out: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, bias: Any, buckets: Any,
-    to_queries: Any, to_keys: Any, scale: Any, row: int, count: int, head: int, scores: Any, total: Any, query: Any,
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, distances: Any, scale: Any, row: int, count: int, head: int,
+    scores: Any, total: Any, query: Any,
 ) -> None:  # fmt: skip
     """Write the results of `count` queries from `row` on, one after the other."""
     heads, d, with_state, of_keys = layout[3], layout[4], layout[5], head // layout[6]
@@ -573,11 +465,10 @@ def _each_alone(
     for j in range(row, row + count):
         for c in range(d):
             query[c] = q[j, column + c] * scale
-        place = q_at[j] if len(bias) > 0 or len(buckets) > 0 else 0
+        low, high = limits[j, _BEGIN], limits[j, _END]
         top, weight = _query_alone(
-            query[:d], kv, k_column, v_column, limits[j, _BEGIN], limits[j, _END], place, k_at, bias, scale, buckets,
-            to_queries, to_keys, head * d, scores, total[:d],
-        )  # fmt: skip
+            query[:d], kv, k_column, v_column, low, high, j, head, scale, distances, scores, total[:d]
+        )
         _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
 
 
@@ -600,22 +491,11 @@ class HeadLayout(NamedTuple):
         return np.asarray(self, np.int64)
 
 
-@kernel(
-    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, INT_ARRAY, INT_ARRAY,
-    reads(float32, 2), INT_ARRAY, reads(float32, 2), reads(float32, 2), FLOAT, INT, INT, part=2,
-)  # fmt: skip
-def attention_units(
-    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, buckets: Any,
-    to_queries: Any, to_keys: Any, scale: Any, first: int, stop: int,
-) -> None:  # fmt: skip
-    """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
-
-    tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
-    into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
-    `HeadLayout`. biases [heads, 2 L - 1] are added to scores by the distance between q_at [r] and k_at [s], the rows
-    that queries and keys are; of no columns without. buckets [2 L - 1]: by the same distance the row of to_queries and
-    to_keys [rows, heads * d] that queries and keys meet; empty without.
-    """
+@helper
+def _attend(
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, distances: Any, scale: Any, first: int, stop: int
+) -> None:
+    """Do what `attention_units` does; distances: None, which leaves no code for them, or those of `Distances`."""
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
     queries, scores = np.empty(d * NR, np.float32), np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
@@ -624,11 +504,12 @@ def attention_units(
     copied_head, copied_low, copied_to, near = -1, 0, 0, False
     total, zeros = np.empty(NR * stride, np.float32), np.zeros(NR, np.float32)
     high, norm, rescale = np.empty(NR, np.float32), np.empty(NR, np.float32), np.empty(NR, np.float32)
-    scratch = np.empty((2 * len(to_queries) + d) * NR, np.float32)
+    if distances is not None:
+        scratch = np.empty((2 * len(distances[4]) + d) * NR, np.float32)
     for unit in range(first, stop):
         head, tile = unit // len(tiles), unit % len(tiles)
         row, low, end, anchor = tiles[tile, _FIRST], tiles[tile, _LOW], tiles[tile, _HIGH], tiles[tile, _ANCHOR]
-        count, column, of_keys, bias = tiles[tile, _STOP] - row, layout[0] + head * d, head // group, biases[head]
+        count, column, of_keys = tiles[tile, _STOP] - row, layout[0] + head * d, head // group
         k_column, v_column = layout[1] + of_keys * d, layout[2] + of_keys * d
         alone = count <= FEW or end <= low
         if not alone:
@@ -649,13 +530,16 @@ def attention_units(
                     k, k_stride = copied_keys.ctypes.data + 4 * (block - low) * d, d
                 _copy_rows(kv, v_column, new, copied_to - new, d, values, at + (new - block) * NR, NR, KEYS * NR)
                 scores_of(k, k_stride, keys, vectors, queries, d, zeros, scores)
-                if len(bias) > 0:
-                    _add_bias(scores, block, keys, row, count, q_at, k_at, bias, LOG2E)
-                if len(buckets) > 0:
-                    _add_positions(
-                        scores, kv, k_column, block, keys, row, count, queries, scale * LOG2E, q_at, k_at, buckets,
-                        to_queries, to_keys, head * d, scratch, zeros,
-                    )  # fmt: skip
+                if distances is not None:
+                    if distances[2].shape[1] > 0:
+                        bias = distances[2][head]
+                        _add_bias(scores, block, keys, row, count, distances[0], distances[1], bias, LOG2E)
+                    if len(distances[3]) > 0:
+                        by = scale * LOG2E
+                        _add_positions(
+                            scores, kv, k_column, block, keys, row, count, queries, by, distances, head * d, scratch,
+                            zeros,
+                        )  # fmt: skip
                 if not _all_see(limits, row, count, block, block + keys):
                     _mask(scores, block, keys, limits, row, count)
                     masked = True
@@ -667,9 +551,34 @@ def attention_units(
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
         if alone:
-            _each_alone(
-                q, kv, out, limits, layout, q_at, k_at, bias, buckets, to_queries, to_keys, scale, row, count, head,
-                scores, total, queries,
-            )  # fmt: skip
+            _each_alone(q, kv, out, limits, layout, distances, scale, row, count, head, scores, total, queries)
         else:
             _store_rows(total, row, count, d, high, norm, with_state, out, heads, head)
+
+
+@kernel(
+    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, FLOAT, INT, INT, part=2
+)  # fmt: skip
+def attention_units(
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, scale: Any, first: int, stop: int
+) -> None:
+    """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
+
+    tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
+    into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
+    `HeadLayout`.
+    """
+    _attend(q, kv, out, tiles, limits, layout, None, scale, first, stop)
+
+
+@kernel(
+    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, INT_ARRAY, INT_ARRAY,
+    reads(float32, 2), INT_ARRAY, reads(float32, 2), reads(float32, 2), FLOAT, INT, INT, part=2, seldom=True,
+)  # fmt: skip
+def attention_by_distance(
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, buckets: Any,
+    to_queries: Any, to_keys: Any, scale: Any, first: int, stop: int,
+) -> None:  # fmt: skip
+    """Do what `attention_units` does, and add to scores what the distance of query and key says: see `Distances`."""
+    distances = q_at, k_at, biases, buckets, to_queries, to_keys
+    _attend(q, kv, out, tiles, limits, layout, distances, scale, first, stop)

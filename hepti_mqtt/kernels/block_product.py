@@ -15,17 +15,16 @@ import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.block_tile import BASE, BYTEWISE, DIGITS, KINDS, ROWS, WORDS, block_tile
+from hepti_mqtt.kernels.block_tile import BASE, BYTEWISE, DIGITS, ROWS, WORDS, block_tile
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
 from hepti_mqtt.kernels.calls import Call, Calls, ProductArrays, scratch
 from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, floats, helper, kernel, octets, reads
+from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, KIND, VALID, panels_of
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
 from hepti_mqtt.storage import BLOCK
 
-# Columns of the table of panels: addresses of codes and bias, the storage, first column of the output, how many count.
-_CODES, _BIAS, _KIND, _COLUMN, _VALID = range(5)
 _NEAR: Final = 1 << 19  # bytes of x that pass over a panel at a time, so that they stay in the second-level cache
 _GRAIN: Final = 1 << 15  # values of x that there must be for each thread; above it `choice` finds out
 _LEAST: Final = 1 << 19  # multiply-adds of a part
@@ -160,9 +159,10 @@ def _linear_blocks(
     x: Any, taken: Any, words: Any, out: Any, residual: Any, panels: Any, activation: int, rounded: int,
     first_panel: int, last_panel: int, first_tile: int, last_tile: int,
 ) -> None:  # fmt: skip
-    """Fill the columns of some panels in the rows of some tiles of out; panels [P, 5]. rounded: whether x is.
+    """Fill the columns of some panels in the rows of some tiles of out.
 
-    taken, words: what `prepare_tiles` fills; empty if it is to be done here.
+    panels: the table of `panels`. rounded: whether x is. taken, words: what `prepare_tiles` fills; empty if it is to be
+    done here.
     """
     rows, k = x.shape
     width, plain = out.shape[1], activation == NONE and residual.size == 0
@@ -176,7 +176,7 @@ def _linear_blocks(
     at_once = max(1, _NEAR // (ROWS[rounded] * of_row[0]))
     for chunk in range(first_tile, last_tile, at_once):
         for p in range(first_panel, last_panel):
-            column, valid = panels[p, _COLUMN], panels[p, _VALID]
+            column, valid = panels[p, COLUMN], panels[p, VALID]
             direct = plain and valid == WIDTH
             for t in range(chunk, min(chunk + at_once, last_tile)):
                 first = t * rows // tiles
@@ -186,9 +186,9 @@ def _linear_blocks(
                 c, c_stride = sums.ctypes.data, 4 * WIDTH
                 if direct:
                     c, c_stride = out.ctypes.data + 4 * (width * first + column), 4 * width
-                variant = 2 * panels[p, _KIND] + (rounded if BYTEWISE else 0)
+                variant = 2 * panels[p, KIND] + (rounded if BYTEWISE else 0)
                 block_tile(
-                    digits * count, variant, panels[p, _CODES], k // BLOCK, left, of_words, panels[p, _BIAS], 0, c,
+                    digits * count, variant, panels[p, CODES], k // BLOCK, left, of_words, panels[p, BIAS], 0, c,
                     c_stride
                 )  # fmt: skip
                 if not direct:
@@ -210,10 +210,10 @@ def bind(
     The matrices may be in several storages. rounded: whether x is.
     """
     m, k = arrays.x.shape
-    table, alive = _panels_of(matrices, biases)
+    table, alive = panels_of(matrices, biases)
     tiles = -(-m // ROWS[rounded])
     of_tile = -(-m // tiles) * WIDTH * k
-    parts = matmul_parts(len(table), bool(table[-1, _VALID] < WIDTH), tiles, of_tile, pool.threads, 1, _LEAST)
+    parts = matmul_parts(len(table), bool(table[-1, VALID] < WIDTH), tiles, of_tile, pool.threads, 1, _LEAST)
     kinds = tuple(sorted({matrix.storage.name for matrix in matrices}))
     choice = pool.choice((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), parts)
     how, nothing = (table, activation, int(rounded)), (np.empty(0, np.uint8), np.empty(0, np.float32))
@@ -231,27 +231,6 @@ def bind(
             _linear_blocks, (arrays.x, *taken, arrays.out, arrays.residual, *how), parts, choice, least=2, alive=alive
         ),
     ]
-
-
-def _panels_of(
-    matrices: Sequence[BlockMatrix], biases: Sequence[NDArray[np.float32]]
-) -> tuple[NDArray[np.int64], tuple[object, ...]]:
-    """Return the table of panels, and what must live as long as it, since it has only addresses."""
-    table: list[tuple[int, ...]] = []
-    padded_biases: list[NDArray[np.float32]] = []
-    column = 0
-    for place, matrix in enumerate(matrices):
-        padded = np.zeros((len(matrix.panels), WIDTH), np.float32)
-        if biases:
-            padded.reshape(-1)[: matrix.columns] = biases[place]
-        padded_biases.append(padded)
-        codes, bias = (a.__array_interface__["data"][0] for a in (matrix.panels, padded))
-        for p in range(len(matrix.panels)):
-            valid = min(WIDTH, matrix.columns - p * WIDTH)
-            at = (codes + p * matrix.panels[0].nbytes, bias + 4 * WIDTH * p)
-            table.append((*at, KINDS[matrix.storage.name], column + p * WIDTH, valid))
-        column += matrix.columns
-    return np.asarray(table, np.int64).reshape(-1, 5), (*matrices, *padded_biases)
 
 
 def reference_rounded(x: NDArray[np.floating]) -> NDArray[np.float64]:

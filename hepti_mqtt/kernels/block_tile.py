@@ -11,7 +11,7 @@ it is read in one direction; hence a tile of few rows takes all vectors of a pan
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product, takewhile
 from typing import Any, Final, NamedTuple
@@ -21,13 +21,12 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.blocks import FIELDS, LANES, VECTORS, WIDTH, BlockMatrix
-from hepti_mqtt.kernels.cpu import DOT, isa
-from hepti_mqtt.kernels.jit import EXACT, emitter, lowered
-from hepti_mqtt.kernels.quantised_tile import VectorWriter
-from hepti_mqtt.kernels.tile import call_chosen, loop
+from hepti_mqtt.kernels.cpu import DOT, TILE, isa
+from hepti_mqtt.kernels.ir_vectors import F32, I8, I16, I32, IN_ORDER, VectorWriter, emit_sized, loop
+from hepti_mqtt.kernels.jit import lowered
+from hepti_mqtt.kernels.quantised_tile import HALF_IN_HARDWARE
 from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 
-KINDS: Final[Mapping[str, int]] = {name: kind for kind, name in enumerate(BLOCK_STORAGES)}
 # How products of bytes are added: by an instruction, for weights as u8 or s8, or by pairs in 16 bits.
 _DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
 _UNSIGNED: Final = bool(_DOT) and not DOT.signed
@@ -50,10 +49,7 @@ _REGISTERS: Final = {"avx512": 32, "neon": 32}.get(isa(), 16)
 WORDS: Final = 6
 _OF_8, _OF_128, _OF_32 = 2, 3, 4
 _UNSIGNED_PAIRS: Final = "llvm.x86.avx2.pmadd.ub.sw"
-_F32: Final = ir.FloatType()
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ARGUMENTS: Final = 8
-_EXACT: Final = tuple(sorted(EXACT))  # else tiles of one row take products in another order
 
 
 Sums = list[list[Any]]  # of each row, of each vector
@@ -95,40 +91,39 @@ class BlockTileWriter(VectorWriter):
     """
 
     def __init__(self, module: ir.Module, name: str, storage: Storage, rows: int, wide: bool) -> None:
-        super().__init__(module, name, _ARGUMENTS, LANES)
+        super().__init__(module, name, _ARGUMENTS, LANES, TILE.fma, HALF_IN_HARDWARE)
         self.storage, self.rows, self.fold = storage, rows, DIGITS if wide else 1
-        self.whole, self.floats = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
-        self.octets = ir.VectorType(_I8, 4 * LANES)
+        self.octets = ir.VectorType(I8, 4 * LANES)
         if _DOT:
-            self._enable(DOT.enables)
+            self.enable(DOT.enables)
 
     def write(self) -> ir.Function:
         """Return the finished function."""
         b, large = self.builder, self.storage.block > BLOCK
         panel, blocks, x, words, start, start_stride, c, c_stride = self.function.args
         at_start, at_c = (
-            [b.add(address, b.mul(between, self._int(i))) for i in range(self.rows // self.fold)]
+            self.rows_of(address, between, self.rows // self.fold)
             for address, between in ((start, start_stride), (c, c_stride))
         )
-        columns = [self._int(4 * LANES * j) for j in range(VECTORS)]
-        begin = [self._load(b.add(row, column), self.floats) for row in at_start for column in columns]
+        columns = [self.whole(4 * LANES * j) for j in range(VECTORS)]
+        begin = [self.load(b.add(row, column), self.floats) for row in at_start for column in columns]
 
         def turn(t: Any, sums: list[Any]) -> list[Any]:
             # Blocks of 256 have a step for each half of them: all of one would be too much code.
-            n, half = (b.lshr(t, self._int(1)), b.and_(t, self._int(1))) if large else (t, self._int(0))
-            block = b.add(panel, b.mul(n, self._int(WIDTH * self.storage.block_bytes)))
-            first, totals = b.mul(n, self._int(self.storage.block // BLOCK)), list(sums)
+            n, half = (b.lshr(t, self.whole(1)), b.and_(t, self.whole(1))) if large else (t, self.whole(0))
+            block = b.add(panel, b.mul(n, self.whole(WIDTH * self.storage.block_bytes)))
+            first, totals = b.mul(n, self.whole(self.storage.block // BLOCK)), list(sums)
             for vectors in self._at_once():
                 for runs in self._runs(block, half, vectors):
                     for some in self._together(runs, vectors):
                         self._add(some, vectors, first, (x, words), totals)
             return totals
 
-        turns = b.lshr(blocks, self._int(2)) if large else blocks
-        totals = loop(b, (self._int(0), turns, 1), begin, turn, as_written=True)
+        turns = b.lshr(blocks, self.whole(2)) if large else blocks
+        totals = loop(b, (self.whole(0), turns, 1), begin, turn, as_written=True)
         places = [b.add(row, column) for row in at_c for column in columns]
         for total, place in zip(totals, places, strict=True):
-            b.store(total, self._pointer(place, self.floats)).align = 4
+            self.store(total, place)
         b.ret_void()
         return self.function
 
@@ -154,8 +149,8 @@ class BlockTileWriter(VectorWriter):
         b, parts = self.builder, [self.builder.add(first, run.part) for run in runs]
 
         def of_rows(address: Any, nbytes: int) -> list[list[Any]]:
-            of_parts = [b.add(address, b.mul(part, self._int(nbytes * self.rows))) for part in parts]
-            return [[b.add(place, self._int(nbytes * i)) for i in range(self.rows)] for place in of_parts]
+            of_parts = [b.add(address, b.mul(part, self.whole(nbytes * self.rows))) for part in parts]
+            return [[b.add(place, self.whole(nbytes * i)) for i in range(self.rows)] for place in of_parts]
 
         of_x, of_words = of_rows(at[0], BLOCK if BYTEWISE else 4 * BLOCK), of_rows(at[1], 4 * WORDS)
         sums = (self._products if BYTEWISE else self._products_f32)(runs, of_x, of_words, len(vectors))
@@ -164,17 +159,17 @@ class BlockTileWriter(VectorWriter):
                 place, factor = i * VECTORS + j, run.scale[n]
                 if run.least:
                     least = self._word(row, 1, self.floats)
-                    totals[place] = self._multiply_add(run.least[n], least, totals[place])
+                    totals[place] = self.multiply_add(run.least[n], least, totals[place])
                 if BYTEWISE:
-                    factor = b.fmul(factor, self._word(row, 0, self.floats), flags=_EXACT)
-                totals[place] = self._multiply_add(found[i][n], factor, totals[place])
+                    factor = b.fmul(factor, self._word(row, 0, self.floats), flags=IN_ORDER)
+                totals[place] = self.multiply_add(found[i][n], factor, totals[place])
 
     def _runs(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
         """Yield what some vectors of a block have, those together that are in the same bytes.
 
         half: which one, of a block of 256.
         """
-        name, first = self.storage.name, self._int(0)
+        name, first = self.storage.name, self.whole(0)
         if name in ("q4_k", "q5_k"):
             yield from self._runs_q4_k(block, half, vectors)
         elif name == "q6_k":
@@ -183,11 +178,11 @@ class BlockTileWriter(VectorWriter):
             scale = self._halves(block, "scale", vectors)
             least = self._halves(block, "least", vectors) if name == "q4_1" else []
             if name == "q8_0":
-                groups = [(g, self._codes(block, "codes", self._int(g), vectors)) for g in range(8)]
+                groups = [(g, self._codes(block, "codes", self.whole(g), vectors)) for g in range(8)]
                 piece = Piece(groups, [], _OF_128 if _UNSIGNED else 0)
             else:
                 groups = [
-                    (g + 4 * high, self._nibbles(block, self._int(g), high, vectors))
+                    (g + 4 * high, self._nibbles(block, self.whole(g), high, vectors))
                     for g, high in product(range(4), range(2))
                 ]
                 piece = Piece(groups, [], _OF_8 if name == "q4_0" else 0)
@@ -199,15 +194,15 @@ class BlockTileWriter(VectorWriter):
         Those of the first four parts are the low six bits of bytes 0..7; of the others four bits are in bytes 8..11,
         and the upper two those that bytes 0..7 have left. Of q5_k each part has fifth bits too.
         """
-        b, every, is_five = self.builder, partial(self._all, self.whole), self.storage.name == "q5_k"
-        behind = b.icmp_signed("==", half, self._int(1))
+        b, every, is_five = self.builder, partial(self.every, self.integers), self.storage.name == "q5_k"
+        behind = b.icmp_signed("==", half, self.whole(1))
 
         def sixes(six: Any, four: Any) -> Any:
             later = b.or_(b.and_(four, every(0x0F0F0F0F)), b.and_(b.lshr(six, every(2)), every(0x30303030)))
             return b.select(behind, later, b.and_(six, every(0x3F3F3F3F)))
 
         # Fifth bits of the parts of this half of the block come down to bits 0..3.
-        lowered = self._splat(b.trunc(b.mul(half, self._int(4)), _I32), self.whole)
+        lowered = self.splat(b.trunc(b.mul(half, self.whole(4)), I32), self.integers)
 
         def fives(nibbles: Callable[[], list[Any]], fifths: Callable[[], list[Any]], place: int) -> list[Any]:
             found = []
@@ -216,42 +211,42 @@ class BlockTileWriter(VectorWriter):
                 found.append(b.or_(nibble, b.and_(bit, every(0x10101010))))
             return found
 
-        low, high, both = (self._codes(block, "parts", self._int(g), vectors)() for g in range(3))
+        low, high, both = (self._codes(block, "parts", self.whole(g), vectors)() for g in range(3))
         scales = [sixes(*pair) for pair in zip(low, both, strict=True)]
         minima = [sixes(six, b.lshr(four, every(4))) for six, four in zip(high, both, strict=True)]
         scale = self._halves(block, "scale", vectors)
         least = [b.fneg(value) for value in self._halves(block, "least", vectors)]
         for pair in range(2):
-            first = b.add(b.mul(half, self._int(16)), self._int(8 * pair))
+            first = b.add(b.mul(half, self.whole(16)), self.whole(8 * pair))
             runs = []
             for upper in range(2):
                 place = 2 * pair + upper
                 by = [self._byte(of, place, False) for of in scales]
                 own = [b.sitofp(self._byte(of, place, False), self.floats) for of in minima]
-                below = [b.fmul(of, value, flags=_EXACT) for of, value in zip(least, own, strict=True)]
-                nibbles = [self._nibbles(block, b.add(first, self._int(g)), upper, vectors) for g in range(8)]
+                below = [b.fmul(of, value, flags=IN_ORDER) for of, value in zip(least, own, strict=True)]
+                nibbles = [self._nibbles(block, b.add(first, self.whole(g)), upper, vectors) for g in range(8)]
                 groups = list(enumerate(nibbles))
                 if is_five:
-                    fifths = [self._codes(block, "fifths", self._int(g), vectors) for g in range(8)]
+                    fifths = [self._codes(block, "fifths", self.whole(g), vectors) for g in range(8)]
                     groups = [
                         (g, partial(fives, *both, place)) for g, both in enumerate(zip(nibbles, fifths, strict=True))
                     ]
-                part = b.add(b.mul(half, self._int(4)), self._int(place))
+                part = b.add(b.mul(half, self.whole(4)), self.whole(place))
                 runs.append(Run(part, [Piece(groups, by, 0)], scale, below, *((31, 4) if is_five else (15, 8))))
             yield runs
 
     def _runs_q6_k(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
         """Four runs, of the low halves of twice 32 bytes and of the high ones; each 16 values have a scale."""
-        b, every = self.builder, partial(self._all, self.whole)
-        at = b.add(block, b.mul(half, self._int(96 * WIDTH)))
+        b, every = self.builder, partial(self.every, self.integers)
+        at = b.add(block, b.mul(half, self.whole(96 * WIDTH)))
         scale = self._halves(block, "scale", vectors)
-        first = b.mul(half, self._int(2))
-        of_parts = [self._codes(block, "parts", b.add(first, self._int(i)), vectors)() for i in range(2)]
+        first = b.mul(half, self.whole(2))
+        of_parts = [self._codes(block, "parts", b.add(first, self.whole(i)), vectors)() for i in range(2)]
 
         def codes(g: int, odd: int, high: int) -> list[Any]:
             found = []
-            own = self._nibbles(at, self._int(3 * g + 1 + odd), high, vectors)()
-            pairs = self._codes(at, "codes", self._int(3 * g), vectors)()
+            own = self._nibbles(at, self.whole(3 * g + 1 + odd), high, vectors)()
+            pairs = self._codes(at, "codes", self.whole(3 * g), vectors)()
             for nibbles, upper in zip(own, pairs, strict=True):
                 by = 4 - 2 * odd - 4 * high
                 moved = b.shl(upper, every(by)) if by > 0 else b.lshr(upper, every(-by)) if by else upper
@@ -266,14 +261,14 @@ class BlockTileWriter(VectorWriter):
                 by = [self._byte(of, 2 * odd + q, True) for of in of_parts[high]]
                 groups = [(g, partial(codes, g, odd, high)) for g in range(4 * q, 4 * q + 4)]
                 pieces.append(Piece(groups, by, _OF_32 + q))
-            part = b.add(b.mul(half, self._int(4)), self._int(place))
+            part = b.add(b.mul(half, self.whole(4)), self.whole(place))
             runs.append(Run(part, pieces, scale, [], 63, 2))
         yield runs
 
     def _byte(self, words: Any, place: int, signed: bool) -> Any:
         """Return a byte of each lane."""
-        b, left = self.builder, self._all(self.whole, 24 - 8 * place)
-        return (b.ashr if signed else b.lshr)(b.shl(words, left), self._all(self.whole, 24))
+        b, left = self.builder, self.every(self.integers, 24 - 8 * place)
+        return (b.ashr if signed else b.lshr)(b.shl(words, left), self.every(self.integers, 24))
 
     def _field(self, name: str) -> int:
         """Return how many bytes of a block lie before a field."""
@@ -282,16 +277,16 @@ class BlockTileWriter(VectorWriter):
 
     def _halves(self, block: Any, field: str, vectors: list[int]) -> list[Any]:
         at = self._field(field)
-        return [self._half(self.builder.add(block, self._int(at + 2 * LANES * j))) for j in vectors]
+        return [self.half(self.builder.add(block, self.whole(at + 2 * LANES * j))) for j in vectors]
 
     def _codes(self, block: Any, field: str, group: Any, vectors: list[int]) -> Callable[[], list[Any]]:
         """Return what writes the loads of four bytes of each lane: a group of a field."""
         b = self.builder
 
         def load() -> list[Any]:
-            first = b.add(block, b.mul(group, self._int(4 * WIDTH)))
+            first = b.add(block, b.mul(group, self.whole(4 * WIDTH)))
             at = self._field(field)
-            return [self._load(b.add(first, self._int(at + 4 * LANES * j)), self.whole, 1) for j in vectors]
+            return [self.load(b.add(first, self.whole(at + 4 * LANES * j)), self.integers, 1) for j in vectors]
 
         return load
 
@@ -300,20 +295,20 @@ class BlockTileWriter(VectorWriter):
         b, load = self.builder, self._codes(block, "codes", group, vectors)
 
         def codes() -> list[Any]:
-            shifted = [b.lshr(v, self._all(self.whole, 4)) if high else v for v in load()]
-            return [b.and_(v, self._all(self.whole, 0x0F0F0F0F)) for v in shifted]
+            shifted = [b.lshr(v, self.every(self.integers, 4)) if high else v for v in load()]
+            return [b.and_(v, self.every(self.integers, 0x0F0F0F0F)) for v in shifted]
 
         return codes
 
     def _word(self, words: Any, place: int, kind: Any) -> Any:
         """Return one of the words of a row, in all lanes."""
-        return self._splat(self._load(self.builder.add(words, self._int(4 * place)), kind.element), kind)
+        return self.splat(self.load(self.builder.add(words, self.whole(4 * place)), kind.element), kind)
 
     def _products_f32(
         self, runs: list[Run], of_x: list[list[Any]], of_words: list[list[Any]], vectors: int
     ) -> list[Sums]:
         """Return sums of products of f32 x for each run: each byte of each lane becomes a float."""
-        b, zero, every, found = self.builder, ir.Constant(self.floats, None), partial(self._all, self.whole), []
+        b, zero, every, found = self.builder, ir.Constant(self.floats, None), partial(self.every, self.integers), []
         for run, at_x, at_words in zip(runs, of_x, of_words, strict=True):
             totals: list[list[Any]] = [[None] * vectors for _ in at_x]
             for piece in run.pieces:
@@ -328,13 +323,13 @@ class BlockTileWriter(VectorWriter):
                             whole = b.ashr(b.shl(code, every(24 - 8 * q)), every(24))
                         weight = b.sitofp(whole, self.floats)
                         for row, at in zip(sums, at_x, strict=True):
-                            x = self._splat(self._load(b.add(at, self._int(16 * g + 4 * q)), _F32), self.floats)
-                            row[n][q % 2] = self._multiply_add(weight, x, row[n][q % 2])
+                            x = self.splat(self.load(b.add(at, self.whole(16 * g + 4 * q)), F32), self.floats)
+                            row[n][q % 2] = self.multiply_add(weight, x, row[n][q % 2])
                 for i, n in product(range(len(sums)), range(vectors)):
                     value = b.fadd(*sums[i][n])
                     if piece.by:
-                        value = b.fmul(value, b.sitofp(piece.by[n], self.floats), flags=_EXACT)
-                    totals[i][n] = value if totals[i][n] is None else b.fadd(totals[i][n], value, flags=_EXACT)
+                        value = b.fmul(value, b.sitofp(piece.by[n], self.floats), flags=IN_ORDER)
+                    totals[i][n] = value if totals[i][n] is None else b.fadd(totals[i][n], value, flags=IN_ORDER)
             found.append(totals)
         return found
 
@@ -355,7 +350,7 @@ class BlockTileWriter(VectorWriter):
                     # The compiler would move loads about, and the CPU then finds no stream of memory to fetch ahead.
                     b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
             if self.fold > 1:
-                sums, add = [self._of_digits(rows) for rows in sums], partial(b.fadd, flags=_EXACT)
+                sums, add = [self._of_digits(rows) for rows in sums], partial(b.fadd, flags=IN_ORDER)
             sums = [self._times(rows, piece.by) for rows, piece in zip(sums, pieces, strict=True)]
             totals = [_merged(add, *both) for both in zip(totals, sums, strict=True)] if totals else sums
         if self.fold > 1:
@@ -365,11 +360,11 @@ class BlockTileWriter(VectorWriter):
     def _of_digits(self, sums: Sums) -> Sums:
         """Return the sums of rows of f32 x from those of their digits."""
         b, found = self.builder, Sums()
-        base, square = self._all(self.whole, BASE), self._all(self.floats, BASE * BASE)
+        base, square = self.every(self.integers, BASE), self.every(self.floats, BASE * BASE)
         for high, middle, low in zip(*(sums[digit::DIGITS] for digit in range(DIGITS)), strict=True):
             lower = [b.sitofp(b.add(b.mul(m, base), c), self.floats) for m, c in zip(middle, low, strict=True)]
             upper = [b.sitofp(h, self.floats) for h in high]
-            found.append([self._multiply_add(h, square, c) for h, c in zip(upper, lower, strict=True)])
+            found.append([self.multiply_add(h, square, c) for h, c in zip(upper, lower, strict=True)])
         return found
 
     def _times(self, sums: Sums, by: Sequence[Any]) -> Sums:
@@ -379,12 +374,12 @@ class BlockTileWriter(VectorWriter):
             return sums
         if self.fold > 1:
             floats = [b.sitofp(value, self.floats) for value in by]
-            return [[b.fmul(v, f, flags=_EXACT) for v, f in zip(row, floats, strict=True)] for row in sums]
+            return [[b.fmul(v, f, flags=IN_ORDER) for v, f in zip(row, floats, strict=True)] for row in sums]
         return [[b.mul(v, whole) for v, whole in zip(row, by, strict=True)] for row in sums]
 
     def _start(self, piece: Piece, words: Any) -> Any:
         """Return what sums of codes begin with: what the weights' offset takes away."""
-        return self._word(words, piece.start, self.whole) if piece.start else ir.Constant(self.whole, None)
+        return self._word(words, piece.start, self.integers) if piece.start else ir.Constant(self.integers, None)
 
     def _step(
         self, signed: bool, group: tuple[int, Callable[[], list[Any]]], of_x: list[Any],
@@ -392,10 +387,10 @@ class BlockTileWriter(VectorWriter):
     ) -> None:  # fmt: skip
         """Add the products of 4 values of k to the sums; last: of those whose pairs fit 16 bits."""
         b, (sums, pairs), (g, codes) = self.builder, sums_and_pairs, group
-        flip = self._all(self.whole, 0x80808080)
+        flip = self.every(self.integers, 0x80808080)
         weights = [b.xor(code, flip) if signed and _UNSIGNED else code for code in codes()]
         for i, at in enumerate(of_x):
-            x = self._splat(self._load(b.add(at, self._int(4 * g)), _I32), self.whole)
+            x = self.splat(self.load(b.add(at, self.whole(4 * g)), I32), self.integers)
             for n, weight in enumerate(weights):
                 if _DOT:
                     sums[i][n] = self._call(_DOT, sums[i][n], b.bitcast(weight, self.octets), b.bitcast(x, self.octets))
@@ -416,22 +411,22 @@ class BlockTileWriter(VectorWriter):
     def _call(self, name: str, total: Any, weights: Any, x: Any) -> Any:
         """Return what an instruction makes of bytes: it adds to i32 totals, or without any gives sums of pairs, i16."""
         given = [weights, x] if total is None else [total, weights, x]
-        result = ir.VectorType(_I16, 2 * LANES) if total is None else self.whole
-        return self.builder.call(self._declared(name, result, [value.type for value in given]), given)
+        result = ir.VectorType(I16, 2 * LANES) if total is None else self.integers
+        return self.builder.call(self.declared(name, result, [value.type for value in given]), given)
 
     def _signed_pairs(self, weights: Any, x: Any) -> Any:
         """Return sums of pairs of products of s8: |w| times x with the sign of w."""
         b = self.builder
         weights, x = b.bitcast(weights, self.octets), b.bitcast(x, self.octets)
-        sign = self._declared("llvm.x86.avx2.psign.b", self.octets, [self.octets] * 2)
-        magnitude = self._declared(f"llvm.abs.v{4 * LANES}i8", self.octets, [self.octets, ir.IntType(1)])
+        sign = self.declared("llvm.x86.avx2.psign.b", self.octets, [self.octets] * 2)
+        magnitude = self.declared(f"llvm.abs.v{4 * LANES}i8", self.octets, [self.octets, ir.IntType(1)])
         size = b.call(magnitude, [weights, ir.Constant(ir.IntType(1), 0)])
         return self._call(_UNSIGNED_PAIRS, None, size, b.call(sign, [x, weights]))
 
     def _widened(self, pairs: Any) -> Any:
         """Return sums of two i16 each, i32."""
-        add = self._declared("llvm.x86.avx2.pmadd.wd", self.whole, [pairs.type] * 2)
-        return self.builder.call(add, [pairs, self._all(pairs.type, 1)])
+        add = self.declared("llvm.x86.avx2.pmadd.wd", self.integers, [pairs.type] * 2)
+        return self.builder.call(add, [pairs, self.every(pairs.type, 1)])
 
 
 def _merged(add: Callable[[Any, Any], Any], one: Sums, other: Sums) -> Sums:
@@ -446,23 +441,10 @@ def _written(module: ir.Module, name: str, rows: int, variant: int) -> ir.Functi
 # Rows of x of a tile, and its variant: 2 * kind of the storage, + 1 of rounded x.
 _SIZES: Final = [
     (rows * (1 if variant % 2 else DIGITS), variant)
-    for variant in range(2 * len(KINDS))
+    for variant in range(2 * len(BLOCK_STORAGES))
     for rows in range(1, ROWS[variant % 2] + 1)
     if BYTEWISE or not variant % 2
 ]
-
-
-def _emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    rows, variant, *rest = arguments
-    call_chosen(
-        builder,
-        (rows, variant),
-        _SIZES,
-        "hepti_blocks",
-        lambda name, count, which: _written(builder.module, name, count, which),
-        rest,
-    )
-    return context.get_dummy_value()
 
 
 def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
@@ -492,4 +474,4 @@ def _plain(
 
 
 # Arguments: rows of x, variant, then those of the writer.
-block_tile: Final = lowered(emitter(2 + _ARGUMENTS, _emit), _plain)
+block_tile: Final = lowered(emit_sized("hepti_blocks", _SIZES, _ARGUMENTS, _written), _plain)

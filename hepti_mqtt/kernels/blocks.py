@@ -114,6 +114,20 @@ def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, NDArray[np.in
     return found
 
 
+def places_of(storage: Storage) -> NDArray[np.int64]:
+    """Return where the bytes of a stored block lie in a block of a panel, int64 [block_bytes, 2].
+
+    That is the place of the first column's byte, and how many bytes further the next column's is.
+    """
+    places, first = np.zeros((storage.block_bytes, 2), np.int64), 0
+    for field in FIELDS[storage.name].values():
+        for start in field.starts:
+            for i in range(field.group):
+                places[start + i] = first + i, field.group
+            first += field.group * WIDTH
+    return places
+
+
 Part = tuple[int, int, int, int]  # rows top..bottom, columns left..right
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -81,6 +81,33 @@ def operands(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Operand], lis
     return [operand(slots, slot) for slot in op.reads], [operand(slots, slot) for slot in op.writes]
 
 
+class CacheWork(NamedTuple):
+    """The work of a run, which follows from how many rows the caches of some items hold."""
+
+    #: i32, of each item the rows that its cache holds before the run
+    held: Operand
+    #: number and new rows of each item
+    items: tuple[tuple[int, int], ...]
+    #: rows that a new row meets at most
+    most: int
+    #: multiply-adds for a new row and a row that it meets
+    per_pair: int
+
+    def of(self, held: NDArray[np.int32]) -> int:
+        """Return the multiply-adds of a run."""
+        pairs = (rows * min(max(int(held[item]), 0) + rows, self.most) for item, rows in self.items)
+        return self.per_pair * sum(pairs)
+
+
+class SizedChoice(NamedTuple):
+    """On how many threads a call runs whose work differs from run to run."""
+
+    work: CacheWork
+    #: what has in common with others how long the same work takes
+    key: Hashable
+    parts: Any
+
+
 class ProductArrays(NamedTuple):
     """The arrays of a product in the order in which kernels take them: x [m, k], out and residual [m, n]."""
 
@@ -98,7 +125,7 @@ class Call(NamedTuple):
     #: ranges of the work, the last arguments of the function; None if it is not divided
     parts: Any = None
     #: number of threads; None for the calling thread alone
-    choice: Choice | None = None
+    choice: Choice | SizedChoice | None = None
     #: the call is skipped if the chosen number of threads is not in this range
     least: int = 1
     most: int = MANY
@@ -127,6 +154,14 @@ class Call(NamedTuple):
                 argument = np.array([array_of(each).__array_interface__["data"][0] for each in argument], np.int64)
             out.append(argument)
         return out
+
+
+def sent(_array: NDArray[Any]) -> None:
+    """Stand for sending an array to one peer, as the function of a call."""
+
+
+def received(_array: NDArray[Any]) -> None:
+    """Stand for receiving an array of one peer, as the function of a call."""
 
 
 Calls = list[Call]

@@ -18,23 +18,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, Final, Literal
 
 import numpy as np
 from llvmlite import ir
 
 from hepti_mqtt.kernels.cpu import TILE, Tile
-from hepti_mqtt.kernels.jit import emitter, floats, lowered
-from hepti_mqtt.kernels.tile import TileWriter, call_chosen
+from hepti_mqtt.kernels.ir_vectors import F32, I64, VectorWriter, emit_sized, loop
+from hepti_mqtt.kernels.jit import floats, lowered
+from hepti_mqtt.kernels.tile import TileWriter
 
 # Pixels between the addresses of one place and those of the next one in the table of places.
 PIXELS: Final = 384
 
 Kind = Literal["places", "depthwise"]
-
-_F32: Final = ir.FloatType()
-_I64: Final = ir.IntType(64)
 
 
 class PlacesWriter(TileWriter):
@@ -58,22 +55,22 @@ class PlacesWriter(TileWriter):
         before, body, after = b.block, b.append_basic_block("place"), b.append_basic_block("places.done")
         b.branch(body)
         b.position_at_end(body)
-        place = b.phi(_I64)
-        sums = [b.phi(self.vector) for _ in start]
+        place = b.phi(I64)
+        sums = [b.phi(self.floats) for _ in start]
         at_rows = [self._pixel(place, i) for i in range(self.rows)]
-        depth = self._int(1) if self.kind == "depthwise" else self.k
-        self.b = b.gep(panel, [b.mul(b.mul(place, depth), self._int(self.tile.width))])
+        depth = self.whole(1) if self.kind == "depthwise" else self.k
+        self.b = b.gep(panel, [b.mul(b.mul(place, depth), self.whole(self.tile.width))])
         new = self._by_channel(at_rows, sums) if self.kind == "depthwise" else self._over_k(at_rows, sums)
-        following = b.add(place, self._int(1))
+        following = b.add(place, self.whole(1))
         end = b.block
         b.cbranch(b.icmp_signed("<", following, self.stride), body, after)
-        place.add_incoming(self._int(0), before)
+        place.add_incoming(self.whole(0), before)
         place.add_incoming(following, end)
         for phi, first, value in zip(sums, start, new, strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(value, end)
         b.position_at_end(after)
-        with b.if_then(b.icmp_signed("==", self.bytes_ahead, self._int(0))):
+        with b.if_then(b.icmp_signed("==", self.bytes_ahead, self.whole(0))):
             self._store_all(new)
             b.ret_void()
         self._finish(new)
@@ -82,16 +79,14 @@ class PlacesWriter(TileWriter):
 
     def _pixel(self, place: Any, i: int) -> Any:
         b = self.builder
-        at = b.add(b.mul(place, self._int(PIXELS)), self._int(i))
-        address = b.load(b.gep(b.bitcast(self.a, _I64.as_pointer()), [at]))
-        return b.inttoptr(b.add(address, self.ahead), _F32.as_pointer())
+        at = b.add(b.mul(place, self.whole(PIXELS)), self.whole(i))
+        address = b.load(b.gep(b.bitcast(self.a, I64.as_pointer()), [at]))
+        return self.pointer(b.add(address, self.ahead), F32)
 
     def _by_channel(self, at_rows: list[Any], sums: list[Any]) -> list[Any]:
-        weights = [self._load(self.b, self._int(j * self.tile.lanes)) for j in range(self.vectors)]
+        weights = [self._load(self.b, self.whole(j * self.lanes)) for j in range(self.vectors)]
         return [
-            self.builder.call(
-                self.multiply_add, [self._load(row, self._int(j * self.tile.lanes)), w, sums[i * self.vectors + j]]
-            )
+            self.multiply_add(self._load(row, self.whole(j * self.lanes)), w, sums[i * self.vectors + j])
             for i, row in enumerate(at_rows)
             for j, w in enumerate(weights)
         ]
@@ -103,16 +98,14 @@ class PlacesWriter(TileWriter):
     def _finish(self, sums: list[Any]) -> None:
         """Add the residual, cut to low..high and store, in the order that `finish` says."""
         b = self.builder
-        limits = b.inttoptr(self.bytes_ahead, _F32.as_pointer())
-        low, high = (self._splat_of(self._scalar(limits, self._int(i))) for i in range(2))
-        words = b.inttoptr(self.bytes_ahead, _I64.as_pointer())
-        apart, is_first = (b.load(b.gep(words, [self._int(i)])) for i in (1, 2))
-        has, first = (b.icmp_signed("!=", value, self._int(0)) for value in (apart, is_first))
-        residual = b.inttoptr(b.add(b.ptrtoint(self.c, _I64), apart), _F32.as_pointer())
+        limits = b.inttoptr(self.bytes_ahead, F32.as_pointer())
+        low, high = (self.splat(self._scalar(limits, self.whole(i))) for i in range(2))
+        words = b.inttoptr(self.bytes_ahead, I64.as_pointer())
+        apart, is_first = (b.load(b.gep(words, [self.whole(i)])) for i in (1, 2))
+        has, first = (b.icmp_signed("!=", value, self.whole(0)) for value in (apart, is_first))
+        residual = b.inttoptr(b.add(b.ptrtoint(self.c, I64), apart), F32.as_pointer())
         sums = self._added(sums, residual, b.and_(has, first))
-        # A comparison with NaN is false: NaN stays.
-        sums = [b.select(b.fcmp_ordered("<", value, low), low, value) for value in sums]
-        sums = [b.select(b.fcmp_ordered(">", value, high), high, value) for value in sums]
+        sums = [self.within(value, low, high) for value in sums]
         self._store_all(self._added(sums, residual, b.and_(has, b.not_(first))))
 
     def _added(self, sums: list[Any], residual: Any, condition: Any) -> list[Any]:
@@ -124,7 +117,7 @@ class PlacesWriter(TileWriter):
         added = [b.fadd(value, self._load(residual, at)) for value, at in zip(sums, places, strict=True)]
         b.branch(after)
         b.position_at_end(after)
-        results = [b.phi(self.vector) for _ in sums]
+        results = [b.phi(self.floats) for _ in sums]
         for phi, value, more in zip(results, sums, added, strict=True):
             phi.add_incoming(value, before)
             phi.add_incoming(more, then)
@@ -134,17 +127,10 @@ class PlacesWriter(TileWriter):
 def _emit(kind: Kind, tile: Tile) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the tile of some rows and vectors by number."""
 
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        rows, vectors, *rest = arguments
+    def write(module: ir.Module, name: str, rows: int, vectors: int) -> ir.Function:
+        return PlacesWriter(module, name, tile, rows, vectors, kind).write()
 
-        def written(name: str, count: int, width: int) -> ir.Function:
-            return PlacesWriter(builder.module, name, tile, count, width, kind).write()
-
-        sizes = [(count, width) for width, count in product(range(1, tile.vectors + 1), range(1, tile.rows + 1))]
-        call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
-        return context.get_dummy_value()
-
-    return emitter(12, codegen)
+    return emit_sized(f"hepti_{kind}", tile.sizes(), 10, write)
 
 
 def _plain(kind: Kind) -> Callable[..., None]:
@@ -183,9 +169,7 @@ depthwise_tile: Final = lowered(_emit("depthwise", TILE), _plain("depthwise"))
 PRODUCTS: Final = 16
 OUTPUTS: Final = 4
 
-_VECTOR: Final = ir.VectorType(_F32, TILE.lanes)
-
-Ops = Any  # what adds, subtracts and halves: a `_Vectors`, or a `_Arrays` in plain Python
+Ops = Any  # what adds, subtracts and halves: a `TransformWriter`, or `_Arrays` in plain Python
 Side = Callable[[Ops, Sequence[Any]], list[Any]]
 
 
@@ -208,12 +192,42 @@ def _both(o: Ops, side: Side, values: Sequence[Any], size: int) -> list[Any]:
     return [value for row in zip(*columns, strict=True) for value in side(o, row)]
 
 
-class _Vectors:
-    """Adds vectors in the code that is written."""
+class TransformWriter(VectorWriter):
+    """Writes the LLVM function of a transform of arrays, a whole vector of each at a time."""
 
-    def __init__(self, builder: Any) -> None:
-        self.add, self.sub = builder.fadd, builder.fsub
-        self.half = lambda v: builder.fmul(v, ir.Constant(_VECTOR, [0.5] * TILE.lanes))
+    def __init__(self, module: ir.Module, name: str, arguments: int) -> None:
+        super().__init__(module, name, arguments, TILE.lanes, TILE.fma)
+        self.add, self.sub = self.builder.fadd, self.builder.fsub
+
+    def half(self, value: Any) -> Any:
+        """Return half of a vector."""
+        return self.builder.fmul(value, self.constant(0.5))
+
+    def addresses(self, table: Any, count: int) -> list[Any]:
+        """Return the first addresses of a table."""
+        return [self.load(self.after(table, 8 * i), I64, 8) for i in range(count)]
+
+    def apart(self, base: Any, apart: Any, count: int) -> list[Any]:
+        """Return the addresses of `count` arrays that lie `apart` floats apart."""
+        return self.rows_of(base, self.builder.mul(apart, self.whole(4)), count)
+
+    def write(
+        self, side: Side, size: int, count: Any, sources: Sequence[Any], targets: Sequence[Any],
+        finish: Callable[[Any], Callable[[Any], Any]] = lambda _: lambda value: value,
+    ) -> ir.Function:  # fmt: skip
+        """Return the finished function. finish: what is done with values at a place before they are stored."""
+        b = self.builder
+        given, taken = ([self.pointer(each, F32) for each in some] for some in (sources, targets))
+
+        def turn(p: Any, _: list[Any]) -> list[Any]:
+            values, last = [self.load(b.gep(source, [p])) for source in given], finish(p)
+            for value, target in zip(_both(self, side, values, size), taken, strict=True):
+                self.store(last(value), b.gep(target, [p]))
+            return []
+
+        loop(b, (self.whole(0), count, self.lanes), [], turn)
+        b.ret_void()
+        return self.function
 
 
 class _Arrays:
@@ -226,57 +240,10 @@ class _Arrays:
         return np.float32(0.5) * v
 
 
-def _by_vectors(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
-    """Write `body(p)` for p in 0..count, a whole vector at a time."""
-    before, loop, after = builder.block, builder.append_basic_block("vectors"), builder.append_basic_block("done")
-    builder.cbranch(builder.icmp_signed(">", count, ir.Constant(_I64, 0)), loop, after)
-    builder.position_at_end(loop)
-    p = builder.phi(_I64)
-    body(p)
-    following = builder.add(p, ir.Constant(_I64, TILE.lanes))
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-    p.add_incoming(ir.Constant(_I64, 0), before)
-    p.add_incoming(following, builder.block)
-    builder.position_at_end(after)
-
-
-def _vector_at(builder: Any, base: Any, offset: Any) -> Any:
-    at = builder.gep(builder.inttoptr(base, _F32.as_pointer()), [offset])
-    return builder.bitcast(at, _VECTOR.as_pointer())
-
-
-def _load(builder: Any, base: Any, offset: Any) -> Any:
-    value = builder.load(_vector_at(builder, base, offset))
-    value.align = 4
-    return value
-
-
-def _store(builder: Any, value: Any, base: Any, offset: Any) -> None:
-    builder.store(value, _vector_at(builder, base, offset)).align = 4
-
-
-def _addresses(builder: Any, table: Any, count: int) -> list[Any]:
-    words = builder.inttoptr(table, _I64.as_pointer())
-    return [builder.load(builder.gep(words, [ir.Constant(_I64, i)])) for i in range(count)]
-
-
-def _apart(builder: Any, base: Any, apart: Any, count: int) -> list[Any]:
-    """Return the addresses of `count` arrays that lie `apart` floats apart."""
-    size = builder.mul(apart, ir.Constant(_I64, 4))
-    return [builder.add(base, builder.mul(size, ir.Constant(_I64, i))) for i in range(count)]
-
-
-def _write_pixels(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    table, count, v, apart = arguments
-    sources, targets = _addresses(builder, table, PRODUCTS), _apart(builder, v, apart, PRODUCTS)
-
-    def body(p: Any) -> None:
-        values = [_load(builder, source, p) for source in sources]
-        for value, target in zip(_both(_Vectors(builder), _pixels_side, values, 4), targets, strict=True):
-            _store(builder, value, target, p)
-
-    _by_vectors(builder, count, body)
-    return context.get_dummy_value()
+def _write_pixels(module: ir.Module, name: str) -> ir.Function:
+    w = TransformWriter(module, name, 4)
+    table, count, v, apart = w.function.args
+    return w.write(_pixels_side, 4, count, w.addresses(table, PRODUCTS), w.apart(v, apart, PRODUCTS))
 
 
 def _plain_pixels(table: int, count: int, v: int, apart: int) -> None:
@@ -286,17 +253,10 @@ def _plain_pixels(table: int, count: int, v: int, apart: int) -> None:
         floats(v + 4 * i * apart, count)[:] = value
 
 
-def _write_weights(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    w, apart, count, u, apart_u = arguments
-    sources, targets = _apart(builder, w, apart, 9), _apart(builder, u, apart_u, PRODUCTS)
-
-    def body(p: Any) -> None:
-        values = [_load(builder, source, p) for source in sources]
-        for value, target in zip(_both(_Vectors(builder), _weights_side, values, 3), targets, strict=True):
-            _store(builder, value, target, p)
-
-    _by_vectors(builder, count, body)
-    return context.get_dummy_value()
+def _write_weights(module: ir.Module, name: str) -> ir.Function:
+    w = TransformWriter(module, name, 5)
+    weights, apart, count, u, apart_u = w.function.args
+    return w.write(_weights_side, 3, count, w.apart(weights, apart, 9), w.apart(u, apart_u, PRODUCTS))
 
 
 def _plain_weights(w: int, apart: int, count: int, u: int, apart_u: int) -> None:
@@ -305,43 +265,27 @@ def _plain_weights(w: int, apart: int, count: int, u: int, apart_u: int) -> None
         floats(u + 4 * i * apart_u, count)[:] = value
 
 
-def _write_sums(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    m, apart, count, bias, y, apart_y = arguments
-    sources, targets = _apart(builder, m, apart, PRODUCTS), _apart(builder, y, apart_y, OUTPUTS)
+def _write_sums(module: ir.Module, name: str) -> ir.Function:
+    w = TransformWriter(module, name, 6)
+    m, apart, count, bias, y, apart_y = w.function.args
 
-    def body(p: Any) -> None:
-        values, added = [_load(builder, source, p) for source in sources], _load(builder, bias, p)
-        for value, target in zip(_both(_Vectors(builder), _sums_side, values, 4), targets, strict=True):
-            _store(builder, builder.fadd(value, added), target, p)
+    def finish(p: Any) -> Callable[[Any], Any]:
+        added = w.load(w.builder.gep(w.pointer(bias, F32), [p]))
+        return lambda value: w.builder.fadd(value, added)
 
-    _by_vectors(builder, count, body)
-    return context.get_dummy_value()
+    return w.write(_sums_side, 4, count, w.apart(m, apart, PRODUCTS), w.apart(y, apart_y, OUTPUTS), finish)
 
 
-def _write_outputs(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    m, apart, count, bias, to, limits = arguments
-    sources, targets = _apart(builder, m, apart, PRODUCTS), _addresses(builder, to, OUTPUTS)
-    low, high = (_splat(builder, limits, i) for i in range(2))
+def _write_outputs(module: ir.Module, name: str) -> ir.Function:
+    w = TransformWriter(module, name, 6)
+    m, apart, count, bias, to, limits = w.function.args
+    low, high = (w.splat(w.load(w.after(limits, 4 * i), F32)) for i in range(2))
 
-    def body(p: Any) -> None:
-        values, added = [_load(builder, source, p) for source in sources], _load(builder, bias, p)
-        for value, target in zip(_both(_Vectors(builder), _sums_side, values, 4), targets, strict=True):
-            total = builder.fadd(value, added)
-            # A comparison with NaN is false: NaN stays.
-            total = builder.select(builder.fcmp_ordered("<", total, low), low, total)
-            total = builder.select(builder.fcmp_ordered(">", total, high), high, total)
-            _store(builder, total, target, p)
+    def finish(p: Any) -> Callable[[Any], Any]:
+        added = w.load(w.builder.gep(w.pointer(bias, F32), [p]))
+        return lambda value: w.within(w.builder.fadd(value, added), low, high)
 
-    _by_vectors(builder, count, body)
-    return context.get_dummy_value()
-
-
-def _splat(builder: Any, base: Any, i: int) -> Any:
-    """Return a vector of the number at a place of an array."""
-    value = builder.load(builder.gep(builder.inttoptr(base, _F32.as_pointer()), [ir.Constant(_I64, i)]))
-    none, zero = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), TILE.lanes), [0] * TILE.lanes)
-    return builder.shuffle_vector(builder.insert_element(none, value, zero), none, lanes)
+    return w.write(_sums_side, 4, count, w.apart(m, apart, PRODUCTS), w.addresses(to, OUTPUTS), finish)
 
 
 def _plain_outputs(m: int, apart: int, count: int, bias: int, targets: int, limits: int) -> None:
@@ -360,13 +304,13 @@ def _plain_sums(m: int, apart: int, count: int, bias: int, y: int, apart_y: int)
 
 # Fill v, 16 arrays [count] that lie `apart` floats apart, with the transform of a patch of 16 pixels [count], whose
 # addresses are at `table`. Arguments: table, count, v, apart. Counts are of whole vectors.
-pixels_transformed: Final = lowered(emitter(4, _write_pixels), _plain_pixels)
+pixels_transformed: Final = lowered(emit_sized("hepti_pixels", [()], 4, _write_pixels), _plain_pixels)
 # Fill u, 16 arrays [count], with the transform of the 9 places of w [count], each `apart` floats from the next.
 # Arguments: w, apart of w, count, u, apart of u.
-weights_transformed: Final = lowered(emitter(5, _write_weights), _plain_weights)
+weights_transformed: Final = lowered(emit_sized("hepti_weights", [()], 5, _write_weights), _plain_weights)
 # Fill y, 4 arrays [count] that lie `apart of y` floats apart, with bias [count] + the transform of 16 arrays [count] of
 # m. Arguments: m, apart of m, count, bias, y, apart of y.
-sums_transformed: Final = lowered(emitter(6, _write_sums), _plain_sums)
+sums_transformed: Final = lowered(emit_sized("hepti_sums", [()], 6, _write_sums), _plain_sums)
 # Fill y, 4 arrays [count] whose addresses are at `targets`, with the same, cut to the two numbers at `limits`.
 # Arguments: m, apart of m, count, bias, targets, limits.
-outputs_transformed: Final = lowered(emitter(6, _write_outputs), _plain_outputs)
+outputs_transformed: Final = lowered(emit_sized("hepti_outputs", [()], 6, _write_outputs), _plain_outputs)

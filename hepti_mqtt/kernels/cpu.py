@@ -48,6 +48,10 @@ class Tile(NamedTuple):
         """Return NR, the columns of one weight panel."""
         return self.lanes * (self.panel or self.vectors)
 
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the (rows, vectors) of all tiles."""
+        return [(rows, vectors) for vectors in range(1, self.vectors + 1) for rows in range(1, self.rows + 1)]
+
 
 # rows * vectors accumulators, `vectors` of the panel and one activation must fit the registers: 32 (AVX-512, NEON)
 # or 16 (AVX2, SSE); else they spill and the speed halves. Of the tiles that fit, a wide one needs the fewest loads and

@@ -21,28 +21,17 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.calls import Calls, ProductArrays
 from hepti_mqtt.kernels.cpu import TILE, Tile
-from hepti_mqtt.kernels.jit import INT, TABLE, emitter, fills, kernel, lowered, reads
-from hepti_mqtt.kernels.quantised import (
-    BIAS,
-    CODES,
-    COLUMN,
-    F16,
-    SCALES,
-    STORAGE,
-    SUMS,
-    VALID,
-    W8A8,
-    panels_of,
-    quantise,
-)
+from hepti_mqtt.kernels.ir_vectors import emit_sized
+from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, adjacent, panels_of
+from hepti_mqtt.kernels.quantised import F16, STORAGE, W8A8, quantise
 from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_gemv, dot_gemv, half_gemv, together
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
-from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, call_chosen, panels_at_once, plain_panels, store
+from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, panels_at_once, plain_panels, store
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
 from hepti_mqtt.plan import WeightDtype
 
 _NR: Final = TILE.width
-_ADDRESS, _COLUMN, _VALID = 0, 1, 2  # columns of the table of panels, as in `linear`
 
 
 def panels_together(rows: int, tile: Tile) -> int:
@@ -59,9 +48,9 @@ MOST_ROWS: Final = most_rows(TILE)
 
 
 def tile_sizes(tile: Tile) -> list[tuple[int, int]]:
-    """Return the tiles that there are, by rows and vectors: over one panel, and over as many as go together."""
+    """Return the (rows, panels) of all tiles: over one panel, and over as many as go together."""
     rows = range(1, max(most_rows(tile), 1) + 1)
-    return list(dict.fromkeys((r, n * tile.vectors) for r in rows for n in (1, panels_together(r, tile))))
+    return list(dict.fromkeys((r, n) for r in rows for n in (1, panels_together(r, tile))))
 
 
 def write_panels(module: ir.Module, name: str, tile: Tile, rows: int, vectors: int) -> ir.Function:
@@ -70,31 +59,21 @@ def write_panels(module: ir.Module, name: str, tile: Tile, rows: int, vectors: i
     return TileWriter(module, name, over, rows, vectors, "rows", prefetch=False).write()
 
 
-def _call_panels(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-    rows, panels, *rest = arguments
-    nothing = ir.Constant(ir.IntType(64), 0)
-    vectors = builder.mul(panels, ir.Constant(ir.IntType(64), TILE.vectors))
-
-    def written(name: str, count: int, width: int) -> ir.Function:
-        return write_panels(builder.module, name, TILE, count, width)
-
-    call_chosen(builder, (rows, vectors), tile_sizes(TILE), "hepti_panels_rows", written, [*rest, nothing, nothing])
-    return context.get_dummy_value()
+def _write_panels(module: ir.Module, name: str, rows: int, panels: int) -> ir.Function:
+    return write_panels(module, name, TILE, rows, panels * TILE.vectors)
 
 
 # Fill c [rows, panels * NR] with start + a @ [b_1 | b_2 ...], b_i panels of k rows that lie one behind the other.
 # Arguments: rows (1 to MOST_ROWS), panels (1, or `together`), a, floats between rows of a, k, b, start, floats
 # between rows of start, c, floats between rows of c.
-panels_of_rows: Final = lowered(emitter(10, _call_panels), plain_panels)
+panels_of_rows: Final = lowered(emit_sized("hepti_panels_rows", tile_sizes(TILE), 10, _write_panels, 8), plain_panels)
 
 
 @kernel(
-    reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, fills(float32, 2), INT, INT, INT, INT, part=2,
-    seldom=MOST_ROWS == 0,
+    reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, INT, INT, INT, INT, part=2, seldom=MOST_ROWS == 0,
 )  # fmt: skip
 def _gemv(
-    x: Any, out: Any, residual: Any, panels: Any, bias: Any, activation: int, at_once: int, first_panel: int,
-    last_panel: int,
+    x: Any, out: Any, residual: Any, panels: Any, activation: int, at_once: int, first_panel: int, last_panel: int,
 ) -> None:  # fmt: skip
     """Fill the columns of some panels in all rows of out, `at_once` of them together where they are adjacent."""
     rows, k = x.shape
@@ -102,20 +81,13 @@ def _gemv(
     sums = np.empty(rows * at_once * _NR, np.float32)
     p = first_panel
     while p < last_panel:
-        count = at_once if p + at_once <= last_panel else 1
-        # Each lies behind the one before, which has no columns that are not kept.
-        for q in range(p + 1, p + count):
-            behind = panels[q, _ADDRESS] == panels[q - 1, _ADDRESS] + 4 * k * _NR
-            if not (behind and panels[q, _COLUMN] == panels[q - 1, _COLUMN] + _NR):
-                count = 1
-                break
-        column, valid = panels[p, _COLUMN], panels[p + count - 1, _VALID] + _NR * (count - 1)
+        count = adjacent(panels, p, at_once, last_panel, _NR, 4 * k * _NR, 0)
+        column, valid = panels[p, COLUMN], panels[p + count - 1, VALID] + _NR * (count - 1)
         place, stride = sums.ctypes.data, count * _NR
         direct = plain and valid == stride
         if direct:
             place, stride = out.ctypes.data + 4 * column, out.shape[1]
-        start = bias.ctypes.data + 4 * _NR * p
-        panels_of_rows(rows, count, x.ctypes.data, k, k, panels[p, _ADDRESS], start, 0, place, stride)
+        panels_of_rows(rows, count, x.ctypes.data, k, k, panels[p, CODES], panels[p, BIAS], 0, place, stride)
         if not direct:
             tile = sums[: rows * stride]
             activate(tile, activation)
@@ -126,18 +98,17 @@ def _gemv(
 def bind_f32(
     arrays: ProductArrays,
     table: NDArray[np.int64],
-    bias: NDArray[np.float32],
     alive: tuple[object, ...],
     activation: int,
     pool: Workers,
 ) -> Calls:
     """Return the calls of a checked product of at most MOST_ROWS rows, as `linear.bind_product` does.
 
-    table, bias: of `linear.panels_of`. alive: what the addresses in the table belong to.
+    table, alive: of `panels_of`.
     """
     m, k = arrays.x.shape
     parts = parts_of_panels(len(table), m * _NR * k, pool.threads)
-    return pool.bind(_gemv, parts, m)(*arrays, table, bias, activation, panels_together(m, TILE), alive=alive)
+    return pool.bind(_gemv, parts, m)(*arrays, table, activation, panels_together(m, TILE), alive=alive)
 
 
 # The most rows that one tile has: with them a panel is read once, in one call.
@@ -167,18 +138,10 @@ def _gemv_quantised(
         quantise(x, codes, row_scales, zeros, 0, rows)
         stride, steps = codes.shape[1], codes.shape[1] // GROUP
     sums = np.empty(rows * width * at_once, np.float32)
-    item = 2 if storage == F16 else 1
+    item, scale_bytes = (2, 0) if storage == F16 else (1, 4 * blocks * width)
     p = first_panel
     while p < last_panel:
-        count = at_once if p + at_once <= last_panel else 1
-        # Each lies behind the one before, with its scales and its bias: of another matrix those may lie elsewhere.
-        for q in range(p + 1, p + count):
-            behind = panels[q, CODES] == panels[q - 1, CODES] + item * k * width
-            scaled = storage == F16 or panels[q, SCALES] == panels[q - 1, SCALES] + 4 * blocks * width
-            biased = panels[q, BIAS] == panels[q - 1, BIAS] + 4 * width
-            if not (behind and scaled and biased and panels[q, COLUMN] == panels[q - 1, COLUMN] + width):
-                count = 1
-                break
+        count = adjacent(panels, p, at_once, last_panel, width, item * k * width, scale_bytes)
         columns, over = count * width, count * vectors
         column, valid = panels[p, COLUMN], panels[p + count - 1, VALID] + width * (count - 1)
         direct = plain and valid == columns

@@ -25,6 +25,7 @@ from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.calls import Calls, ProductArrays, operands
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, VALID, Matrix, panels_of
 from hepti_mqtt.kernels.threads import Workers, matmul_parts
 from hepti_mqtt.kernels.tile import (
     MR,
@@ -37,11 +38,9 @@ from hepti_mqtt.kernels.tile import (
     plain_panel_ahead,
     store,
 )
-from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
+from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
-
-Matrix = PackedMatrix | NarrowMatrix | BlockMatrix
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
 # begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
@@ -56,21 +55,18 @@ FETCHERS: Final = 4
 SHALLOW: Final = 64
 SHALLOW_TILES: Final = 3
 
-# Columns of the table of panels.
-_ADDRESS, _COLUMN, _VALID = 0, 1, 2
-
 _LANES: Final = TILE.lanes
 
 # `panel_of_rows` that also fetches: two more arguments, the first address and the bytes for each step of k.
 _panel_tile: Final = lowered(emit_tile("rows", TILE, prefetch=True), plain_panel_ahead)
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, fills(float32, 2), *[INT] * 5, part=4)
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), TABLE, *[INT] * 5, part=4)
 def _linear(
-    x: Any, out: Any, residual: Any, panels: Any, bias: Any, activation: int, first_panel: int, last_panel: int,
-    first_row: int, last_row: int,
+    x: Any, out: Any, residual: Any, panels: Any, activation: int, first_panel: int, last_panel: int, first_row: int,
+    last_row: int,
 ) -> None:  # fmt: skip
-    """Fill the columns of some panels in some rows of out; panels [P, 3], bias [P, NR]."""
+    """Fill the columns of some panels in some rows of out; panels: the table of `panels`."""
     k, width = x.shape[1], out.shape[1]
     plain = activation == NONE and residual.size == 0
     most = min(ROWS, last_row - first_row)
@@ -80,11 +76,11 @@ def _linear(
         tiles = -(-rows // MR)
         piece = SHALLOW if 1 < tiles <= SHALLOW_TILES else DEPTH
         for p in range(first_panel, last_panel):
-            column, valid = panels[p, _COLUMN], panels[p, _VALID]
+            column, valid = panels[p, COLUMN], panels[p, VALID]
             vectors = -(-valid // _LANES)
             fetchers = min(tiles, FETCHERS)
             direct = plain and valid == vectors * _LANES
-            panel, bias_at = panels[p, _ADDRESS], bias.ctypes.data + 4 * NR * p
+            panel = panels[p, CODES]
             for low in range(0, max(k, 1), piece):
                 depth = min(piece, k - low)
                 final = low + depth >= k
@@ -95,7 +91,7 @@ def _linear(
                     left = x.ctypes.data + 4 * ((block + i) * k + low)
                     right = panel + 4 * low * NR
                     place, stride = sums.ctypes.data + 4 * i * NR, NR
-                    start, start_stride = (place, NR) if low > 0 else (bias_at, 0)
+                    start, start_stride = (place, NR) if low > 0 else (panels[p, BIAS], 0)
                     if final:
                         ask_for_rows(block + i, count, out, residual, column, valid)
                     if final and direct:
@@ -111,8 +107,8 @@ def _linear(
                         store(tile, NR, block + i, count, out, residual, column, valid)
 
 
-def _storage(weight: Weight) -> str:
-    """Return what all matrices of a product have in common; of blocks each may have its own."""
+def _kept(weight: Weight) -> str:
+    """Return what all matrices of a product have in common; of blocks each may have its own storage."""
     if isinstance(weight, BlockMatrix):
         return "blocks"
     return weight.storage if isinstance(weight, NarrowMatrix) else "f32"
@@ -120,7 +116,7 @@ def _storage(weight: Weight) -> str:
 
 def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
     """Return the matrices, all packed in one storage and as high as x is wide, and their biases, if any."""
-    storages = {_storage(w) for w in weights[:count]}
+    storages = {_kept(w) for w in weights[:count]}
     check.that(len(storages) == 1, f"its matrices must all be packed and in one storage, got {sorted(storages)}")
     k = check.reads[0].shape[1]
     matrices: list[Matrix] = [
@@ -130,26 +126,6 @@ def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[
         check.that(matrix.rows == k, f"weight {place} has {matrix.rows} rows, x has {k} columns")
     biases = [check.plain(b, (w.columns,)) for b, w in zip(weights[count:], matrices, strict=False)]
     return matrices, biases
-
-
-def panels_of(
-    matrices: Sequence[PackedMatrix], biases: Sequence[NDArray[np.float32]]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return (table of panels: address, first column, valid columns; bias by panel [P, NR])."""
-    table: list[tuple[int, int, int]] = []
-    bias_rows: list[NDArray[np.float32]] = []
-    column = 0
-    for place, matrix in enumerate(matrices):
-        padded = np.zeros((len(matrix.panels), NR), np.float32)
-        if biases:
-            padded.reshape(-1)[: matrix.columns] = biases[place]
-        bias_rows.append(padded)
-        address = matrix.panels.__array_interface__["data"][0]
-        for p in range(len(matrix.panels)):
-            valid = min(NR, matrix.columns - p * NR)
-            table.append((address + 4 * p * matrix.rows * NR, column + p * NR, valid))
-        column += matrix.columns
-    return np.asarray(table, np.int64).reshape(-1, 3), np.concatenate(bias_rows)
 
 
 def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
@@ -195,13 +171,11 @@ def bind_product(
     if narrow_ones:
         bind = gemv.bind_quantised if m <= gemv.MOST_ROWS_QUANTISED[narrow_ones[0].storage] else quantised.bind
         return bind(arrays, narrow_ones, biases, activation, pool)
-    packed = [w for w in matrices if isinstance(w, PackedMatrix)]
-    table, bias = panels_of(packed, biases)
+    table, alive = panels_of(matrices, biases)
     if m <= gemv.MOST_ROWS:
-        return gemv.bind_f32(arrays, table, bias, tuple(packed), activation, pool)
-    parts = matmul_parts(len(table), bool(table[-1, _VALID] < NR), m, NR * k, pool.threads, MR)
-    # The table has only addresses of the matrices.
-    return pool.bind(_linear, parts)(*arrays, table, bias, activation, alive=tuple(packed))
+        return gemv.bind_f32(arrays, table, alive, activation, pool)
+    parts = matmul_parts(len(table), bool(table[-1, VALID] < NR), m, NR * k, pool.threads, MR)
+    return pool.bind(_linear, parts)(*arrays, table, activation, alive=alive)
 
 
 def _reference(

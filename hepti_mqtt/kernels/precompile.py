@@ -33,6 +33,7 @@ _PAUSE_S: Final = 2 * LOOK_S
 # The kernels that take longest come first: a long one that is begun last would hold up the others.
 _LONG: Final = (
     "attention_units",
+    "attention_by_distance",
     "linear_w8a8",
     "linear_int8",
     "_conv2d",

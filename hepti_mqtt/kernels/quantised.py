@@ -34,6 +34,7 @@ from hepti_mqtt.kernels.jit import (
     octets,
     reads,
 )
+from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, panels_of
 from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
@@ -42,10 +43,6 @@ from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
 _MR_DOT: Final = FORMS["w8a8"].rows
 _NR_DOT: Final = FORMS["w8a8"].width
 _LANES: Final = FORMS["w8a8"].lanes
-
-# Columns of the table of panels: addresses of codes, of their sums, scales and bias, first column of the output, and
-# how many are valid.
-CODES, SUMS, SCALES, BIAS, COLUMN, VALID = range(6)
 
 # A panel is used for _CHUNKS chunks of rows of x while it is in the second-level cache. A piece of it [BLOCK, width],
 # the codes of a chunk of up to _TILES tiles and their sums stay in the first while the tiles pass over them.
@@ -197,7 +194,7 @@ def linear_int8(
 ) -> None:  # fmt: skip
     """Fill the columns of some panels in some rows of out; row_codes, row_scales and zeros are what `quantise` fills.
 
-    panels: [P, 6].
+    panels: the table of `panels`.
     """
     plain = activation == NONE and residual.size == 0
     # Aligned: a vector that lies in two lines is stored at half the speed.
@@ -283,7 +280,7 @@ def _linear_widened(
     storage: int, x: Any, out: Any, residual: Any, panels: Any, activation: int, first_panel: int, last_panel: int,
     first_row: int, last_row: int,
 ) -> None:  # fmt: skip
-    """Fill the columns of some panels in some rows of out; panels [P, 6]."""
+    """Fill the columns of some panels in some rows of out; panels: the table of `panels`."""
     k = x.shape[1]
     item = 2 if storage == F16 else 1
     plain = activation == NONE and residual.size == 0
@@ -356,24 +353,3 @@ def bind(
         taken = codes, k, scales, zeros, arrays.out, arrays.residual, table, activation
         out.append(Call(linear_int8, taken, parts, choice, least=2, alive=alive))
     return out
-
-
-def panels_of(
-    matrices: Sequence[NarrowMatrix], biases: Sequence[NDArray[np.float32]]
-) -> tuple[NDArray[np.int64], tuple[object, ...]]:
-    """Return the table of panels, and what must live as long as it, since it has only addresses."""
-    table: list[tuple[int, ...]] = []
-    padded_biases: list[NDArray[np.float32]] = []
-    column = 0
-    for place, matrix in enumerate(matrices):
-        count, width = matrix.panels.shape[0], matrix.panels.shape[2]
-        padded = np.zeros((count, width), np.float32)
-        if biases:
-            padded.reshape(-1)[: matrix.columns] = biases[place]
-        padded_biases.append(padded)
-        for p in range(count):
-            parts = (matrix.panels, matrix.sums, matrix.scales, padded)
-            addresses = [a.__array_interface__["data"][0] + p * (a[0].nbytes if len(a) else 0) for a in parts]
-            table.append((*addresses, column + p * width, min(width, matrix.columns - p * width)))
-        column += matrix.columns
-    return np.asarray(table, np.int64).reshape(-1, 6), (*matrices, *padded_biases)

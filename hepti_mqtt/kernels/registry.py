@@ -15,8 +15,8 @@ from hepti_mqtt.kernels.attention import (
     ATTENTION_AT,
     ATTENTION_BLOCK,
     ATTENTION_COMBINE,
-    ATTENTION_REORDERED,
 )
+from hepti_mqtt.kernels.attention_reordered import ATTENTION_REORDERED
 from hepti_mqtt.kernels.base import Kernel
 from hepti_mqtt.kernels.candidates import CANDIDATES, MERGE_CANDIDATES
 from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8

@@ -7,7 +7,7 @@ embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset
                    it is zeros for others. word may also be a packed matrix, of which words are columns.
 embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. Attributes lengths:
                    of the items, one without; i counts within each; and `words`, as above. `at` is an i32 slot [1];
-                   positions beyond the table raise ValueError before anything is written.
+                   positions beyond the table raise ValueError.
 patchify           pixels u8 [B, C, S, S] -> (pixel / 255 - mean) / std, [B (S/p)^2, C p p], a patch flattened as
                    (channel, y, x) like the weight of a convolution; attributes patch (p), mean, std (per channel).
 frames             i32 [n] -> f32 of n numbers in any shape: each times the attribute step (fixed point).
@@ -23,8 +23,7 @@ An id outside the vocabulary, or of a type that is not there, raises ValueError 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
 
@@ -44,33 +43,43 @@ from hepti_mqtt.kernels.base import (
     rowwise,
     starts_of,
 )
-from hepti_mqtt.kernels.calls import Call, Calls, operands, scratch
+from hepti_mqtt.kernels.calls import Call, Calls, operands
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.kernels.words import Words
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 @kernel(
-    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), reads(float32, 2), INT_ARRAY, FLOAT,
+    reads(int32, 1), fills(float32, 2), reads(float32, 2), reads(float32, 2), INT_ARRAY, INT, FLOAT,
     reads(float32, 1), reads(float32, 1), FLOAT, INT,
 )  # fmt: skip
-def _embed_tokens(
-    ids: Any, out: Any, word: Any, position: Any, types: Any, positions: Any, scale: Any, gamma: Any, beta: Any,
+def _finish_rows(
+    ids: Any, out: Any, position: Any, types: Any, positions: Any, vocabulary: int, scale: Any, gamma: Any, beta: Any,
     eps: Any, centred: int,
 ) -> None:  # fmt: skip
+    """Scale the embeddings of words in out, add those of positions and types, and norm the rows."""
     h = out.shape[1]
     for row in range(len(ids)):
-        if ids[row] < 0 or ids[row] >= len(word) * len(types):
-            raise ValueError
-    for row in range(len(ids)):
-        kind, place = ids[row] // len(word), positions[row]
-        token = ids[row] - kind * len(word)
+        kind, place = ids[row] // vocabulary, positions[row]
         for i in range(h):
-            out[row, i] = word[token, i] * scale + position[place, i] + types[kind, i]
+            out[row, i] = out[row, i] * scale + position[place, i] + types[kind, i]
         if len(gamma) > 0:
             normalise_row(out[row], out[row], gamma, beta, eps, centred)
+
+
+@kernel(fills(float32, 2), reads(int32, 1), INT_ARRAY, reads(float32, 2))
+def _add_positions(out: Any, at: Any, starts: Any, position: Any) -> None:
+    """Add to the rows of each item the positions from its `at` on."""
+    for item in range(len(at)):
+        if at[item] < 0 or at[item] + starts[item + 1] - starts[item] > len(position):
+            raise ValueError
+    for item in range(len(at)):
+        for row in range(starts[item], starts[item + 1]):
+            for i in range(out.shape[1]):
+                out[row, i] += position[at[item] + row - starts[item], i]
 
 
 def _positions(op: Compute) -> NDArray[np.int64]:
@@ -87,43 +96,6 @@ def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, weights, strict=True))
 
 
-class _Words:
-    """The embeddings of words [h]: rows of a table or columns of a matrix, of all words or of a range of them.
-
-    table: the plain table of all words, None where there is none.
-    """
-
-    def __init__(self, check: Check, weight: Weight, h: int) -> None:
-        self._take: Callable[[Array], Array]
-        if isinstance(weight, np.ndarray):
-            table = check.table(weight, h)
-            count, self._take = len(table), table.__getitem__
-        else:
-            check.that(weight.rows == h, f"words have {weight.rows} values")
-            table, count, self._take = None, weight.columns, weight.columns_at
-        self._first, self.vocabulary = check.op.attrs.get("words", (0, count))
-        self._stop, self._h = self._first + count, h
-        check.that(self._first >= 0 and self._stop <= self.vocabulary, f"of {self.vocabulary} words there are {count}")
-        self.table = table if count == self.vocabulary else None
-
-    def rows(self, words: Array) -> Array:
-        """Return the embeddings of some words [n, h], zeros for those of others."""
-        if self._stop - self._first == self.vocabulary:
-            return self._take(words)
-        out = np.zeros((len(words), self._h), np.float32)
-        own = (words >= self._first) & (words < self._stop)
-        if own.any():
-            out[own] = self._take(words[own] - self._first)
-        return out
-
-    def fill(self, words: Array, out: Array) -> None:
-        """Fill out [n, h] with the embeddings of some words."""
-        if self.table is None:
-            out[...] = self.rows(words)
-        else:  # ids are checked before; "raise" would go through a buffer
-            np.take(self.table, words, axis=0, out=out, mode="clip")
-
-
 def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
     check = Check(op, slots)
     check.count(1)
@@ -132,7 +104,7 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
     none = np.zeros((1, h), np.float32)
-    words = _Words(check, parts["word"], h)
+    words = Words(check, parts["word"], h)
     position, types = (check.table(parts.get(name, none), h) for name in ("position", "type"))
     check.that(len(types) > 0, "the table of token types is empty")
     norm = [parts[name] for name in ("gamma", "beta") if name in parts]
@@ -144,25 +116,10 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
         return []
     last, offset = int(positions.max()), int(positions.min())
     check.that(offset >= 0 and last < len(position), f"position {last} is beyond the {len(position)} of the model")
-    scale, every = np.float32(op.attrs.get("scale", 1.0)), np.arange(m, dtype=np.int32)
-
     (ids,), (out,) = operands(op, slots)
-    fixed = position, types, positions, scale, *how
-    if words.table is not None:
-
-        def refuse(ids: Array, *_others: Any) -> None:
-            _check_ids(ids, words.vocabulary, len(types))
-
-        return [Call(_embed_tokens, (ids, out, words.table, *fixed), refuse=refuse)]
-    numbers, gathered = scratch((m,), np.int32), scratch((m, h), np.float32)
-
-    def gather(ids: Array, numbers: Array, gathered: Array) -> None:
-        """Gather the rows of words, which are words 0 to m - 1 from then on."""
-        _check_ids(ids, words.vocabulary, len(types))
-        kinds, of = np.divmod(ids, words.vocabulary)
-        numbers[:], gathered[:] = every + kinds * m, words.rows(of)
-
-    return [Call(gather, (ids, numbers, gathered)), Call(_embed_tokens, (numbers, out, gathered, *fixed))]
+    scale = np.float32(op.attrs.get("scale", 1.0))
+    finish = ids, out, position, types, positions, words.vocabulary, scale, *how
+    return [words.gather(ids, out, len(types)), Call(_finish_rows, finish)]
 
 
 def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
@@ -171,29 +128,13 @@ def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     check.weights(weights, 2)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
-    words, position = _Words(check, weights[0], h), check.table(weights[1], h)
+    words, position = Words(check, weights[0], h), check.table(weights[1], h)
     if not m or not h:
         return []
-    places = list(pairwise(accumulate(lengths, initial=0)))
     refuse = refuse_at(op, lengths, len(position), "positions of the model")
-
-    def embed(ids: Array, at: Array, out: Array) -> None:
-        _check_ids(ids, words.vocabulary)
-        refuse(at)
-        words.fill(ids, out)
-        for first, (start, stop) in zip(at.tolist(), places, strict=True):
-            np.add(out[start:stop], position[first : first + stop - start], out=out[start:stop])
-
     (ids, at), (out,) = operands(op, slots)
-    return [Call(embed, (ids, at, out))]
-
-
-def _check_ids(ids: Array, vocabulary: int, types: int = 1) -> None:
-    """Raise ValueError if one of some token ids is outside the vocabulary, or of a type that is not there."""
-    if ids.min() < 0 or ids.max() >= vocabulary * types:
-        bad = ids[(ids < 0) | (ids >= vocabulary * types)][0]
-        of = f" of {types} token types" if types > 1 else ""
-        raise ValueError(f"token id {bad} is outside the vocabulary 0..{vocabulary - 1}{of}; tokenise for this model")
+    added = out, at, starts_of(lengths), position
+    return [words.gather(ids, out), Call(_add_positions, added, refuse=refuse)]
 
 
 def _reference_words(op: Compute, given: Array) -> Array:
@@ -235,19 +176,8 @@ def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
 
 
-def _scratch_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> int:
-    """Return the bytes of rows that are gathered: as stored, as they are decoded, and in their places."""
-    is_whole_table = op.weights[0].layout == "plain" and "words" not in op.attrs
-    return 0 if is_whole_table else 3 * slots[op.writes[0]].nbytes
-
-
-EMBED_TOKENS: Final = Kernel(
-    "embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding,
-    scratch_function=_scratch_of_embedding,
-)  # fmt: skip
-EMBED_AT: Final = Kernel(
-    "embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding, scratch_function=_scratch_of_embedding
-)
+EMBED_TOKENS: Final = Kernel("embed_tokens", _bind_embed_tokens, _reference_embed_tokens, _work_of_embedding)
+EMBED_AT: Final = Kernel("embed_at", _bind_embed_at, _reference_embed_at, _work_of_embedding)
 
 
 @kernel(reads(uint8, 4), fills(float32, 2), INT, reads(float32, 1), reads(float32, 1))

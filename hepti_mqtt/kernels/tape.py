@@ -6,13 +6,16 @@ addresses are written when a run enters the tape, so that several runs may use o
 
 Arrays that only this tape uses lie in scratch memory: two share bytes if no call needs both. Numba, not this module,
 decides how an argument is passed; `_emit_wrapper` asks it, and `_words` follows the layout of its arrays.
+
+A row may also be a frame to or from a peer (`transfers`). Before `learn` the tape stops there, and leaves it to Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +24,8 @@ from numba import types
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import threads as pools
-from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch
+from hepti_mqtt.kernels import transfers
+from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch, SizedChoice, received, sent
 from hepti_mqtt.kernels.choice import Choice
 from hepti_mqtt.kernels.jit import (
     INT,
@@ -40,6 +44,7 @@ from hepti_mqtt.kernels.jit import (
     template,
 )
 from hepti_mqtt.kernels.threads import Parts, Workers
+from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.program import LINE_BYTES, Slot, lay_out
 
 Array = NDArray[Any]
@@ -49,15 +54,20 @@ _SUCCESS: Final = (0, -2)  # results of compiled code that returns a value, or N
 _WORD: Final = 8
 # Runs that are not measured, after one that is.
 _SKIPS: Final = 3
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
-# Columns of the rows. _SHARE: 0 for a call, _IN_PYTHON, or the address of (threads, parts, their number, bytes of one).
+# Columns of the rows. _SHARE: 0 for a call, the address of (threads, parts, their number, bytes of one), or one of the
+# numbers below; the block of a transfer is its descriptor.
 _WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
-_IN_PYTHON: Final = -1
+_IN_PYTHON, _SENDS, _RECEIVES = -1, -2, -3
 # Places in a pool's `control` behind its flag: nanoseconds after which to stop, 0 for never; looks for other threads;
-# then the results: next row, why, lanes to wait for; memory of the clock.
-_LIMIT, _POLLS, _NEXT, _CODE, _LANES, _CLOCK = range(1, 7)
+# then the results: next row, why, lanes to wait for. `transfers` has more.
+_LIMIT, _POLLS, _NEXT, _CODE, _LANES = range(1, 6)
 # Why the loop returned. _ASLEEP: wake threads and try again. _LATE: wait for other threads; the row is done then.
-_DONE, _STOPPED, _PYTHON, _ASLEEP, _LATE, _FAILED = range(6)
+# UNSENT, AWAITED: a row that Python has to send, or to wait for.
+_DONE, _STOPPED, _PYTHON, _ASLEEP, _LATE, _FAILED, UNSENT, AWAITED = range(8)
+_RESULTS: Final = [transfers.WAITED, transfers.SPENT, transfers.SENT]
+_EXCHANGES: Final = [transfers.RUN, transfers.WAKE, transfers.PATIENCE, *_RESULTS]
 
 
 def _at(builder: Any, place: Any, *indices: int) -> Any:
@@ -185,7 +195,7 @@ def _run_rows(rows: Any, first: int, stop: int, lanes: int, control: Any, times:
     """Run rows first..stop. times [rows]: to which the nanoseconds of each row are added; empty for none."""
     at = control.ctypes.data
     limit, timed = control[_LIMIT], len(times) > 0
-    now = begun = pools._now(at + 8 * _CLOCK) if limit > 0 or timed else 0
+    now = begun = pools._now(at + 8 * pools.CLOCK) if limit > 0 or timed else 0
     place, code = first, _DONE
     while place < stop:
         if rows[place, _SHARE] == 0:
@@ -193,10 +203,14 @@ def _run_rows(rows: Any, first: int, stop: int, lanes: int, control: Any, times:
                 code = _FAILED
         elif rows[place, _SHARE] == _IN_PYTHON:
             code = _PYTHON
+        elif rows[place, _SHARE] in (_SENDS, _RECEIVES):
+            sends = rows[place, _SHARE] == _SENDS
+            if not transfers.exchange(rows[place, _BLOCK], sends, at):
+                code = UNSENT if sends else AWAITED
         else:
             code = _share(rows[place], lanes, at)
         if limit > 0 or timed:
-            before, now = now, pools._now(at + 8 * _CLOCK)
+            before, now = now, pools._now(at + 8 * pools.CLOCK)
             if timed:
                 times[place] += now - before
         if code != _DONE:
@@ -252,19 +266,30 @@ class Tape:
         #: for each op its first row, then the end of the last
         self.starts = np.cumsum([0, *map(len, ops)]).tolist()
         self._pool, self._growing = pool, tuple(growing)
+        #: of each slot that a row receives its number among them
+        arrays = [call.arguments[0] for call in self.calls if call.function is received]
+        self._received = {array.memory: number for number, array in enumerate(arrays)}
+        #: those that have no memory here, but that in which they come
+        self._foreign = {array.memory for array in arrays if array.nbytes > transfers.LARGEST}
         self._offsets, nbytes = lay_out(self._uses())
         self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
         #: for each choice the rows that have it, op by op
-        self._choices: dict[Choice, dict[int, list[int]]] = {}
+        self._choices: dict[Choice | SizedChoice, dict[int, list[int]]] = {}
         for row, call in enumerate(self.calls):
             if call.choice is not None:
                 self._choices.setdefault(call.choice, {}).setdefault(self.op_at(row), []).append(row)
+        #: for each choice the one in force: another for each size of work
+        self._in_force = {each: each if isinstance(each, Choice) else pool.alone for each in self._choices}
         self._skips, self._bases = 0, list[int]()
         #: nanoseconds of each row, and whether the run under way adds to them
         self._times, self._timed = np.zeros(len(self.calls), np.int64), False
         #: whether all rows of the last run were measured, and the row that ran last, or failed
         self.measured, self.row = False, 0
+        #: why the last run stopped; bytes that it sent to peers, seconds that it waited for them and exchanged
+        self.code, self.sent_bytes, self.waited_s, self.exchanged_s = _DONE, 0, 0.0, 0.0
         self._arrays: Sequence[Array] = ()
+        self._delivered: Mapping[Slot, Array] = _NOTHING
+        self._heads = dict[int, Array]()
         self._scratch = np.empty(0, np.uint8)
         #: for each row with a choice its threads, and where its parts are
         self._shares = np.zeros((len(self.calls), 4), np.int64)
@@ -278,7 +303,7 @@ class Tape:
         uses: dict[Any, tuple[int, int, int]] = {}
         for place, call in enumerate(self.calls):
             for each in call.operands():
-                if each.memory not in self._externals:
+                if each.memory not in self._externals and each.memory not in self._foreign:
                     first, _, nbytes = uses.get(each.memory, (place, 0, 0))
                     uses[each.memory] = first, place, max(nbytes, each.start + each.nbytes)
         return uses
@@ -292,6 +317,17 @@ class Tape:
         }
 
         for row, call in enumerate(self.calls):
+            if call.function in (sent, received):
+                begin, array = len(blocks) // _WORD, call.arguments[0]
+                if call.function is sent:
+                    self._rows[row, [_BLOCK, _SHARE]] = len(blocks), _SENDS
+                    patches.append((begin + transfers.SENT_PLACE, *self._base_of(array)))
+                else:
+                    self._rows[row, [_BLOCK, _SHARE]] = len(blocks), _RECEIVES
+                    patches.append((begin + transfers.PLACE, *self._base_of(array)))
+                    patches.append((begin + transfers.FILLED, self._filled + self._received[array.memory], 0))
+                blocks += bytes(_WORD * transfers.WORDS)
+                continue
             if signature_of(call.function) is None:
                 self._rows[row, _SHARE] = _IN_PYTHON
                 continue
@@ -326,33 +362,103 @@ class Tape:
             self._blocks[word] = base + _WORD * begin
         self._patched, self._sources, self._added = np.array(patches, np.int64).reshape(-1, 3).T.copy()
 
+    @property
+    def _arrived(self) -> int:
+        """Return the first place in the bases of a run of arrays that are received; `_filled`: of whether they are."""
+        return 1 + len(self._externals) + len(self._growing)
+
+    @property
+    def _filled(self) -> int:
+        return self._arrived + len(self._received)
+
     def _base_of(self, each: Operand) -> tuple[int, int]:
         """Return (place in the bases of a run, bytes from there) of an operand."""
         place = self._externals.get(each.memory)
-        return (0, self._offsets[each.memory] + each.start) if place is None else (1 + place, each.start)
+        if place is not None:
+            return 1 + place, each.start
+        number = self._received.get(each.memory)
+        if number is not None:
+            return self._arrived + number, each.start
+        return 0, self._offsets[each.memory] + each.start
 
     def _choose(self) -> None:
         """Decide on the threads of each row with a choice."""
         is_open = self._pool.is_open
         for choice, ops in self._choices.items():
-            threads = choice.threads if is_open else 1
+            threads = self._in_force[choice].threads if is_open else 1
             for row in (row for rows in ops.values() for row in rows):
                 call = self.calls[row]
                 self._shares[row, 0] = threads if call.least <= threads <= call.most else 0
 
-    def _place(self, arrays: Sequence[Array], scratch: Array | None) -> None:
+    def _resize(self) -> bool:
+        """Put in force the choices for the work of a run; return whether one is another than before."""
+        changed = False
+        for each in self._choices:
+            if isinstance(each, SizedChoice):
+                choice = self._pool.choice_of(each, self._array(each.work.held))
+                changed |= choice is not self._in_force[each]
+                self._in_force[each] = choice
+        return changed
+
+    def _place(self, arrays: Sequence[Array], scratch: Array | None, delivered: Mapping[Slot, Array]) -> None:
         """Write the addresses of a run's arrays."""
         if scratch is None or len(scratch) < self.nbytes:
             scratch = np.empty(self.nbytes, np.uint8)
-        self._arrays, self._scratch = arrays, scratch
+        self._arrays, self._scratch, self._delivered = arrays, scratch, delivered
         if not JIT:
             return
         base = scratch.__array_interface__["data"][0]
-        bases = [base + -base % LINE_BYTES, *(array.__array_interface__["data"][0] for array in arrays)]
+        base += -base % LINE_BYTES
+        bases = [base, *(array.__array_interface__["data"][0] for array in arrays)]
         bases += [len(arrays[self._externals[slot]]) for slot in self._growing]
+        bases += [base + self._offsets.get(slot, 0) for slot in self._received]
+        bases += [0] * len(self._received)
+        for slot, array in delivered.items():
+            number = self._received[slot]
+            bases[self._arrived + number] = array.__array_interface__["data"][0]
+            bases[self._filled + number] = 1
         if bases != self._bases:
             self._bases = bases
             self._blocks[self._patched] = np.array(bases, np.int64)[self._sources] + self._added
+
+    def learn(self, row: int, channel: int, head: bytes, counted: int) -> None:
+        """Let compiled code send or receive a row's frame by a channel, which must live as long as the tape.
+
+        head: what stands before the array, the run's number at its end. counted: bytes that the channel counts.
+        """
+        self._heads[row] = transfers.describe(
+            self._descriptor(row), channel, head, self.calls[row].operands()[0].nbytes, counted
+        )
+        self._bases = []  # the body's address is to be written
+
+    def forget(self, row: int) -> None:
+        """Leave a row's frame to Python."""
+        if self._heads.pop(row, None) is not None:
+            self._descriptor(row)[0] = 0
+
+    def knows(self, row: int) -> bool:
+        """Return whether compiled code sends or receives a row's frame."""
+        return row in self._heads
+
+    def unsent(self, row: int) -> tuple[tuple[bytes, Array], int] | None:
+        """Return the parts of a frame that is UNSENT, and how many of its bytes were sent; None if none were."""
+        if row not in self._heads or not (sent := int(self._descriptor(row)[transfers.DONE_BYTES])):
+            return None
+        return (transfers.sent_head(self._descriptor(row), self._heads[row]), self.array_of(row)), sent
+
+    def came(self, row: int) -> bytes:
+        """Return what came for a row that is AWAITED, and is not its frame."""
+        if row not in self._heads:
+            return b""
+        return transfers.came(self._descriptor(row), self._heads[row], self.array_of(row).data.cast("B"))
+
+    def array_of(self, row: int) -> Array:
+        """Return the array of a transfer in the run under way."""
+        return self._array(self.calls[row].operands()[0])
+
+    def _descriptor(self, row: int) -> NDArray[np.int64]:
+        at = int(self._rows[row, _BLOCK] - self._blocks.__array_interface__["data"][0]) // _WORD
+        return self._blocks[at : at + transfers.WORDS]
 
     def run(
         self,
@@ -361,23 +467,31 @@ class Tape:
         first: int = 0,
         stop: int | None = None,
         limit_s: float = 0.0,
+        delivered: Mapping[Slot, Array] = _NOTHING,
+        peers: Peers = NO_PEERS,
     ) -> int:
         """Run rows from `first` on; return the next row: `stop`, or another one after the pool's flag or the limit.
 
         arrays: of `externals`, contiguous, and of the dtypes of their slots: that is trusted. scratch: u8 [nbytes] or
-        more, the same for all rows of a run; None if the run is not interrupted. limit_s: 0 for none. Raises what
-        a row raises.
+        more, the same for all rows of a run; None if the run is not interrupted. limit_s: 0 for none. delivered: arrays
+        that rows would receive and need not. Raises what a row raises. `code` says why it stopped.
         """
         stop = len(self.calls) if stop is None else stop
-        self._place(arrays, scratch)
+        self._place(arrays, scratch, delivered)
+        changed = False
         if first == 0:
-            self._timed = self._skips == 0
+            changed = self._resize()
+            self._timed = self._skips == 0 or changed
             self._skips = max(self._skips - 1, 0)
             self._times[:] = 0
         if self._choices and (self._timed or not self._pool.is_open):
             self._choose()
         times = self._times if self._timed else self._times[:0]
+        self.code, control = _DONE, self._pool.control
+        control[_EXCHANGES] = *peers, 0, 0, 0
         place, woke = (self._run_compiled if JIT else self._run_plain)(first, stop, int(1e9 * limit_s), times)
+        waited, spent, self.sent_bytes = control[_RESULTS].tolist()
+        self.waited_s, self.exchanged_s = 1e-9 * waited, 1e-9 * (spent - waited)
         self.measured = self._timed and place == len(self.calls)
         if self.measured:
             self._note(woke)
@@ -390,7 +504,8 @@ class Tape:
             control[_LIMIT], control[_POLLS] = limit_ns, pool.polls  # a row in Python may run a tape of its own
             run(self._rows, place, stop, lanes, control, times)
             place, code = int(control[_NEXT]), int(control[_CODE])
-            if code == _STOPPED:
+            self.code = code
+            if code in (_STOPPED, UNSENT, AWAITED):
                 break
             if code == _ASLEEP:
                 woke |= pool.wake(int(self._shares[place, 0]))
@@ -407,7 +522,12 @@ class Tape:
     def _run_plain(self, first: int, stop: int, limit_ns: int, times: NDArray[np.int64]) -> tuple[int, bool]:
         control, begun = self._pool.control, perf_counter_ns()
         for place in range(first, stop):
-            self._run_plainly(place, times)
+            call, self.code = self.calls[place], _DONE
+            if call.function is sent or (call.function is received and call.arguments[0].memory not in self._delivered):
+                self.code = UNSENT if call.function is sent else AWAITED
+                return place, False
+            if call.function is not received:
+                self._run_plainly(place, times)
             if control[pools.FLAG] or (limit_ns and perf_counter_ns() - begun > limit_ns):
                 return place + 1, False
         return stop, False
@@ -430,10 +550,11 @@ class Tape:
 
     def _array(self, each: Operand) -> Array:
         """Return an operand's array in the run under way."""
-        place, at = self._base_of(each)
-        if place:
-            memory = self._arrays[place - 1]
-        else:
+        at, memory = each.start, self._delivered.get(each.memory)  # type: ignore[arg-type]
+        if memory is None and each.memory in self._externals:
+            memory = self._arrays[self._externals[each.memory]]
+        elif memory is None:
+            at += self._offsets[each.memory]
             memory = self._scratch
             at += -memory.__array_interface__["data"][0] % LINE_BYTES
         values = memory.reshape(-1).view(np.uint8)[at : at + each.nbytes].view(each.dtype)
@@ -450,11 +571,12 @@ class Tape:
 
     def _note(self, woke: bool) -> None:
         """Tell the choices how long their ops took, and decide when to measure again."""
-        for choice, ops in self._choices.items():
+        for each, ops in self._choices.items():
+            choice = self._in_force[each]
             place = choice.next
             for rows in ops.values():
                 choice.note(place, 1e-9 * float(self._times[rows].sum()), woke)
-        self._skips = _SKIPS if all(choice.skips for choice in self._choices) else 0
+        self._skips = _SKIPS if all(choice.skips for choice in self._in_force.values()) else 0
 
     def op_at(self, row: int) -> int:
         """Return the number of the op that a row is of."""

@@ -36,7 +36,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.calls import Call, Calls, Part
+from hepti_mqtt.kernels.calls import CacheWork, Call, Calls, Part, SizedChoice
 from hepti_mqtt.kernels.choice import Choice
 from hepti_mqtt.kernels.jit import INT, JIT, emitter, helper, kernel, lowered
 
@@ -53,8 +53,8 @@ BLOCK, ENTRY, FIRST, COUNT, STRIDE, THREADS, FAILED = 2, 3, 4, 5, 6, 7, 10
 # thread to its queue.
 IDLE, ISSUED, TAKEN, AWAITED, CALLED = range(5)
 
-# `control`, through which a tape and Python speak: a flag that stops the tape, and its size.
-FLAG, CONTROL = 0, 8
+# `control`, through which a tape and Python speak: a flag that stops the tape, memory of the clock, and its size.
+FLAG, CLOCK, CONTROL = 0, 6, 16
 
 # Why a thread is asleep: nothing came, or it must not poll where it is.
 UNUSED, _DRIVEN_OFF = 1, 2
@@ -313,6 +313,8 @@ class Workers:
             raise ValueError(f"kernels need at least one thread, got {threads}")
         self.threads = threads
         self._choices: dict[Hashable, Choice] = {}
+        #: the choice for what one thread does
+        self.alone = Choice((1,))
         self.memory: NDArray[np.int64] = np.zeros(threads * LANE, np.int64)
         self.control: NDArray[np.int64] = np.zeros(CONTROL, np.int64)
         self.polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
@@ -341,15 +343,22 @@ class Workers:
         else:
             self._queue(function, tuple(arguments), parts)
 
-    def bind(self, function: Callable[..., None], parts: Parts, kind: Hashable = None) -> Callable[..., Calls]:
+    def bind(
+        self, function: Callable[..., None], parts: Parts, kind: Hashable = None, work: CacheWork | None = None
+    ) -> Callable[..., Calls]:
         """Return `calls(*arguments)`: a compiled kernel for all parts, on as many threads as take least time.
 
-        The parts are ranges. kind: what of the other arguments tells how long it takes. calls takes `refuse` and
-        `alive` of a `Call`, too.
+        The parts are ranges. kind: what of the other arguments tells how long it takes. work: if it differs from run to
+        run. calls takes `refuse` and `alive` of a `Call`, too.
         """
         if not parts:
             return lambda *_arguments, **_options: []
-        choice = self.choice((function, parts.whole(), parts.work, kind), parts)
+        key = function, parts.whole(), parts.work, kind
+        choice: Choice | SizedChoice | None = None
+        if min(self.threads, parts.threads) > 1 and work is not None:
+            choice = SizedChoice(work, key, parts)
+        else:
+            choice = self.choice(key, parts)
         return lambda *arguments, **options: [Call(function, arguments, parts, choice, **options)]
 
     def choice(self, key: Hashable, parts: Parts) -> Choice | None:
@@ -362,6 +371,12 @@ class Workers:
             ways.append(threads)
             threads //= 2
         return self._choices.setdefault(key, Choice((*ways, 1))) if ways else None
+
+    def choice_of(self, sized: SizedChoice, held: NDArray[np.int32]) -> Choice:
+        """Return the choice for the work of a run, one thread if that is little; held: of `CacheWork`."""
+        work = sized.work.of(held)
+        choice = self.choice((sized.key, work.bit_length()), sized.parts) if work >= _GRAIN else None
+        return choice or self.alone
 
     def interrupt(self) -> None:
         """Make the calling thread's tape stop before its next row, until `resume`; from any thread."""

@@ -9,7 +9,7 @@ its tile. Kernels call it by address; the loops around it are theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -19,64 +19,8 @@ from llvmlite import ir
 from hepti_mqtt.kernels import elementary
 from hepti_mqtt.kernels.base import Check
 from hepti_mqtt.kernels.cpu import TILE, Tile
-from hepti_mqtt.kernels.jit import emitter, fetch_to_read, fetch_to_write, floats, helper, lowered
-
-_I64: Final = ir.IntType(64)
-
-
-def loop(
-    builder: Any,
-    bounds: tuple[Any, Any, int],
-    start: Sequence[Any],
-    body: Callable[[Any, list[Any]], list[Any]],
-    *,
-    as_written: bool,
-) -> list[Any]:
-    """Write `sums = body(p, sums)` for p in range(*bounds) (i64, i64, a number); return the last sums.
-
-    as_written: the compiler does no several turns at once.
-    """
-    first, stop, step = bounds
-    before, inner, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
-    builder.cbranch(builder.icmp_signed("<", first, stop), inner, after)
-    builder.position_at_end(inner)
-    p, sums = builder.phi(_I64), [builder.phi(value.type) for value in start]
-    new = body(p, list(sums))
-    last = builder.block
-    following = builder.add(p, ir.Constant(_I64, step))
-    back = builder.cbranch(builder.icmp_signed("<", following, stop), inner, after)
-    if as_written:
-        back.set_metadata("llvm.loop", _not_unrolled(builder.module))
-    p.add_incoming(first, before)
-    p.add_incoming(following, last)
-    builder.position_at_end(after)
-    results = [builder.phi(value.type) for value in start]
-    for phi, result, begin, end in zip(sums, results, start, new, strict=True):
-        for place in (phi, result):
-            place.add_incoming(begin, before)
-            place.add_incoming(end, last)
-    return results
-
-
-def in_order(builder: Any, sums: Sequence[Any]) -> list[Any]:
-    """Return vectors of an x86 register unchanged, and keep the compiler from moving products or loads across.
-
-    It would load what several steps need before their products (Zen), and run out of registers. No instruction comes
-    of it.
-    """
-    vector, count = sums[0].type, len(sums)
-    constraints = ",".join(["=v"] * count + [str(i) for i in range(count)] + ["~{memory}"])
-    result = ir.LiteralStructType([vector] * count) if count > 1 else vector
-    same = builder.asm(ir.FunctionType(result, [vector] * count), "", constraints, sums, True)
-    return [builder.extract_value(same, i) for i in range(count)] if count > 1 else [same]
-
-
-def _not_unrolled(module: ir.Module) -> Any:
-    """Return what a loop's last branch bears so that the compiler does one turn at a time."""
-    mark = module.add_metadata([ir.MetaDataString(module, f"hepti.loop.{len(module.metadata)}")])
-    mark.operands = (mark, module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")]))
-    return mark
-
+from hepti_mqtt.kernels.ir_vectors import F32, LINE, VectorWriter, emit_sized, in_order, loop
+from hepti_mqtt.kernels.jit import fetch_to_read, fetch_to_write, floats, helper, lowered
 
 MR: Final = TILE.rows
 NR: Final = TILE.width
@@ -89,13 +33,7 @@ _VALUES: Final = 64
 
 Layout = Literal["rows", "columns"]
 
-_F32: Final = ir.FloatType()
-_I32: Final = ir.IntType(32)
-_SIGNATURE: Final = ir.FunctionType(ir.VoidType(), [_I64] * 10)
-_BYTE_POINTER: Final = ir.IntType(8).as_pointer()
-_PREFETCH_NAME: Final = "llvm.prefetch.p0"
-_READ_SECOND_LEVEL: Final = (0, 2, 1)  # read, locality, data
-_PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+_ARGUMENTS: Final = 10
 
 
 def panels_at_once(rows: int, vectors: int, lanes: int) -> int:
@@ -106,7 +44,7 @@ def panels_at_once(rows: int, vectors: int, lanes: int) -> int:
     return max(1, min(_SUMS // (rows * vectors), _VALUES // (rows * vectors * lanes)))
 
 
-class TileWriter:
+class TileWriter(VectorWriter):
     """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
     ahead, bytes ahead).
 
@@ -119,37 +57,28 @@ class TileWriter:
     def __init__(
         self, module: ir.Module, name: str, tile: Tile, rows: int, vectors: int, layout: Layout, prefetch: bool
     ) -> None:
-        self.tile, self.rows, self.vectors, self.layout, self.prefetch = tile, rows, vectors, layout, prefetch
+        super().__init__(module, name, _ARGUMENTS, tile.lanes, tile.fma)
+        self.tile, self.rows, self.vectors, self.layout, self.prefetched = tile, rows, vectors, layout, prefetch
         self.steps = tile.steps if vectors == tile.vectors or tile.steps == 1 else 0
-        self.vector = ir.VectorType(_F32, tile.lanes)
-        self.function = ir.Function(module, _SIGNATURE, name)
-        self.function.linkage = "internal"
-        self.function.attributes.add("noinline")
-        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
-        intrinsic = f"llvm.{'fma' if tile.fma else 'fmuladd'}.v{tile.lanes}f32"
-        self.multiply_add = module.globals.get(intrinsic) or ir.Function(
-            module, ir.FunctionType(self.vector, [self.vector] * 3), intrinsic
-        )
         a, self.stride, self.k, b, start, self.start_stride, c, self.c_stride, self.ahead, self.bytes_ahead = (
             self.function.args
         )
-
-        self.a, self.b, self.start, self.c = (self.builder.inttoptr(p, _F32.as_pointer()) for p in (a, b, start, c))
+        self.a, self.b, self.start, self.c = (self.pointer(p, F32) for p in (a, b, start, c))
 
     def write(self) -> ir.Function:
         """Return the finished function."""
         b = self.builder
         start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
-        if self.prefetch:
+        if self.prefetched:
             # Apart: asking for a line that is not in the first-level cache costs as much as reading it.
-            with b.if_then(b.icmp_signed("==", self.bytes_ahead, self._int(0))):
+            with b.if_then(b.icmp_signed("==", self.bytes_ahead, self.whole(0))):
                 self._write(start, prefetch=False)
-        self._write(start, self.prefetch)
+        self._write(start, self.prefetched)
         return self.function
 
     def _write(self, start: list[Any], prefetch: bool) -> None:
         b = self.builder
-        at_rows = [b.gep(self.a, [b.mul(self.stride, self._int(i))]) for i in range(self.rows)]
+        at_rows = [b.gep(self.a, [b.mul(self.stride, self.whole(i))]) for i in range(self.rows)]
         left = self._column if self.layout == "columns" else None
         for place, total in enumerate(self._over_k(at_rows, start, left, prefetch)):
             i, j = divmod(place, self.vectors)
@@ -164,7 +93,7 @@ class TileWriter:
         prefetch: bool = False,
     ) -> list[Any]:
         """Return what the sums become over all of k. left: broadcasts of all rows at p, if not those of `at_rows`."""
-        b, first = self.builder, self._int(0)
+        b, first = self.builder, self.whole(0)
 
         def one(p: Any) -> list[Any]:
             return left(p) if left else self._splats(at_rows, p)
@@ -173,21 +102,21 @@ class TileWriter:
             if by_lane:
                 yield from self._lanes_of_rows(at_rows, p)
             else:
-                yield from (one(b.add(p, self._int(q))) for q in range(count))
+                yield from (one(b.add(p, self.whole(q))) for q in range(count))
 
         by_lane = self.tile.lane_broadcast and not left
         # More than two, and what is to be fetched, are too many addresses for the registers.
-        count = self.tile.lanes if by_lane else min(self.steps, 2) if prefetch else self.steps
+        count = self.lanes if by_lane else min(self.steps, 2) if prefetch else self.steps
         if count > 1:
-            first = b.and_(self.k, self._int(-count))
-            start = self._loop(self._int(0), first, count, start, turn, prefetch)
+            first = b.and_(self.k, self.whole(-count))
+            start = self._loop(self.whole(0), first, count, start, turn, prefetch)
         return self._loop(first, self.k, 1, start, lambda p: iter([one(p)]), prefetch)
 
     def _start(self, i: int, j: int) -> Any:
         return self._load(self.start, self._at(self.start_stride, i, j))
 
     def _at(self, stride: Any, i: int, j: int) -> Any:
-        return self.builder.add(self.builder.mul(stride, self._int(i)), self._int(j * self.tile.lanes))
+        return self.builder.add(self.builder.mul(stride, self.whole(i)), self.whole(j * self.lanes))
 
     def _loop(
         self,
@@ -207,12 +136,12 @@ class TileWriter:
                 if q and self.steps:
                     sums = in_order(b, sums)
                 rows = next(rows_of)
-                at = b.mul(b.add(p, self._int(q)), self._int(self.tile.width))
+                at = b.mul(b.add(p, self.whole(q)), self.whole(self.tile.width))
                 panel = [self._load(self.b, b.add(at, self._in_panel(j))) for j in range(self.vectors)]
                 if prefetch and q == 0:
                     self._prefetch(p, step)
                 pairs = product(rows, panel)
-                sums = [b.call(self.multiply_add, [x, w, s]) for (x, w), s in zip(pairs, sums, strict=True)]
+                sums = [self.multiply_add(x, w, s) for (x, w), s in zip(pairs, sums, strict=True)]
             return sums
 
         return loop(b, (first, stop, step), start, turn, as_written=bool(self.steps))
@@ -220,67 +149,44 @@ class TileWriter:
     def _in_panel(self, j: int) -> Any:
         """Return how far vector j lies from the first one of a step; those beyond a panel's are in the next one."""
         panel, place = divmod(j, self.tile.panel or self.tile.vectors)
-        within = self._int(place * self.tile.lanes)
+        within = self.whole(place * self.lanes)
         return (
-            self.builder.add(self.builder.mul(self.k, self._int(panel * self.tile.width)), within) if panel else within
+            self.builder.add(self.builder.mul(self.k, self.whole(panel * self.tile.width)), within) if panel else within
         )
 
     def _prefetch(self, p: Any, step: int) -> None:
         """Ask for the share of steps p to p + step: lines of 64 bytes, for half of the panel at least."""
-        b, module = self.builder, self.function.module
-        ask = module.globals.get(_PREFETCH_NAME) or ir.Function(module, _PREFETCH, _PREFETCH_NAME)
-        nbytes = 4 * self.tile.width * step
-        count = max(nbytes // 128, min(nbytes // 64, 2), 1)
+        b, nbytes = self.builder, 4 * self.tile.width * step
+        count = max(nbytes // 128, min(nbytes // LINE, 2), 1)
         for nth in range(count):
             address = b.add(self.ahead, b.mul(p, self.bytes_ahead))
             if nth:
-                share = b.mul(self.bytes_ahead, self._int(step * nth))
-                address = b.add(address, b.udiv(share, self._int(count)))
-            b.call(ask, [b.inttoptr(address, _BYTE_POINTER), *(ir.Constant(_I32, v) for v in _READ_SECOND_LEVEL)])
+                share = b.mul(self.bytes_ahead, self.whole(step * nth))
+                address = b.add(address, b.udiv(share, self.whole(count)))
+            self.prefetch(address, 2)
 
     def _splats(self, at_rows: list[Any], p: Any) -> list[Any]:
-        return [self._splat_of(self._scalar(row, p)) for row in at_rows]
+        return [self.splat(self._scalar(row, p)) for row in at_rows]
 
     def _lanes_of_rows(self, at_rows: list[Any], p: Any) -> list[list[Any]]:
         vectors = [self._load(row, p) for row in at_rows]
-        return [[self._splat(v, lane) for v in vectors] for lane in range(self.tile.lanes)]
+        return [[self.lane(v, lane) for v in vectors] for lane in range(self.lanes)]
 
     def _column(self, p: Any) -> list[Any]:
-        b = self.builder
-        at = b.gep(self.a, [b.mul(self.stride, p)])
-        whole = self.rows // self.tile.lanes * self.tile.lanes if self.tile.lane_broadcast else 0
-        vectors = [self._load(at, self._int(i)) for i in range(0, whole, self.tile.lanes)]
-        found = [self._splat(v, lane) for v in vectors for lane in range(self.tile.lanes)]
-        return found + [self._splat_of(self._scalar(at, self._int(i))) for i in range(whole, self.rows)]
+        at = self.builder.gep(self.a, [self.builder.mul(self.stride, p)])
+        whole = self.rows // self.lanes * self.lanes if self.tile.lane_broadcast else 0
+        vectors = [self._load(at, self.whole(i)) for i in range(0, whole, self.lanes)]
+        lanes = [self.lane(v, lane) for v in vectors for lane in range(self.lanes)]
+        return lanes + [self.splat(self._scalar(at, self.whole(i))) for i in range(whole, self.rows)]
 
     def _scalar(self, base: Any, offset: Any) -> Any:
-        value = self.builder.load(self.builder.gep(base, [offset]))
-        value.align = 4
-        return value
-
-    def _splat_of(self, value: Any) -> Any:
-        return self._splat(
-            self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, ir.Constant(_I32, 0)), 0
-        )
-
-    def _splat(self, vector: Any, lane: int) -> Any:
-        mask = ir.Constant(ir.VectorType(_I32, self.tile.lanes), [lane] * self.tile.lanes)
-        return self.builder.shuffle_vector(vector, ir.Constant(self.vector, ir.Undefined), mask)
+        return self.load(self.builder.gep(base, [offset]), F32)
 
     def _load(self, base: Any, offset: Any) -> Any:
-        value = self.builder.load(self._vector_at(base, offset))
-        value.align = 4
-        return value
+        return self.load(self.builder.gep(base, [offset]))
 
     def _store(self, value: Any, base: Any, offset: Any) -> None:
-        self.builder.store(value, self._vector_at(base, offset)).align = 4
-
-    def _vector_at(self, base: Any, offset: Any) -> Any:
-        return self.builder.bitcast(self.builder.gep(base, [offset]), self.vector.as_pointer())
-
-    @staticmethod
-    def _int(value: int) -> Any:
-        return ir.Constant(_I64, value)
+        self.store(value, self.builder.gep(base, [offset]))
 
 
 def emit_tile(layout: Layout, tile: Tile, prefetch: bool = False) -> Callable[..., Any]:
@@ -289,42 +195,12 @@ def emit_tile(layout: Layout, tile: Tile, prefetch: bool = False) -> Callable[..
     Arguments: those of `panel_of_rows`; with `prefetch` also the first address to fetch (need not be valid) and the
     bytes to fetch for each k: memory that is needed next.
     """
-    kind = f"panel{'_ahead' if prefetch else ''}_{layout}"
 
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        rows, vectors, *rest = arguments
-        rest += [ir.Constant(_I64, 0)] * (len(_SIGNATURE.args) - len(rest))  # where nothing is fetched ahead
+    def write(module: ir.Module, name: str, rows: int, vectors: int) -> ir.Function:
+        return TileWriter(module, name, tile, rows, vectors, layout, prefetch).write()
 
-        def written(name: str, count: int, width: int) -> ir.Function:
-            return TileWriter(builder.module, name, tile, count, width, layout, prefetch).write()
-
-        sizes = [(count, width) for width, count in product(range(1, tile.vectors + 1), range(1, tile.rows + 1))]
-        call_chosen(builder, (rows, vectors), sizes, f"hepti_{kind}", written, rest)
-        return context.get_dummy_value()
-
-    return emitter(12 if prefetch else 10, codegen)
-
-
-def call_chosen(
-    builder: Any,
-    size: tuple[Any, Any],
-    sizes: Sequence[tuple[int, int]],
-    prefix: str,
-    written: Callable[[str, int, int], ir.Function],
-    arguments: list[Any],
-) -> None:
-    """Call the function of this many rows and vectors with `arguments`; each is written once per module."""
-    most = max(rows for rows, _ in sizes)
-    end = builder.append_basic_block("tile.end")
-    choice = builder.switch(builder.add(builder.mul(size[1], ir.Constant(_I64, most)), size[0]), end)
-    for rows, vectors in sizes:
-        name = f"{prefix}_{rows}x{vectors}"
-        function = builder.module.globals.get(name) or written(name, rows, vectors)
-        with builder.goto_block(builder.append_basic_block(name)):
-            choice.add_case(ir.Constant(_I64, vectors * most + rows), builder.block)
-            builder.call(function, arguments)
-            builder.branch(end)
-    builder.position_at_end(end)
+    prefix = f"hepti_panel{'_ahead' if prefetch else ''}_{layout}"
+    return emit_sized(prefix, tile.sizes(), _ARGUMENTS, write, _ARGUMENTS if prefetch else _ARGUMENTS - 2)
 
 
 def _plain_tile(left: Any, width: int, b: int, start: int, start_stride: int, c: int, c_stride: int) -> None:

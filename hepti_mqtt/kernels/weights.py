@@ -61,11 +61,6 @@ class PackedMatrix:
     rows: int
     columns: int
 
-    def columns_at(self, numbers: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the values of some columns, f32 [len(numbers), rows]."""
-        panel, lane = np.divmod(numbers, NR)
-        return np.ascontiguousarray(self.panels[panel, :, lane])
-
     def plain(self) -> NDArray[np.float32]:
         """Return a copy as [rows, columns]."""
         wide = self.panels.transpose(1, 0, 2).reshape(self.rows, len(self.panels) * NR)
@@ -87,14 +82,6 @@ class NarrowMatrix:
     sums: NDArray[np.float32]
     rows: int
     columns: int
-
-    def columns_at(self, numbers: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the values of some columns, f32 [len(numbers), rows]: what the codes stand for."""
-        panel, lane = np.divmod(numbers, self.panels.shape[2])
-        values = self.panels[panel, :, lane].reshape(len(numbers), -1)[:, : self.rows].astype(np.float32)
-        if self.scales.size:
-            values *= np.repeat(self.scales[panel, :, lane], BLOCK, axis=1)[:, : self.rows]
-        return values
 
     def plain(self) -> NDArray[np.float32]:
         """Return a copy as [rows, columns], in f32: what the codes stand for."""

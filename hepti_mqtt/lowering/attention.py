@@ -234,6 +234,8 @@ class CachedAttention(HeadedAttention):
 
     lengths: tuple[int, ...]
     window: int = -1
+    #: rows of an item see its later new rows, too
+    together: bool = False
 
     kind = "attention at"
 
@@ -252,7 +254,8 @@ class CachedAttention(HeadedAttention):
             raise ValueError(f"{self.name}: the caches of its items are divided in different ways")
         items = {"lengths": self.lengths} if len(self.lengths) > 1 else {}
         near = {"window": self.window} if self.window >= 0 else {}
-        return Call("attention_at", (), self.heads(region[1], operands) | items | near)
+        whole = {"together": True} if self.together else {}
+        return Call("attention_at", (), self.heads(region[1], operands) | items | near | whole)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

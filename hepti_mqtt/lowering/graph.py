@@ -464,16 +464,19 @@ class GraphBuilder:
         lengths: tuple[int, ...] = (),
         window: int = -1,
         unit: int = 1,
+        together: bool = False,
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
-        columns: where q, k and v begin. lengths: of the items; none for one. Others as `HeadedAttention` has.
+        columns: where q, k and v begin. lengths: of the items; none for one. together: rows of an item see later ones
+        of it, too. Others as `HeadedAttention` has.
         """
         (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
         width = cached // 2 * group
         return self._add(
             name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
             columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window, unit=unit,
+            together=together,
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import heads, plain, text
-from hepti_mqtt.models.shapes import TokenBatch
+from hepti_mqtt.models.shapes import STEP, TokenBatch
 from hepti_mqtt.models.tensors import HEAD, TensorSource, weight
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
@@ -36,26 +36,32 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     Of a model that generates: how many tokens came before, for each of B items, then ids, i32 [B + m] -> the next
     token's logits [B, V], or the likeliest ones where they are wanted; of one that embeds: ids i32 [m] -> embeddings.
     """
-    ids = at = heat = ""
+    ids = at = heat = rows = ""
     if spec.head.task == "generation":
-        at, ids, heat = add_inputs(net, shape)
+        at, ids, heat, rows = add_inputs(net, shape, spec.hidden)
     x = text.embed(net, spec, shape, refs, ids)  # [m, h]
+    if rows:
+        added = net.opaque("added", (rows,), roles.STEM, "frames", (shape.tokens, spec.hidden), step=STEP)
+        x = net.sum("seen", x, added, roles.STEM)  # [m, h]
     x = add_layers(net, spec, shape, x, refs, at)  # [m, h]
     logits = heads.add_head(net, spec, shape, x, refs)
     if shape.want == "candidates":
         heads.add_candidates(net, spec, logits, heat)
 
 
-def add_inputs(net: GraphBuilder, shape: TokenBatch) -> tuple[str, str, str]:
+def add_inputs(net: GraphBuilder, shape: TokenBatch, width: int) -> tuple[str, str, str, str]:
     """Add what a run of sessions reads: how many rows each cache has already, i32 [B], ids, i32 [m], and temperatures.
 
-    A temperature for each row that it answers for by candidates, i32 [r] (the bits of f32), no tensor without.
+    A temperature for each row that it answers for by candidates, i32 [r] (the bits of f32), then the rows that are
+    added to embeddings, i32 [m width]; no tensor without.
     """
     items, behind = len(shape.lengths), len(shape.lengths) + shape.tokens
-    whole = behind + shape.temperatures
+    last = behind + shape.temperatures
+    whole = last + (shape.tokens * width if shape.added else 0)
     tokens = net.input("tokens", (whole,), "i32")
     at, ids = net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, behind)
-    return at, ids, net.slice("temperatures", tokens, roles.SLICE, behind, whole) if shape.temperatures else ""
+    heat = net.slice("temperatures", tokens, roles.SLICE, behind, last) if shape.temperatures else ""
+    return at, ids, heat, net.slice("rows_added", tokens, roles.SLICE, last, whole) if shape.added else ""
 
 
 def first_tokens(inputs: plain.Array, shape: TokenBatch) -> plain.Array:
@@ -78,4 +84,7 @@ def reference(
     if spec.head.task == "generation":
         ids = first_tokens(inputs, shape)
     x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
+    if shape.added:
+        rows = inputs[len(shape.lengths) + shape.tokens + shape.temperatures :]
+        x = x + (rows * x.dtype.type(STEP)).reshape(x.shape)
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)

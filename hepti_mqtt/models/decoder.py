@@ -391,6 +391,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         thetas=tuple(rope.theta for rope in ropes),
         windows=of.windows(config, sees_before),
         rope_divisors=tuple(rope.divisors for rope in ropes),
+        picture_rows=int(config.at_least_zero("picture_rows", 0)),
     )
     if of.experts is not None:
         number, chosen = config.positive(of.experts.number), config.positive(of.experts.chosen)

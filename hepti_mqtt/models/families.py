@@ -29,6 +29,7 @@ from hepti_mqtt.models import (
     dinov2,
     distilbert,
     electra,
+    eyes,
     gpt2,
     modernbert,
     mpnet,
@@ -42,11 +43,12 @@ from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.heads import head_tensors
 from hepti_mqtt.models.kinds import Kind
 from hepti_mqtt.models.pictures import Preprocessor
-from hepti_mqtt.models.shapes import DecoderInput, TokenBatch
-from hepti_mqtt.models.speech import SpeechInput, SpeechSpec, fixed_point
+from hepti_mqtt.models.shapes import DecoderInput, TokenBatch, fixed_point
+from hepti_mqtt.models.speech import SpeechInput, SpeechSpec
 from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, chosen, transposed, whole_ref
 from hepti_mqtt.models.towers import Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
+from hepti_mqtt.models.views import Views
 from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
 from hepti_mqtt.spec import RequestShape, Spec, TaskHead, Want
@@ -111,6 +113,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt2": gpt2,
     "clip": clip,
     "siglip": siglip,
+    "eyes": eyes,
     "decoupled": decoupled,
     "whisper": whisper,
     "cnn": cnn,
@@ -267,6 +270,18 @@ def matching(config: Mapping[str, Any]) -> Matching | None:
     return None if towers is None else towers.matching
 
 
+def renamed(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
+    """Return, of each model of a checkpoint, how stored names begin and how its family has them."""
+    towers = _towers(config)
+    return {} if towers is None else towers.renamed
+
+
+def sees(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's first model reads rows that the second one makes of pictures."""
+    towers = _towers(config)
+    return towers is not None and towers.sees
+
+
 def _towers(config: Mapping[str, Any]) -> Towers | None:
     named = config.get("architectures") if isinstance(config, Mapping) else None  # it may be any JSON
     return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
@@ -343,6 +358,11 @@ def tokenizer_class(model_type: str) -> str | None:
 def preprocessor(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Preprocessor:
     """Return how the pictures of a model are read; raises ModelError, UnsupportedModelError."""
     return Preprocessor(_usual("PICTURE_CLASSES").get(str(config.get("model_type", ""))), extras)
+
+
+def views(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Views:
+    """Return how a tower that sees for a decoder looks at pictures; raises ModelError, UnsupportedModelError."""
+    return eyes.views(JsonConfig("config.json", config), extras)
 
 
 @lru_cache

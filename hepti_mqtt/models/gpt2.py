@@ -86,7 +86,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[str, WeightRef]) -> None:
     """Add the graph of one run, which reads what `causal.add_inputs` says -> the next token's logits of each item."""
     h, eps, lengths = spec.hidden, spec.norm_eps, shape.lengths
-    at, ids, heat = causal.add_inputs(net, shape)
+    at, ids, heat, _ = causal.add_inputs(net, shape, spec.hidden)
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.embedding("embedded", (ids, at), "embed_at", tables, h, lengths=lengths)  # [m, h]
     for i in net.layers(spec.layers):

@@ -76,6 +76,45 @@ _CLASSES: Final[Mapping[str, _Class]] = {
 }
 
 
+def processor_file(extras: Mapping[str, Any]) -> JsonConfig:
+    """Return the file that says how pictures become pixels; raises ModelError if there is none."""
+    whole = extras.get(PROCESSOR)
+    inside = whole.get("image_processor") if isinstance(whole, Mapping) else None
+    if inside is not None:
+        return JsonConfig(f"{PROCESSOR}: image_processor", inside)
+    if FILE in extras:
+        return JsonConfig(FILE, extras[FILE])
+    raise ModelError(
+        f"{FILE} is missing, so it is not known how pictures become pixels; copy it from where the model is, "
+        'or write it: {"size": {"height": S, "width": S} or {"shortest_edge": S}, "do_center_crop", '
+        '"crop_size", "resample", "image_mean", "image_std"}'
+    )
+
+
+def filter_number(file: JsonConfig, default: int | None) -> int:
+    """Return the number of Pillow's filter, None as default for a file that must say it; raises ModelError."""
+    value = file.require("resample") if default is None else file.get("resample", default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _FILTERS:
+        raise file.bad_value("resample", f"a number from 0 to {_FILTERS}", value)
+    return value
+
+
+def pixel_scale(file: JsonConfig, factor: float | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std per channel, of pixels from 0 to 1; factor: of pixels, by default the file's."""
+    means: tuple[float, ...] = (0.0,) * 3
+    stds: tuple[float, ...] = (1.0,) * 3
+    if file.flag("do_normalize", True):
+        means, stds = (file.per_channel(key, 3) for key in ("image_mean", "image_std"))
+        if min(stds) <= 0:
+            raise file.bad_value("image_std", "numbers > 0", stds)
+    factor = _factor(file) if factor is None else factor
+    return tuple(v / factor for v in means), tuple(v / factor for v in stds)
+
+
+def _factor(file: JsonConfig) -> float:
+    return 255 * (file.number("rescale_factor", 1 / 255) if file.flag("do_rescale", True) else 1.0)
+
+
 class Preprocessor:
     """The file that describes a model's pictures, and the class of transformers that it is for, if any."""
 
@@ -84,18 +123,7 @@ class Preprocessor:
 
         Raises ModelError if there is none, UnsupportedModelError for what it asks for.
         """
-        whole = extras.get(PROCESSOR)
-        inside = whole.get("image_processor") if isinstance(whole, Mapping) else None
-        if inside is not None:
-            self.config = JsonConfig(f"{PROCESSOR}: image_processor", inside)
-        elif FILE in extras:
-            self.config = JsonConfig(FILE, extras[FILE])
-        else:
-            raise ModelError(
-                f"{FILE} is missing, so it is not known how pictures become pixels; copy it from where the model is, "
-                'or write it: {"size": {"height": S, "width": S} or {"shortest_edge": S}, "do_center_crop", '
-                '"crop_size", "resample", "image_mean", "image_std"}'
-            )
+        self.config = processor_file(extras)
         on = {k: v for k, v in self.config.data.items() if not (k.startswith("do_") and v is False)}
         JsonConfig(self.config.file, on).check_keys(KEYS)
         self._class = self._known_class(usual)
@@ -118,21 +146,12 @@ class Preprocessor:
 
     def _resample(self) -> int:
         """Return the number of Pillow's filter; raises ModelError where it is unknown."""
-        default = self._class.resample if self._class is not None else None
-        value = self.config.require("resample") if default is None else self.config.get("resample", default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _FILTERS:
-            raise self.config.bad_value("resample", f"a number from 0 to {_FILTERS}", value)
-        return value
+        return filter_number(self.config, self._class.resample if self._class is not None else None)
 
     def pixel_scale(self) -> tuple[tuple[float, ...], ...]:
         """Return mean and std per channel, of pixels from 0 to 1, with the factor of the file in them."""
         pre = self.config
-        means: tuple[float, ...] = (0.0,) * 3
-        stds: tuple[float, ...] = (1.0,) * 3
-        if pre.flag("do_normalize", True):
-            means, stds = (pre.per_channel(key, 3) for key in ("image_mean", "image_std"))
-            if min(stds) <= 0:
-                raise pre.bad_value("image_std", "numbers > 0", stds)
+        means, stds = pixel_scale(pre, factor=1.0)
         if self._class is not None and self._class.scales_twice:
             if pre.flag("do_rescale", True) and pre.flag("rescale_offset", False):
                 means = tuple(v + 1 for v in means)
@@ -142,7 +161,7 @@ class Preprocessor:
             raise UnsupportedModelError(
                 f"{pre.file}: include_top and rescale_offset are for EfficientNetImageProcessor"
             )
-        factor = 255 * (pre.number("rescale_factor", 1 / 255) if pre.flag("do_rescale", True) else 1.0)
+        factor = _factor(pre)
         return tuple(v / factor for v in means), tuple(v / factor for v in stds)
 
     def crop(self, own: int | None) -> Crop:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.lowering import Norm
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.transformer import DISENTANGLED, Layer, ModelSpec
+from hepti_mqtt.models.transformer import DISENTANGLED, Layer, ModelSpec, sees_picture
 from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
@@ -181,7 +182,10 @@ def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch) -> A
     """Return all layers of a model, each with tensors of its own: x [m, h] -> [m, h]."""
     layer = pre_norm if spec.norm_first else post_norm
     for i in range(spec.layers):
-        x = layer(tensors, f"layers.{i}.", x, Layer.of(spec, shape, i))  # [m, h]
+        n = Layer.of(spec, shape, i)
+        if sees_picture(spec, shape):
+            n = n._replace(block=replace(n.block, causal=False))
+        x = layer(tensors, f"layers.{i}.", x, n)  # [m, h]
     return x
 
 

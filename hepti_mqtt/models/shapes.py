@@ -6,9 +6,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from hepti_mqtt.spec import PlainShape, RequestShape, Want
+
+STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
+
+
+def fixed_point(numbers: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
+    """Return numbers [r, c] below 2,048 as a request brings them, [r c]; they are kept to 5e-7."""
+    return np.asarray(np.rint(numbers.reshape(-1) / STEP), np.int32)
 
 
 class PackedBatch(RequestShape, Protocol):
@@ -50,6 +60,8 @@ class TokenBatch:
     want: Want = "task"
     mask_rows: tuple[int, ...] = ()
     cache: int = 0
+    #: a session's run brings a row that is added to the embedding of each token
+    added: bool = False
 
     @property
     def tokens(self) -> int:
@@ -69,7 +81,7 @@ class TokenBatch:
     @property
     def size(self) -> int:
         """Return the tokens of all sequences."""
-        return self.tokens
+        return sum(self.lengths)
 
     @property
     def session_rows(self) -> int:
@@ -92,9 +104,9 @@ class TokenBatch:
         """Return the same sequences with another want."""
         return replace(self, want=want)
 
-    def decode_step(self, rows: int, begins: bool = False) -> TokenBatch:  # noqa: ARG002
+    def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> TokenBatch:  # noqa: ARG002
         """Return the run of a number of tokens in one of the sessions; the first one is like the others."""
-        return replace(self, lengths=(rows,), mask_rows=())
+        return replace(self, lengths=(rows,), mask_rows=(), added=added)
 
     def answering(self, rows: int) -> TokenBatch:
         """Return the same run, which answers for each of its last rows instead of the last one alone."""
@@ -125,7 +137,7 @@ class TokenBatch:
 
     def plain(self) -> PlainShape:
         """Return the shape as it travels."""
-        return PlainShape(self.lengths, self.want, self.mask_rows, self.cache)
+        return PlainShape(self.lengths, self.want, self.mask_rows, self.cache, self.added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +200,7 @@ class ImageBatch:
         """Return the same images with another want."""
         return replace(self, want=want)
 
-    def decode_step(self, rows: int, begins: bool = False) -> ImageBatch:  # noqa: ARG002
+    def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> ImageBatch:  # noqa: ARG002
         """Raise ValueError: images have no session."""
         raise ValueError(f"images have no session that could go on with {rows} rows")
 
@@ -274,7 +286,7 @@ class TextInput:
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled; raises ValueError for one with a session, which only decoders have."""
-        if plain.session_rows or plain.want == "candidates":
+        if plain.session_rows or plain.want == "candidates" or plain.added:
             raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows or give {plain.want}")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
@@ -291,8 +303,14 @@ class TextInput:
 class DecoderInput(TextInput):
     """A request brings i32 [B + m]: how many rows the session of each item has already, then token ids.
 
-    Where candidates are wanted, a temperature for each row that it answers for follows, as the bits of f32.
+    Where candidates are wanted, a temperature for each row that it answers for follows, as the bits of f32; then, in a
+    run that brings them, the rows [m, width] that are added to embeddings, in fixed point.
     """
+
+    #: h
+    width: int = 0
+    #: rows of a picture, which see each other; 0: they see earlier rows only
+    picture_rows: int = 0
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
         """Return one step with a cache for a sequence of so many tokens, else the largest run of the longest sequence.
@@ -300,12 +318,15 @@ class DecoderInput(TextInput):
         What a step costs depends on its position: the kernels reckon with the mean over a cache.
         """
         if tokens is None:
-            return TokenBatch((min(self.longest, CHUNK_ROWS),), "candidates", cache=self.longest)
+            rows = max(CHUNK_ROWS, self.picture_rows)
+            return TokenBatch((min(self.longest, rows),), "candidates", cache=self.longest)
         return TokenBatch((1,), "candidates", cache=self.cache(tokens))
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
-        """Return the shape that travelled."""
-        return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows)
+        """Return the shape that travelled; raises ValueError for added rows in a run of several sessions."""
+        if plain.added and (len(plain.sizes) > 1 or not plain.session_rows):
+            raise ValueError("rows are added in a run of one session")
+        return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows, plain.added)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
         """Return the shape whose Program computes this one, too: with room for the longest text."""
@@ -318,7 +339,8 @@ class DecoderInput(TextInput):
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         assert isinstance(shape, TokenBatch)
-        return (len(shape.sizes) + shape.size + shape.temperatures,), "i32"
+        added = shape.size * self.width if shape.added else 0
+        return (len(shape.sizes) + shape.size + shape.temperatures + added,), "i32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import Moments, TokenRules, speech_rules
 from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 
-STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
 PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no timestamps
@@ -68,7 +64,7 @@ class SpeechRun:
         """Return the same run with another want."""
         return replace(self, want=want)
 
-    def decode_step(self, rows: int, begins: bool = False) -> SpeechRun:
+    def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> SpeechRun:  # noqa: ARG002
         """Return the run of a number of tokens in the same session."""
         return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
 
@@ -149,11 +145,6 @@ class SpeechInput:
         rows = shape.session_rows - self.positions
         sound = 2 * rows * self.bands if shape.size > rows else 0
         return (1 + shape.new_rows + sound,), "i32"
-
-
-def fixed_point(frames: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]:
-    """Return frames [2 S, bands] as numbers of a request, [n]; of the order of 1, they are kept to 5e-7."""
-    return np.asarray(np.rint(frames.reshape(-1) / STEP), np.int32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

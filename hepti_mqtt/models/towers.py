@@ -6,7 +6,7 @@ A tower's config.json is made of the checkpoint's; its weights are in the same f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 from typing import Any, Final, NamedTuple
 
@@ -46,15 +46,21 @@ class Matching(NamedTuple):
 
 @dataclass(frozen=True)
 class Towers:
-    """The models of a checkpoint, in order: each by its name, with its architecture and what a missing key means.
-
-    shared: keys of the whole file that each of them reads. overruled: a second section of the file, `..._dict`, counts.
-    """
+    """The models of a checkpoint, in order: each by its name, with its architecture and what a missing key means."""
 
     models: Mapping[str, tuple[str, Mapping[str, Any]]]
-    matching: Matching
+    #: how texts and pictures are compared, if they are
+    matching: Matching | None = None
+    #: keys of the whole file that each of them reads
     shared: tuple[str, ...] = ()
+    #: a second section of the file, `..._dict`, counts
     overruled: bool = False
+    #: return what else each model's config.json takes from the whole file; null takes a key out
+    taken: Callable[[JsonConfig], Mapping[str, Mapping[str, Any]]] = lambda _: {}
+    #: of each model, how stored names begin, and how its family has them
+    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    #: the first model reads rows that the second one makes of pictures
+    sees: bool = False
 
     def configs(self, whole: JsonConfig) -> dict[str, dict[str, Any]]:
         """Return the config.json of each model; raises ModelError."""
@@ -68,6 +74,8 @@ class Towers:
         if self.overruled and (over := _section(whole, f"{section}_dict")):
             found |= {**usual, **over}
         found |= {key: whole.get(key, usual[key]) for key in self.shared if key in usual}
+        found |= self.taken(whole).get(name, {})
+        found = {key: value for key, value in found.items() if value is not None}
         return found | {"architectures": [architecture], "model_type": usual["model_type"]}
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 from hepti_mqtt.lowering import GraphBuilder, Norm, roles
-from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput, TokenBatch
 from hepti_mqtt.plan import CacheDtype
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
@@ -85,6 +85,8 @@ class BlockSpec:
     #: Layers of a mixture that have an MLP instead, and its width.
     dense_layers: tuple[int, ...] = ()
     dense_mlp: int = 0
+    #: rows of a picture, which see each other in a causal model; 0: they see earlier rows only
+    picture_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,9 @@ class ModelSpec:
     def input_spec(self) -> InputSpec:
         """Return what a request brings: token ids, or pictures."""
         if self.text is not None and self.head.task == "generation":
-            return DecoderInput(self.text.vocab, self.max_tokens)
+            return DecoderInput(
+                self.text.vocab, self.max_tokens, width=self.hidden, picture_rows=self.block.picture_rows
+            )
         if self.text is not None:
             stem, masks = self.text, self.head.pooling == "mask"
             types = max(stem.types, 1)
@@ -193,6 +197,8 @@ class ModelSpec:
         or [B, h] embeddings."""
         if shape.want == "hidden":
             return shape.size, self.hidden
+        if self.head.square:
+            return shape.size // self.head.square**2, self.head.outputs
         columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)
         asked = len(shape.mask_positions)  # of a generation's run, the last one where it names none
         counts = {"mask": asked, "none": shape.size, "last": asked or len(shape.sizes)}
@@ -251,6 +257,11 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
     return shape.mask_rows
 
 
+def sees_picture(spec: ModelSpec, shape: PackedBatch) -> bool:
+    """Return whether a run is of one picture whose rows see each other."""
+    return spec.block.picture_rows > 0 and isinstance(shape, TokenBatch) and shape.added
+
+
 def candidate_count(spec: ModelSpec) -> int:
     """Return how many likeliest next tokens a run answers with where candidates are wanted."""
     return min(CANDIDATES, spec.head.outputs)
@@ -299,6 +310,8 @@ class Layer(NamedTuple):
     kept: CacheDtype = "f32"
     #: Number of experts, 0 for an MLP.
     experts: int = 0
+    #: all rows of a session's run see each other
+    together: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
@@ -333,6 +346,7 @@ def add_layers(
         names = DISENTANGLED if spec.block.disentangled else ("relative_bias",)
         bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
         n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at, kept=spec.cache)
+        n = n._replace(together=bool(at) and sees_picture(spec, shape))
         x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
     net.begin_block()
     return x
@@ -416,7 +430,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
         )  # [C, 2 kv] each
         return net.cached_attention(
             f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
-            lengths=n.lengths, window=n.window, unit=unit,
+            lengths=n.lengths, window=n.window, unit=unit, together=n.together,
         )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),

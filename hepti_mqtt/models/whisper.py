@@ -20,7 +20,8 @@ from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mel import check_preprocessor
-from hepti_mqtt.models.speech import STEP, SpeechRun, SpeechSpec, answered
+from hepti_mqtt.models.shapes import STEP
+from hepti_mqtt.models.speech import SpeechRun, SpeechSpec, answered
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
 from hepti_mqtt.program import WeightRef

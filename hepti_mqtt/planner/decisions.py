@@ -27,18 +27,42 @@ from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.quantities import Remaining
 
-SURE: Final = 0.95  # probability that a plan is better
-LEAST_GAIN: Final = 0.05  # of the active plan's cost: prices are off by as much
-TWICE: Final = 2.0  # costs count so often, because what is not done now can be done later
-MOST_S: Final = 600.0  # as far as anything is foreseen
-SAME_METHOD_SD: Final = 0.015  # of what two plans of one method differ by beyond their prices
-MOST_SHARE: Final = 0.5  # of devices and links that a load takes from runs at most: they take twice as long
-MOVE_S: Final = 1.0  # of waiting that an activation costs requests that run: Programs, frames of two versions
-ACTIVATE_S: Final = 0.6  # from the last byte to the first request: Programs, subscriptions, activation
-NOTICED: Final = 3  # requests until it is noticed that a change has ended
-KNOWN_SD: Final = 0.04  # a method of which so much is known is not tried to know more
-TRIAL_RUNS: Final = 4  # runs that say what a method takes
-TRIAL_SHARE: Final = 0.01  # of all requests' time: a trial must win more
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Constants of the rule: expected utility of a move under a normal posterior, with the value of information.
+
+    Gains are parts of the active plan's cost, times are seconds.
+    """
+
+    # A move.
+    sure: float = 0.95  #: least probability that a plan is better
+    least_gain: float = 0.05  #: least expected gain: prices are off by as much
+    cost_factor: float = 2.0  #: costs count so often, because a move that waits can be made later
+    horizon_s: float = 600.0  #: longest time for which anything is foreseen
+    same_method_sd: float = 0.015  #: standard deviation between prices of two plans of one method
+    activation_s: float = 1.0  #: waiting of running requests for an activation: Programs, frames of two versions
+    ready_s: float = 0.6  #: from the last loaded byte to the first request: Programs, subscriptions, activation
+    late_requests: int = 3  #: requests before the end of a change is detected
+    # A load.
+    most_share: float = 0.5  #: of devices and links that a load takes from runs at most: they take twice as long
+    # A trial: the value of information.
+    known_sd: float = 0.04  #: a method with a smaller standard deviation is not tried
+    trial_runs: int = 4  #: runs that measure a method
+    trial_share: float = 0.01  #: of the time of all requests: a trial must win more
+    tried_s: float = 3600.0  #: least time between two trials of a method
+    # A switch inside a request.
+    least_rest_s: float = 1.0  #: a request that ends sooner ends under its plan
+    lead_blocks: int = 2  #: from the farthest block: devices are within one block, and begin another until they hear
+    handover_s: float = 0.1  #: message to all devices, Programs of the rest, frames of the border without their bytes
+    text_left: float = 0.5  #: part of the tokens that a text may still have which is expected
+    # When the rule is asked.
+    judged_s: float = 1.0  #: between two judgements without a change
+    other_site: float = 1.25  #: factor on a device's time beyond what all devices did: a search may gain
+    other_link: float = 2.0  #: factor on a link's rate: surfaces are not made for more
+
+
+RULE: Final = Rule()
 
 Kind = Literal["go", "try", "must"]
 
@@ -166,8 +190,8 @@ def _without_plan(situation: Situation, option: Option, best: Option) -> Assessm
     """Assess a first plan: requests wait for its load, and it serves until the best plan has loaded too."""
     waiting_s = _waiting_s(option.load_s, situation.period_s)
     cost, least = float(option.cost.mean()), float(best.cost.mean())
-    serves_s = max(MOST_S - option.load_s, 0.0)
-    next_s = best.load_s / load_share(1 - least / max(cost, 1e-12)) + situation.search_s + ACTIVATE_S
+    serves_s = max(RULE.horizon_s - option.load_s, 0.0)
+    next_s = best.load_s / load_share(1 - least / max(cost, 1e-12)) + situation.search_s + RULE.ready_s
     until_s = serves_s if option is best else min(next_s, serves_s)
     requests = serves_s / situation.period_s
     value_s = -(waiting_s + (until_s * cost + (serves_s - until_s) * least) / situation.period_s)
@@ -176,7 +200,7 @@ def _without_plan(situation: Situation, option: Option, best: Option) -> Assessm
 
 def _waiting_s(load_s: float, period_s: float) -> float:
     """Return the seconds that requests wait together which come while a plan is made ready and none serves."""
-    return (load_s + ACTIVATE_S) ** 2 / 2 / period_s
+    return (load_s + RULE.ready_s) ** 2 / 2 / period_s
 
 
 def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
@@ -192,16 +216,16 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     cost_s = _cost_s(situation, active, option, unit_s, share)
     # When the youngest change ends the better one stays: of this plan and those that need no load then.
     free = [active.before, *(o.before for o in situation.options if not o.load_bytes)]
-    later_s = later * max((1 - LEAST_GAIN) * min(free) - option.before, 0.0) * unit_s if later else 0.0
-    value_s = requests * float(gains.mean()) * unit_s + later_s - TWICE * cost_s
+    later_s = later * max((1 - RULE.least_gain) * min(free) - option.before, 0.0) * unit_s if later else 0.0
+    value_s = requests * float(gains.mean()) * unit_s + later_s - RULE.cost_factor * cost_s
     kind: Kind | None = None
     if option.candidate.price.missing:
         why = "it lacks memory"
     elif situation.is_unclear:
         why = "devices may be changing, and the next run tells"
-    elif better >= SURE and gain < LEAST_GAIN:
-        why = f"it gains less than {LEAST_GAIN:.0%}"
-    elif better >= SURE:
+    elif better >= RULE.sure and gain < RULE.least_gain:
+        why = f"it gains less than {RULE.least_gain:.0%}"
+    elif better >= RULE.sure:
         kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
     elif (why := _why_not_try(situation, option)) == "":
         if option.unheard_s and gain <= 0:  # a hope alone: what is not known now is known better after as long again
@@ -216,15 +240,15 @@ def load_share(gain: float) -> float:
 
     w seconds of work done at a share p cost w / (1 - p) of slower runs and w * gain / p of a later gain: least here.
     """
-    root = sqrt(max(gain, LEAST_GAIN))
-    return min(root / (1 + root), MOST_SHARE)
+    root = sqrt(max(gain, RULE.least_gain))
+    return min(root / (1 + root), RULE.most_share)
 
 
 def _requests(situation: Situation, option: Option) -> tuple[float, float]:
     """Return the requests that gain from a move until the youngest change is expected to end, and those after it."""
-    ready_s = option.load_s + situation.search_s + ACTIVATE_S
+    ready_s = option.load_s + situation.search_s + RULE.ready_s
     lasts_s = _lasts_s(option.remaining, ready_s)
-    return lasts_s / situation.period_s, (max(MOST_S - ready_s, 0.0) - lasts_s) / situation.period_s
+    return lasts_s / situation.period_s, (max(RULE.horizon_s - ready_s, 0.0) - lasts_s) / situation.period_s
 
 
 def _lasts_s(remaining: Remaining | None, ready_s: float) -> float:
@@ -232,7 +256,7 @@ def _lasts_s(remaining: Remaining | None, ready_s: float) -> float:
 
     The mean, not the median: what moves no bytes is worth it for the few changes that last.
     """
-    return max(MOST_S - ready_s, 0.0) if remaining is None else remaining.expected_s(ready_s, MOST_S)
+    return max(RULE.horizon_s - ready_s, 0.0) if remaining is None else remaining.expected_s(ready_s, RULE.horizon_s)
 
 
 def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
@@ -240,17 +264,17 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
     if strategy_key(active) != strategy_key(other):
         return 0.0
     rng = np.random.default_rng(crc32(repr((strategy_key(other), sorted(other.shares.items()))).encode()))
-    return SAME_METHOD_SD * rng.standard_normal(count)
+    return RULE.same_method_sd * rng.standard_normal(count)
 
 
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float, share: float) -> float:
     """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
-    cost_s = situation.busy * (MOVE_S + option.own_s / (1 - share))
+    cost_s = situation.busy * (RULE.activation_s + option.own_s / (1 - share))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
     if option.remaining is not None:
-        wrong = NOTICED * max(option.before - active.before, 0.0) * unit_s
-        cost_s += wrong + situation.busy * MOVE_S
+        wrong = RULE.late_requests * max(option.before - active.before, 0.0) * unit_s
+        cost_s += wrong + situation.busy * RULE.activation_s
     return cost_s
 
 
@@ -261,29 +285,21 @@ def _why_not_try(situation: Situation, option: Option) -> str:
         return "it is not surely better, and does not fit beside the active plan for a trial"
     if option.unheard_s:
         return ""
-    if option.method_sd < KNOWN_SD:
+    if option.method_sd < RULE.known_sd:
         return "it is not surely better, and its method is known"
     return "it was tried within the hour" if strategy_key(option.plan) in situation.tried else ""
 
 
 def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: float) -> float:
     """Return what it wins to know: some runs tell, then the better plan stays."""
-    won_s = max(requests - TRIAL_RUNS, 0.0) * float(np.maximum(gains_s, 0).mean())
-    lost_s = min(TRIAL_RUNS, requests) * float(np.maximum(-gains_s, 0).mean())
-    back_s = float((gains_s <= 0).mean()) * MOVE_S
-    return won_s - lost_s - TWICE * (cost_s + back_s) - TRIAL_SHARE * requests * typical_s
+    won_s = max(requests - RULE.trial_runs, 0.0) * float(np.maximum(gains_s, 0).mean())
+    lost_s = min(RULE.trial_runs, requests) * float(np.maximum(-gains_s, 0).mean())
+    back_s = float((gains_s <= 0).mean()) * RULE.activation_s
+    return won_s - lost_s - RULE.cost_factor * (cost_s + back_s) - RULE.trial_share * requests * typical_s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Inside a request: whether a run goes on under another plan from a block on, or a text behind a token.
-
-
-LEAST_REST_S: Final = 1.0  # what ends sooner ends under its plan
-LEAD: Final = 2  # blocks: devices are within one of each other, and the next one has begun when they hear of it
-HEARD_S: Final = 0.1  # for a message to all devices, Programs of the rest, and frames of the border beside its bytes
-
-
-TEXT_LEFT: Final = 0.5  # of the tokens that a text may still have, as many are expected: it may end at any of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +320,12 @@ class Border:
     @classmethod
     def of_run(cls, blocks: int, here: int, moved_s: float = 0.0) -> Border:
         """Return the next border of a run that is in a block by now at the most."""
-        return cls(blocks, here, here + LEAD, 1 / blocks, moved_s)
+        return cls(blocks, here, here + RULE.lead_blocks, 1 / blocks, moved_s)
 
     @classmethod
     def of_text(cls, tokens: int, most: int, again: float, each: float = 1.0) -> Border:
         """Return the border behind the tokens of a text that may still have so many."""
-        return cls(tokens + TEXT_LEFT * most, tokens, tokens, each, again=again)
+        return cls(tokens + RULE.text_left * most, tokens, tokens, each, again=again)
 
     def __str__(self) -> str:
         again = f", with rows that take as long as {self.again:.0f}" if self.again else ""
@@ -341,9 +357,10 @@ def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
     each_s = border.each * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
     left, until = border.steps - border.here, border.start - border.here
     stay_s = left * each_s
-    go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + border.moved_s + HEARD_S
+    moved_s = border.moved_s + RULE.handover_s
+    go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + moved_s
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
-    goes = left > until and rest_s > LEAST_REST_S and probability >= SURE
+    goes = left > until and rest_s > RULE.least_rest_s and probability >= RULE.sure
     return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
 
 
@@ -352,7 +369,7 @@ def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, bus
 
     loss_probability: of that one, as long as the weights are held. load_s: of the second one, which runs do not use.
     """
-    return loss_probability * _waiting_s(load_s, period_s) > TWICE * busy * MOVE_S
+    return loss_probability * _waiting_s(load_s, period_s) > RULE.cost_factor * busy * RULE.activation_s
 
 
 def pays_to_search(
@@ -367,12 +384,12 @@ def pays_to_search(
 ) -> bool:
     """Return whether a search, and the move that follows, may win more than both cost.
 
-    gain: the part of a request's time `run_s` that it may win: a move needs `LEAST_GAIN`, and so much prices are off.
-    remaining: of the youngest change. search_factor: how many times as long a request takes beside a search.
+    gain: the part of a request's time `run_s` that it may win: a move needs the least gain, and prices are off by as
+    much. remaining: of the youngest change. search_factor: how many times as long a request takes beside a search.
     """
-    requests = _lasts_s(remaining, search_s + ACTIVATE_S) / period_s
-    cost_s = busy * (search_s * max(search_factor - 1, 0.0) + MOVE_S)
-    return gain >= TWICE * LEAST_GAIN and requests * gain * run_s > TWICE * cost_s
+    requests = _lasts_s(remaining, search_s + RULE.ready_s) / period_s
+    cost_s = busy * (search_s * max(search_factor - 1, 0.0) + RULE.activation_s)
+    return gain >= RULE.cost_factor * RULE.least_gain and requests * gain * run_s > RULE.cost_factor * cost_s
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Name = tuple[What, Key]
 Means = Mapping[Name, float]  # logarithms
 BROKER: Final = ""  # as the target of a pair: frames go there and come back
 
-_PROBED: Final = {"idle": Noise(0.12), "busy": Noise(0.35)}
+_PROBED: Final = {"idle": Noise(0.12)}
 _CARRIED: Final = {**_PROBED, "exchange": Noise(0.2)}
 _LINE: Final = Prior(log(30e6), 2.0, 0.002, _CARRIED)
 PRIORS: Final[Mapping[What, Prior]] = {
@@ -56,9 +56,7 @@ TYPICAL_FRAME_BYTES: Final = 1 << 16  # of a frame whose cost is estimated
 CONTRADICTED_S: Final = 10.0  # after a run the next ones may contradict a device's meter for so long
 UNCLEAR_S: Final = 2.5  # two heartbeats, or a run: a doubt that they have not settled waits for nothing
 SPEAKS_S: Final = 3.0  # an overdue run lets meters speak alone for so long
-BESIDE_LOADS: Final = 0.15  # weight of a meter while a device loads weights
-SHARED_LINK: Final = 0.2  # weight of a probe beside exchanges that says less: it shared the link
-LOADED_LINK: Final = 0.3  # of one beside loads that says more
+SHARED_LINK: Final = 0.2  # weight of a first probe that may have shared its link with exchanges or loads
 LEAST_TIMED_BYTES: Final = 1 << 15  # of exchanges whose rate says something ...
 LEAST_TIMED_US: Final = 2000  # ... and their time
 SHARING: Final = 2.0  # links that exchanges share carry each of them at most by this factor more slowly
@@ -146,7 +144,8 @@ class SiteEstimates:
     def add_device(self, name: str, kind: str = "", assumed: FrameCost | None = None) -> None:
         """Know a device and its kind: devices of one kind are taken to be equal until they show otherwise.
 
-        assumed: what plans are made with before it has met frames off loopback; None: it has no such peers.
+        assumed: cost of frames off loopback before it has met some; its link is taken for one of the prior's rate
+        until it is measured. None: it has no such peers.
         """
         device = self._devices.setdefault(name, _Device(kind))
         device.kind, device.assumed, self._read = kind, assumed, None
@@ -159,6 +158,11 @@ class SiteEstimates:
         self._carried = {(probed, key): x for (probed, key), x in self._carried.items() if name not in key}
         self._read = None
 
+    def lacks_rate(self, name: str) -> bool:
+        """Return whether plans are made with an assumed rate of a device's link."""
+        device = self._devices.get(name)
+        return device is not None and device.assumed is not None and ("rate up", (name,)) not in self._quantities
+
     # -- evidence -------------------------------------------------------------------------------------------------
 
     def record_heartbeat(self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool, loading: bool) -> None:
@@ -169,34 +173,32 @@ class SiteEstimates:
         device = self._devices.get(name)
         if device is None:
             return
-        weight, self._now = BESIDE_LOADS if loading else 1.0, now
-        said = None if heartbeat.slowdown == AS_MEASURED else heartbeat.slowdown
+        self._now = now
+        said = None if heartbeat.slowdown == AS_MEASURED or loading else heartbeat.slowdown
         if (slowdown := device.news("slowdown", said)) is not None:
             judged = busy or now - device.last_run_s < CONTRADICTED_S
             alone = not judged or now - device.overdue_s < SPEAKS_S
             device.meters.append(log(slowdown))
-            self._observe("slowdown", (name,), log(slowdown), "meter", weight, now, alone)
-        if heartbeat.peer_frame_s is not None and heartbeat.peer_byte_s is not None:
+            self._observe("slowdown", (name,), log(slowdown), "meter", 1.0, now, alone)
+        if heartbeat.peer_frame_s is not None and heartbeat.peer_byte_s is not None and not loading:
             cost = FrameCost(heartbeat.peer_frame_s, heartbeat.peer_byte_s)
             if (seconds := device.news("frame", _typical_s(cost))) is not None:
                 device.frame_cost = cost
-                self._observe("frame", (name,), log(seconds), "fit", weight, now)
+                self._observe("frame", (name,), log(seconds), "fit", 1.0, now)
         self._record_edges(name, device, heartbeat.edges, now)
         probed: dict[str, tuple[float | None, float | None]] = {
             BROKER: (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
         }
         probed |= {peer: told for peer, told in heartbeat.peers.items() if peer != name and peer in self._devices}
-        stream = "busy" if busy or loading else "idle"
+        is_shared = busy or loading  # then exchanges say more than probes of a link that was measured
+        weight = SHARED_LINK if is_shared else 1.0
         for peer, (round_trip_s, bytes_per_s) in probed.items():
             key = (name, peer)
-            if (seconds := device.news(f"round trip {peer}", round_trip_s)) is not None:
-                known = self._quantities.get(("round trip", key))
-                if weight := _probe_weight(known is not None and log(seconds) > known.mean, stream, loading):
-                    self._observe("round trip", key, log(seconds), stream, weight, now)
-            if (rate := device.news(f"rate {peer}", bytes_per_s)) is not None:
-                value, carries = _log_rate(rate), self._carries(key)
-                if weight := _probe_weight(carries is not None and value < carries, stream, loading):
-                    self._record_rate(key, value, stream, weight, now)
+            seconds, rate = device.news(f"round trip {peer}", round_trip_s), device.news(f"rate {peer}", bytes_per_s)
+            if seconds is not None and not (is_shared and ("round trip", key) in self._quantities):
+                self._observe("round trip", key, log(seconds), "idle", weight, now)
+            if rate is not None and not (is_shared and ("pair rate", key) in self._quantities):
+                self._record_rate(key, _log_rate(rate), "idle", weight, now)
 
     def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
         """Take a device's compute time of a whole run over its price at slowdown 1: the strongest evidence.
@@ -316,7 +318,9 @@ class SiteEstimates:
 
     def link(self, name: str) -> Link:
         """Return the mean link of a device to the broker, with defaults for what was not measured."""
-        bytes_per_s = self._bytes_per_s((name, BROKER)) or Link().up_bytes_per_s
+        device = self._devices.get(name)
+        default = Link().up_bytes_per_s if device is None or device.assumed is None else exp(_LINE.mean)
+        bytes_per_s = self._bytes_per_s((name, BROKER)) or default
         round_trip_s = self._exp_mean("round trip", (name, BROKER), 2 * Link().latency_s)
         return Link(round_trip_s / 2, bytes_per_s, bytes_per_s)
 
@@ -438,7 +442,8 @@ class SiteEstimates:
         met = {found: self._posterior(*found)[0] for found in self._quantities}
         assumed = {name: device.assumed for name, device in self._devices.items() if device.assumed is not None}
         unmet: dict[Name, float] = {("frame", (n,)): log(_typical_s(cost)) for n, cost in assumed.items()}
-        return {**unmet, **met}
+        lines = {line: _LINE.mean for name in assumed for line in _lines((name, BROKER))}
+        return {**unmet, **lines, **met}
 
     def is_unclear(self, names: Collection[str], now: float) -> bool:
         """Return whether the slowdown of one of these devices may be changing: the next run, or heartbeats, tell."""
@@ -530,16 +535,6 @@ def _lines(key: Key) -> tuple[Name, ...]:
 def _whose(what: What, key: Key) -> str:
     name, *peer = (x or "the broker" for x in key)
     return f"{what} from {name} to {peer[0]}" if peer else f"{what} of {name}"
-
-
-def _probe_weight(is_worse: bool, stream: str, loading: bool) -> float:
-    """Return the weight of a probe. One beside exchanges that found a link worse than believed has shared it.
-
-    One beside loads that did says nothing: a load takes what the link has left for as long as it lasts.
-    """
-    if loading:
-        return 0.0 if is_worse else LOADED_LINK
-    return SHARED_LINK if stream == "busy" and is_worse else 1.0
 
 
 def _typical_s(cost: FrameCost) -> float:

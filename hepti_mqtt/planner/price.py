@@ -101,6 +101,7 @@ class Question:
     is_exhaustive: bool = True
     active: Plan | None = None
     residents: tuple[Plan, ...] = ()
+    coming: Plan | None = None  #: the plan whose load is under way
     budget: Budget = field(default_factory=Budget, compare=False)
     tiles: TileMap | None = field(default=None, compare=False)  #: of the model's weights, if its manifest is known
     cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
@@ -269,9 +270,13 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
     """
     many = len(plan.devices) > THOROUGH and not question.is_exhaustive and question.objective != "memory"
     if many and not exactly:
-        most = _most_bytes(question.spec, question.weight_dtype, question.in_flight)
-        if all(question.cluster.devices[d].memory_bytes >= PLENTY * most for d in plan.devices):
-            return Memory(dict.fromkeys(plan.devices, most), {})
+        whole, rest = _most_bytes(question.spec, question.weight_dtype, question.in_flight)
+        memory = [question.cluster.devices[device].memory_bytes for device in plan.devices]
+        bounds = dict.fromkeys(plan.devices, whole + rest)
+        if min(memory) < PLENTY * (whole + rest):  # the weights of a part tell more, and take longer
+            bounds = {d: weights_bytes(resident_weights(question.spec, plan, d)) + rest for d in plan.devices}
+        if all(most >= PLENTY * need for most, need in zip(memory, bounds.values(), strict=True)):
+            return Memory(bounds, {})
     needs = {}
     for device in plan.devices:
         question.pause()
@@ -281,8 +286,12 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
 
 
 @lru_cache(maxsize=8)
-def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> int:
-    return int(MORE * peak_bytes(spec, plan_alone(storage), "", in_flight)) + MORE_BYTES
+def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> tuple[int, int]:
+    """Return bounds of what a device's part of any plan needs: its weights, and all else."""
+    alone = plan_alone(storage)
+    weights = weights_bytes(resident_weights(spec, alone, ""))
+    rest = peak_bytes(spec, alone, "", in_flight) - weights
+    return int(MORE * weights), int(MORE * rest) + MORE_BYTES
 
 
 def plan_alone(storage: WeightDtype) -> Plan:

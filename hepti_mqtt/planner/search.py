@@ -159,9 +159,9 @@ class Search:
                     yield from self._priced(draft.plan, draft.shares)
 
     def usable_plans(self) -> Iterator[Plan]:
-        """Yield the active plan and those whose weights are there, as far as the question allows them."""
+        """Yield the active plan, the one that loads, and those with loaded weights, if the question allows them."""
         question, seen = self.question, set[tuple[object, ...]]()
-        for plan in (question.active, *question.residents):
+        for plan in (question.active, question.coming, *question.residents):
             if plan is None or plan.replicas or not set(plan.devices) <= set(question.cluster.devices):
                 continue
             pinned = question.devices is None or set(plan.devices) == set(question.devices)

@@ -350,11 +350,25 @@ class Followed(NamedTuple):
 
 
 _COUNTS: Final = 4  # numbers before the lengths
+_ADDED: Final = 16  # with the index of a want: a row is added to the embedding of each token
 _SESSION_NUMBERS: Final = 3  # of each session: its number, flags and source
 _FINAL: Final = 1
 _TAKES_OVER: Final = 2
 _DRAW: Final = np.dtype(list(zip(Draw._fields, ("<u4", "<u8", "<f8", "<u4", "<f4", "<f4"), strict=True)))
 MAX_TOGETHER: Final = 8  # sessions of one run
+
+
+def want_number(shape: PlainShape) -> int:
+    """Return what stands in messages for a run's want, and for whether rows are added to its embeddings."""
+    return WANTS.index(shape.want) | (_ADDED if shape.added else 0)
+
+
+def want_of(number: int) -> tuple[Want, bool]:
+    """Return the want that a number stands for, and whether rows are added; raises ValueError for any other."""
+    want = number & ~_ADDED
+    if not 0 <= want < len(WANTS):
+        raise ValueError(f"a shape cannot have want {number}")
+    return WANTS[want], bool(number & _ADDED)
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
@@ -393,7 +407,7 @@ def encode_work(
     draws = b"" if follows is None else np.array([*follows.draws], _DRAW).tobytes()
     size = _work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows, len(draws))
     head = np.zeros(size // 4, NUMPY_DTYPE["i32"])
-    counts = (WANTS.index(plain.want), len(plain.sizes), len(plain.mask_rows), plain.session_rows)
+    counts = (want_number(plain), len(plain.sizes), len(plain.mask_rows), plain.session_rows)
     fields = (*counts, *plain.sizes, *plain.mask_rows, *chain.from_iterable(map(_session_fields, sessions)))
     head[: len(fields)] = fields
     head[len(fields) : len(fields) + len(draws) // 4] = np.frombuffer(draws, NUMPY_DTYPE["i32"])
@@ -426,7 +440,8 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     if len(body) < ALIGN:
         raise WireError(f"a request of {len(body)} bytes is truncated")
     want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
-    if not 0 <= want < len(WANTS) or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
+    known = 0 <= want & ~_ADDED < len(WANTS)
+    if not known or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
     draws = _draw_numbers(frame, sequences)
     head_bytes = _work_header_bytes(sequences, masks, cache, 4 * draws)
@@ -435,7 +450,8 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
     if any(head[sequences + masks + _session_numbers(sequences, cache) + draws :]):
         raise WireError("the request's lengths are not padded with zeros")
-    shape = PlainShape(tuple(head[:sequences]), WANTS[want], tuple(head[sequences : sequences + masks]), cache)
+    kind, added = want_of(want)
+    shape = PlainShape(tuple(head[:sequences]), kind, tuple(head[sequences : sequences + masks]), cache, added)
     _check_request(shape, dtype, dims)
     _check_sessions(shape, decode_sessions(frame))
     inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
@@ -513,6 +529,8 @@ def check_shape(shape: PlainShape) -> None:
     rows = shape.mask_rows
     if rows and (rows[0] < 0 or rows[-1] >= tokens or any(a >= b for a, b in pairwise(rows))):
         raise WireError(f"mask rows must rise within 0 to {tokens - 1}")
+    if shape.added and (sequences > 1 or not shape.session_rows):
+        raise WireError("rows are added to the embeddings of one session's run")
     if shape.session_rows and (sequences > MAX_TOGETHER or not max(shape.sizes) <= shape.session_rows <= MAX_TOKENS):
         raise WireError(f"a cache of {shape.session_rows} rows is not for {sequences} sequences of {tokens} tokens")
 
@@ -541,7 +559,10 @@ MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
 
 
 class KnownExchange(NamedTuple):
-    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame."""
+    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame.
+
+    head: what stands before the array on the connection, with zeros for tag and number of the run.
+    """
 
     header_prefix: bytes
     plan_key: tuple[str, PlanVersion]
@@ -549,6 +570,7 @@ class KnownExchange(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     nbytes: int
+    head: bytes
 
 
 class TensorArrival(NamedTuple):
@@ -592,8 +614,11 @@ class ExchangeCache:
         run_id = int.from_bytes(payload[_RUN_ID_AT:HEADER_BYTES], "little")
         return TensorArrival(exchange, run_id, payload) if run_id <= U63 else None
 
-    def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame) -> None:
-        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there."""
+    def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame, packet_head: bytes = b"") -> None:
+        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there.
+
+        packet_head: what its packets begin with.
+        """
         if payload.nbytes == HEADER_BYTES:
             return  # an empty array has no place in a payload
         if len(self._known) >= MAX_EXCHANGES:
@@ -606,4 +631,5 @@ class ExchangeCache:
             np.dtype(NUMPY_DTYPE[frame.dtype]),
             frame.shape,
             payload.nbytes,
+            packet_head + prefix.ljust(HEADER_BYTES, b"\0"),
         )

@@ -21,7 +21,7 @@ from hepti_mqtt.errors import BadNameError, WireError
 from hepti_mqtt.ids import PlanVersion, Start, check_name
 from hepti_mqtt.plan import KEYS, OPTIONAL_KEYS, Plan
 from hepti_mqtt.protocol import keys, plausible
-from hepti_mqtt.protocol.frames import MAGIC, WANTS, Body, Frame, check_shape
+from hepti_mqtt.protocol.frames import MAGIC, Body, Frame, check_shape, want_number, want_of
 from hepti_mqtt.protocol.frames import decode as decode_frame
 from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
 from hepti_mqtt.spec import PlainShape
@@ -448,7 +448,7 @@ def _frame_key(value: Any) -> bytes:
 
 
 def _plain_shape(shape: PlainShape) -> list[Any]:
-    return [WANTS.index(shape.want), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
+    return [want_number(shape), shape.session_rows, list(shape.sizes), list(shape.mask_rows)]
 
 
 def _shape(value: Any) -> PlainShape:
@@ -459,9 +459,8 @@ def _shape(value: Any) -> PlainShape:
     if type(lengths) is not list or type(masks) is not list or len(lengths) + len(masks) > MAX_SHAPE_NUMBERS:
         raise ValueError(f"a shape's lengths and mask rows are not lists of {MAX_SHAPE_NUMBERS} numbers together")
     count = plausible.COUNT
-    if count(want) >= len(WANTS):
-        raise ValueError(f"a shape cannot have want {want}")
-    shape = PlainShape(tuple(map(count, lengths)), WANTS[want], tuple(map(count, masks)), count(cache))
+    kind, added = want_of(count(want))
+    shape = PlainShape(tuple(map(count, lengths)), kind, tuple(map(count, masks)), count(cache), added)
     check_shape(shape)
     return shape
 

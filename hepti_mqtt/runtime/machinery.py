@@ -132,7 +132,7 @@ class StateMachine(Generic[State, Event]):
 
     def step(self, subject: str, state: State, event: Event, now: float, why: str = "") -> State:
         """Return the state after an event; a thing whose state has no step for it goes to its safe state."""
-        after = self.table.after(state, event)
+        after = self.table.steps[state].get(event)
         if after is not None:
             self.story.append(Transition(now, subject, state, event, after, why))
             return after

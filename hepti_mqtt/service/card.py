@@ -46,6 +46,7 @@ def _made(checkpoint: Checkpoint) -> dict[str, Any]:
         "digest": manifest.digest.hex(),
         "modified": max((file.stat().st_mtime for file in files), default=0.0),
         "chat": chat,
+        "vision": checkpoint.sees,
         "tools": tools,
         "thinking": thinking,
     }

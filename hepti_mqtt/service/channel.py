@@ -23,13 +23,13 @@ from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.handler import Asked, Reply, encode_failure
 from hepti_mqtt.service.requests import peek_id
 from hepti_mqtt.transport import (
+    BrokerConnection,
     BrokerUrl,
     Connected,
     Delivery,
     DeliveryWindow,
     Disconnected,
     OnState,
-    PahoTransport,
     Receipt,
     State,
     Will,
@@ -340,7 +340,7 @@ class RequestChannel:
         url: BrokerUrl,
         name: str,
         place: Path,
-        answers: PahoTransport,
+        answers: BrokerConnection,
         decoder: MessageDecoder,
         on_request: Callable[[RawRequest], None],
         on_state: OnState,
@@ -352,7 +352,7 @@ class RequestChannel:
         self._connected: Connected | None = None  # the current connection that brings requests
         self._window, self._most = DeliveryWindow(self._handle_overflow), most
         self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
-        self._requests = PahoTransport(
+        self._requests = BrokerConnection(
             url,
             f"{name}-requests",
             on_message=lambda _topic, _payload: None,
@@ -370,7 +370,7 @@ class RequestChannel:
         self._requests.subscribe(self._decoder.requests())
 
     def connect(self) -> None:
-        """Connect; raises as `PahoTransport.connect` does."""
+        """Connect; raises as `BrokerConnection.connect` does."""
         self._requests.connect()
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ from hepti_mqtt.service.requests import (
     split_envelope,
     split_into_batches,
 )
+from hepti_mqtt.service.seen import has_pictures, rows_of
 from hepti_mqtt.service.thinking import Thoughts
 from hepti_mqtt.service.written import WrittenText
 
@@ -104,11 +105,13 @@ class Asked(NamedTuple):
 class Joint:
     """Requests of one client's request, whose answer is made of all their answers; callable on any thread.
 
-    requests: in the order of their models; the last one has the question.
+    requests: in the order of their models; the last one has the question. words: of a prompt with pictures, the model
+    of the text, which begins when the rows of the pictures are there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, words: Checkpoint | None = None) -> None:
         self.requests: tuple[Request, ...] = ()
+        self.words = words
         self._lock = threading.Lock()
         self._answers: dict[RequestKey, AnswerRequest] = {}
         self._failed = False
@@ -218,7 +221,8 @@ class RequestHandler:
         if known is not None:
             return Reply(topic, known.payload, key)
         found = _read_by(served, parts.body)
-        joint = Joint() if len(found) > 1 else None
+        sees = found[-1][1].pictured is not None
+        joint = Joint(found[-1][0].checkpoint if sees else None) if len(found) > 1 else None
         made = []
         for one, prepared in found:
             written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
@@ -232,9 +236,23 @@ class RequestHandler:
 
     @staticmethod
     def parts_of(request: Request) -> tuple[Request, ...]:
-        """Return the requests that a client's request is answered by, of which this is the first."""
+        """Return the requests of a client's request that begin at once, of which this is the first."""
         joint = _context(request).joint
-        return (request,) if joint is None else joint.requests
+        return (request,) if joint is None or joint.words is not None else joint.requests
+
+    def following(self, answer: AnswerRequest) -> Request | None:
+        """Return the request that begins with an answer: the text, when the rows of its pictures are there.
+
+        Raises ModelError for rows that no text can have.
+        """
+        joint = _context(answer.request).joint
+        if joint is None or joint.words is None or answer.request is joint.requests[-1]:
+            return None
+        text = joint.requests[-1]
+        assert text.generation is not None
+        assert text.generation.pictured is not None
+        text.generation.pictured.rows = rows_of(joint.words, answer.request.output())
+        return text
 
     def keys_of(self, key: RequestKey) -> list[RequestKey]:
         """Return the keys of the requests that a client's request may be answered by."""
@@ -417,6 +435,10 @@ def _read_by(served: Sequence[OpenModel], body: Mapping[str, Any]) -> list[tuple
         if len(pair) == 2 and pair[0].checkpoint.similarity is not None:
             words, pictures = pair
             return list(zip(pair, requests.read_matched(words.checkpoint, pictures.checkpoint, body), strict=True))
+    if served[0].checkpoint.sees and has_pictures(body):
+        words, eyes = served
+        seen, text = requests.read_seen(words.checkpoint, eyes.checkpoint, body)
+        return [(eyes, seen), (words, text)] if text.wants_result else [(words, text)]
     place = requests.reader_of([model.checkpoint for model in served], body)
     chosen, others = served[place], [model.checkpoint for i, model in enumerate(served) if i != place]
     return [(chosen, requests.read_input(chosen.checkpoint, body, others))]
@@ -441,6 +463,7 @@ def _request(
             shape = shape.with_want("candidates")
         made = Transcription if rules.needs_attempts else Generation
         generation = made(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        generation.pictured = prepared.pictured
         generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None
     return Request(

@@ -11,8 +11,6 @@ from hepti_mqtt.transport import (
     BrokerUrl,
     DataConnection,
     OnState,
-    PahoTransport,
-    data_connection_possible,
 )
 
 TOPICS: Final = 1024  # with a heartbeat that waits; more devices than a site remembers
@@ -26,8 +24,7 @@ class HeartbeatInbox:
     """
 
     def __init__(self, url: BrokerUrl, name: str, topics: str, on_state: OnState) -> None:
-        kind: type[DataConnection | PahoTransport] = DataConnection if data_connection_possible() else PahoTransport
-        self._transport = kind(url, name, on_message=self.put, on_state=on_state, name="planner-heartbeats")
+        self._transport = DataConnection(url, name, on_message=self.put, on_state=on_state, name="planner-heartbeats")
         self._transport.subscribe([(topics, 0)])
         self._lock = threading.Lock()  # guards what follows
         self._latest: dict[str, bytes] = {}  # by topic; the one that has waited longest comes first

@@ -29,7 +29,7 @@ from hepti_mqtt.protocol.messages import (
 )
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, State
 
 STATE_S: Final = 10.0  # between two states of a device: a heartbeat a second would fill Home Assistant's history
 TICK_S: Final = 1.0  # between two looks at rates: payloads are made for each
@@ -425,7 +425,7 @@ class HomeAssistant:
     ) -> None:
         self._session, self._clock, self._report = HomeAssistantSession(topics, prefix, tasks), clock, report
         self._lock = threading.Lock()  # guards the session
-        self._transport = PahoTransport(
+        self._transport = BrokerConnection(
             url,
             f"hepti-{topics.site}-planner-home",
             on_message=self._heard,

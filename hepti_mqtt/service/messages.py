@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.service.texts import CharacterBudget, describe, quoted
@@ -16,21 +16,36 @@ KEYS: Final = frozenset(
      "reasoning", "audio", "function_call"}
 )  # fmt: skip
 _NULL: Final = ("audio", "function_call")  # alone
+#: how closely a picture is looked at: low as a whole, else as the model's files say
+DETAILS: Final = ("auto", "low", "high")
 MAX_MESSAGES: Final = 1000
 MAX_TOOLS: Final = 128
 
 
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return messages with plain texts; raises RequestError naming what is wrong."""
+class GivenPicture(NamedTuple):
+    """A picture of a request, in base64 or as a data URL."""
+
+    name: str
+    #: None for a part of a message whose picture stands beside the messages
+    value: Any
+    #: it is looked at as a whole, without its parts
+    whole: bool = False
+
+
+def read_messages(value: Any, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
+    """Return messages with plain texts, or with lists of parts for a model that sees.
+
+    pictures: of a model that sees, gets those in the messages. Raises RequestError naming what is wrong.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError(f"messages must be a list with at least one message, not {describe(value)}")
     if len(value) > MAX_MESSAGES:
         raise RequestError(f"messages has {len(value)} elements; send at most {MAX_MESSAGES}")
     characters = CharacterBudget()
-    return [_message(f"messages[{place}]", one, characters) for place, one in enumerate(value)]
+    return [_message(f"messages[{place}]", one, characters, pictures) for place, one in enumerate(value)]
 
 
-def _message(name: str, value: Any, characters: CharacterBudget) -> dict[str, Any]:
+def _message(name: str, value: Any, characters: CharacterBudget, pictures: list[GivenPicture] | None) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(f'{name} must be an object such as {{"role": "user", "content": "..."}}')
     unknown = [key for key in value if key not in KEYS or (key in _NULL and value[key] is not None)]
@@ -45,11 +60,54 @@ def _message(name: str, value: Any, characters: CharacterBudget) -> dict[str, An
     if value.get("reasoning") and "reasoning_content" not in message:
         message["reasoning_content"] = value["reasoning"]
     message["role"] = "system" if role == "developer" else role
-    message["content"] = _text(f"{name}.content", value.get("content"), missing_ok=role == "assistant")
-    characters.take(len(message["content"]))
+    content, missing_ok = value.get("content"), role == "assistant"
+    if pictures is None:
+        message["content"] = _text(f"{name}.content", content, missing_ok=missing_ok)
+        characters.take(len(message["content"]))
+    else:
+        message["content"] = _parts(f"{name}.content", content, missing_ok, pictures)
+        characters.take(sum(len(part.get("text", "")) for part in message["content"]))
     if calls:
         message["tool_calls"] = _calls(f"{name}.tool_calls", calls)
     return message
+
+
+def _parts(name: str, value: Any, missing_ok: bool, pictures: list[GivenPicture]) -> list[dict[str, str]]:
+    """Return a content as parts, as templates of models that see read them; its pictures are added to the others."""
+    if not isinstance(value, list):
+        return [{"type": "text", "text": _text(name, value, missing_ok=missing_ok)}]
+    parts: list[dict[str, str]] = []
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url"):
+            pictures.append(_picture(f"{name}[{place}]", part))
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": _text(name, [part], missing_ok=False)})
+    return parts
+
+
+def _picture(name: str, part: Mapping[str, Any]) -> GivenPicture:
+    """Return the picture of a part, as OpenAI's interface has it (`image_url`), or with `image`."""
+    key = str(part["type"])
+    given = part.get(key)
+    wrapped: Mapping[str, Any] = given if key == "image_url" and isinstance(given, Mapping) else {"url": given}
+    unknown = [one for one in part if one not in ("type", key)] + [
+        one for one in wrapped if one not in ("url", "detail")
+    ]
+    if unknown:
+        raise RequestError(f"{name} has {', '.join(map(quoted, unknown[:8]))}, which is not read; leave it out")
+    detail, data = wrapped.get("detail"), wrapped.get("url")
+    if detail not in (None, *DETAILS):
+        raise RequestError(f"{name}.image_url.detail must be one of {', '.join(DETAILS)}, not {quoted(detail)}")
+    if isinstance(data, str) and data[:5].lower() in ("http:", "https"):
+        raise RequestError(
+            f"{name}: pictures are not fetched from the network; send the file itself as a data URL "
+            "(data:image/jpeg;base64,...)"
+        )
+    if key == "image_url" and not isinstance(data, str):
+        raise RequestError(f'{name}.image_url must be an object such as {{"url": "data:image/jpeg;base64,..."}}')
+    return GivenPicture(name, data, detail == "low")
 
 
 def _text(name: str, value: Any, *, missing_ok: bool) -> str:

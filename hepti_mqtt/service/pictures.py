@@ -7,7 +7,7 @@ import binascii
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
@@ -17,8 +17,9 @@ from PIL import Image, ImageOps
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
+from hepti_mqtt.models.views import Box, Cut, Views
 from hepti_mqtt.service.boxed_pictures import UnreadablePicture, is_boxed, unboxed
-from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS
+from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, MAX_SEQUENCES
 from hepti_mqtt.service.texts import describe
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -48,6 +49,42 @@ def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -
     items: with the names for errors. resample: the number of Pillow's filter. Raises RequestError for an invalid
     picture, or too many pixels in total.
     """
+    files = _files(items, reads)
+    return np.stack([_pixels(name, file, reads, resample) for name, file in files.items()])
+
+
+def decode_views(
+    items: Sequence[tuple[str, Any]], reads: ImageInput, views: Views, whole: Collection[int] = ()
+) -> tuple[npt.NDArray[np.uint8], list[Cut]]:
+    """Return all views of base64 pictures as uint8 [V, C, S, S], and how each picture became views.
+
+    items: with the names for errors. whole: of which only the whole picture is looked at. Raises RequestError as
+    `decode` does, and for too many views.
+    """
+    cuts, pixels = list[Cut](), list[npt.NDArray[np.uint8]]()
+    for i, (name, file) in enumerate(_files(items, reads).items()):
+        with _opened(name, file) as picture:
+            colours = _colours(picture)
+            cut = views.cut(*colours.size, whole=i in whole)
+            if len(pixels) + len(cut.boxes) > MAX_SEQUENCES:
+                raise RequestError(f"{name}: the pictures have more than {MAX_SEQUENCES} views; send fewer or smaller")
+            for size in cut.sizes:
+                colours = colours.resize(size, views.resample)
+            pixels += [_view(colours, box, reads, views) for box in cut.boxes]
+        cuts.append(cut)
+    return np.stack(pixels), cuts
+
+
+def _view(picture: Image.Image, box: Box, reads: ImageInput, views: Views) -> npt.NDArray[np.uint8]:
+    """Return a part of a picture as uint8 [C, S, S]; pixels of a patch that is not whole are left out."""
+    part = picture.crop(box)
+    part = part if part.size == (views.side,) * 2 else part.resize((views.side,) * 2, views.resample)
+    seen = np.asarray(part, np.uint8)[: reads.size, : reads.size]
+    return np.ascontiguousarray(seen.transpose(2, 0, 1))
+
+
+def _files(items: Sequence[tuple[str, Any]], reads: ImageInput) -> dict[str, bytes]:
+    """Return the pictures' files by name; raises RequestError for too many pixels in total."""
     files = {name: _file(name, value) for name, value in items}
     boxed = [name for name, file in files.items() if is_boxed(file)]
     total = 0
@@ -67,7 +104,7 @@ def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -
                 f"{boxed[error.index]} is not a picture that can be read ({error}); send {_LISTED}"
             ) from error
         files.update(zip(boxed, plain, strict=True))
-    return np.stack([_pixels(name, file, reads, resample) for name, file in files.items()])
+    return files
 
 
 def _too_large(name: str, size: str, reads: ImageInput) -> RequestError:
@@ -116,14 +153,19 @@ def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
 def _pixels(name: str, file: bytes, reads: ImageInput, resample: int) -> npt.NDArray[np.uint8]:
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
-        ImageOps.exif_transpose(picture, in_place=True)
-        # Without this step Pillow drops a palette's transparency with a warning.
-        known = picture.convert("RGBA") if "transparency" in picture.info else picture
-        if known.mode in _GREY:
-            known = Image.fromarray((np.asarray(known) >> 8).astype(np.uint8))
-        colours = known if known.mode == "RGB" else known.convert("RGB")
+        colours = _colours(picture)
         seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
         return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
+
+
+def _colours(picture: Image.Image) -> Image.Image:
+    """Return an open picture in RGB, turned as its file says."""
+    ImageOps.exif_transpose(picture, in_place=True)
+    # Without this step Pillow drops a palette's transparency with a warning.
+    known = picture.convert("RGBA") if "transparency" in picture.info else picture
+    if known.mode in _GREY:
+        known = Image.fromarray((np.asarray(known) >> 8).astype(np.uint8))
+    return known if known.mode == "RGB" else known.convert("RGB")
 
 
 def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Image:

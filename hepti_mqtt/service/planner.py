@@ -36,7 +36,7 @@ from hepti_mqtt.runtime.coordinator import interface, session
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
-from hepti_mqtt.runtime.coordinator.requests import RequestKey
+from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service.card import model_card
@@ -59,11 +59,11 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, Window, run_into
 from hepti_mqtt.service.tiles import TileServer
 from hepti_mqtt.transport import (
+    BrokerConnection,
     BrokerUrl,
     Connected,
     Disconnected,
     Inbox,
-    PahoTransport,
     Refused,
     State,
     Will,
@@ -160,9 +160,9 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
     return found.start
 
 
-def _weights_connection(url: BrokerUrl, name: str) -> PahoTransport:
+def _weights_connection(url: BrokerUrl, name: str) -> BrokerConnection:
     """Return a connection for weights alone, so that requests do not queue behind them."""
-    return PahoTransport(
+    return BrokerConnection(
         url,
         f"{name}-weights",
         on_message=lambda _topic, _payload: None,
@@ -213,6 +213,7 @@ class _Planner:
         self.session = _coordinator(config, start, models)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
+        self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
@@ -252,7 +253,7 @@ class _Planner:
         name: of the planner among MQTT clients.
         """
         config = self.config
-        self.control = PahoTransport(
+        self.control = BrokerConnection(
             config.url,
             name,
             on_message=self._handle_message,
@@ -412,11 +413,14 @@ class _Planner:
         if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
             self.channel.send(taken)
         for request in self.handler.parts_of(first):
-            if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
-                full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
-                self._answer(interface.RefuseRequest(request, full))
-            self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
+            self._begin(request)
         return True
+
+    def _begin(self, request: Request) -> None:
+        if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
+            full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
+            self._answer(interface.RefuseRequest(request, full))
+        self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
@@ -431,6 +435,8 @@ class _Planner:
                 self.channel.send(part)
             return
         try:
+            if isinstance(command, interface.AnswerRequest) and (text := self.handler.following(command)) is not None:
+                self._begin(text)
             reply = (
                 self.handler.encode_answer(command, time.monotonic())
                 if isinstance(command, interface.AnswerRequest)
@@ -499,7 +505,7 @@ class _Planner:
             raise self.failure
 
     def _connect(
-        self, link: PahoTransport | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
+        self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
     ) -> None:
         wait_for_broker(lambda _left_s: link.connect(), self.log.warning, stop=stop)
 
@@ -558,9 +564,11 @@ class _Planner:
             self._compare_clock(event.device, event.heartbeat.clock_s)
         elif isinstance(event, interface.Tick) and self.session.fleet.unused_reasons() != self.unused:
             self._publish_plans()
-        self.forecasts.set_busy_models(computing := self.session.groups.models_in_use())
-        self.throttle.set_serving(bool(computing))
-        self.tiles.set_serving(bool(computing))
+        if (computing := self.session.groups.models_in_use()) != self.computing:
+            self.computing = computing
+            self.forecasts.set_busy_models(computing)
+            self.throttle.set_serving(bool(computing))
+            self.tiles.set_serving(bool(computing))
         if (standing := self.session.snapshot()) != self.standing:
             self.standing = standing
             self.forecasts.set_plans(standing)

@@ -27,6 +27,7 @@ from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.batches import Batch
+from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
@@ -43,6 +44,7 @@ from hepti_mqtt.service.questions import (
     entailment,
     scoring,
 )
+from hepti_mqtt.service.seen import KEYS, Seen, read_pictures
 from hepti_mqtt.service.texts import TextReader, Tokens, describe, quoted
 from hepti_mqtt.service.thinking import OPEN
 from hepti_mqtt.spec import RequestShape, Want
@@ -106,9 +108,10 @@ LABEL_FORMS: Final = (("text", "candidate_labels"), ("texts", "candidate_labels"
 MATCHED_FORMS: Final = (("image", "candidate_labels"), ("images", "candidate_labels"))
 ANSWER_FORM: Final = ("question", "context")
 MESSAGES_FORM: Final = ("messages",)
+SEEN_FORMS: Final = tuple((text, key) for text in ("text", "messages") for key in KEYS)
 _FORMS: Final = (
     ("text",), ("texts",), ("ids",), *PAIR_FORMS, RANKING_FORM, *LABEL_FORMS, ANSWER_FORM, *IMAGE_FORMS,
-    *AUDIO_FORMS, MESSAGES_FORM,
+    *AUDIO_FORMS, MESSAGES_FORM, *SEEN_FORMS,
 )  # fmt: skip
 _INPUTS: Final = tuple(dict.fromkeys(key for form in _FORMS for key in form))
 _MATCHED_KEYS: Final = ("image", "images", "candidate_labels", "hypothesis_template", "top_k", "truncate")
@@ -150,15 +153,20 @@ class ModelInput:
     thoughts: bool | None = None
     #: a recording in which nobody speaks: its text is empty
     silent: bool = False
+    #: where rows of pictures stand in the prompt; None: it has none
+    pictured: PicturedPrompt | None = None
 
 
-def read_input(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
+def read_input(
+    checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = (), seen: Seen | None = None
+) -> ModelInput:
     """Return the model input of `request`, an object from `json.loads`; docs/reference/requests.md has its keys.
 
-    beside: other models of the same name, which read other requests. Raises RequestError naming what is invalid or
-    over a limit, ModelError if the checkpoint lacks a tokenizer.
+    beside: other models of the same name, which read other requests. seen: the pictures of a prompt, whose keys are
+    then not in the request. Raises RequestError naming what is invalid or over a limit, ModelError if the checkpoint
+    lacks a tokenizer.
     """
-    prepared = _prepared(checkpoint, request, beside)
+    prepared = _prepared(checkpoint, request, beside, seen)
     rows, columns = checkpoint.spec.output_shape(prepared.shape)
     if rows * columns > MAX_OUTPUT:
         raise RequestError(
@@ -174,7 +182,23 @@ def reader_of(models: Sequence[Checkpoint], request: Mapping[str, Any]) -> int:
     return next((i for i, one in enumerate(models) if any({*form} == given for form in forms(one))), 0)
 
 
-def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = ()) -> ModelInput:
+def read_seen(words: Checkpoint, eyes: Checkpoint, request: Mapping[str, Any]) -> tuple[ModelInput, ModelInput]:
+    """Return the inputs of a prompt with pictures: of the tower that sees them, then of the text around them.
+
+    Raises as `read_input` does.
+    """
+    if request.get("want", "task") == "hidden":
+        raise RequestError("want hidden is for texts without pictures; leave the pictures out", "want")
+    seen = read_pictures(words, eyes, request)
+    text = read_input(words, {key: value for key, value in request.items() if key not in KEYS}, (eyes,), seen)
+    reads = eyes.spec.input_spec
+    assert isinstance(reads, ImageInput)
+    return ModelInput(reads.batch(len(seen.pixels)), seen.pixels, True, DEFAULT_TOP_K), text
+
+
+def _prepared(
+    checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = (), seen: Seen | None = None
+) -> ModelInput:
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {describe(request)}')
     unknown = sorted(str(key) for key in request if key not in REQUEST_KEYS)
@@ -200,7 +224,7 @@ def _prepared(checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint]
     assert isinstance(reads, TextInput)
     truncate = "truncate" in request
     if isinstance(reads, DecoderInput):
-        return _decoded(checkpoint, reads, request, form[0], want, top_k, computes)
+        return _decoded(checkpoint, reads, request, form[0], want, top_k, computes, seen)
     request, empty = _without_empty(checkpoint, request, want)
     task = checkpoint.spec.head.task
     places = want == "task" and task in ("token_classification", "question_answering")
@@ -235,11 +259,11 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     """Return the keys that requests of a model may bring their input with, together."""
     reads, head = checkpoint.spec.input_spec, checkpoint.spec.head
     if isinstance(reads, ImageInput):
-        return IMAGE_FORMS
+        return () if head.square else IMAGE_FORMS
     if isinstance(reads, SpeechInput):
         return AUDIO_FORMS
     if isinstance(reads, DecoderInput):
-        return (("text",), ("ids",), MESSAGES_FORM)
+        return (("text",), ("ids",), MESSAGES_FORM, *(SEEN_FORMS if checkpoint.sees else ()))
     assert isinstance(reads, TextInput)
     texts: tuple[Form, ...] = (("text",), ("texts",))
     if head.task == "question_answering":
@@ -317,6 +341,7 @@ def _decoded(
     want: Want,
     top_k: int,
     computes: bool,
+    seen: Seen | None = None,
 ) -> ModelInput:
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several((key,), request):
@@ -334,7 +359,9 @@ def _decoded(
     reader, schema = TextReader(checkpoint, reads, truncate), read_format(request.get("response_format"))
     thoughts: bool | None = None
     if key == "messages":
-        tokens, schema, thoughts = _conversation(checkpoint, request, schema)
+        tokens, schema, thoughts = _conversation(checkpoint, request, schema, seen)
+    elif seen is not None:
+        tokens = Tokens(seen.tokens(request[key]))
     else:
         tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
@@ -348,6 +375,7 @@ def _decoded(
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
+    pictured = None if seen is None else seen.prompt(tokens.ids)
     rules, stop = sampling.read_sampling(
         checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab
     )
@@ -359,8 +387,9 @@ def _decoded(
         new = most
     guesses = "speculate" not in request
     return ModelInput(
-        shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses, thoughts=thoughts
-    )
+        shape, inputs, False, top_k, computes, new, rules=rules, stop=stop, guesses=guesses, thoughts=thoughts,
+        pictured=pictured,
+    )  # fmt: skip
 
 
 class _Conversation(NamedTuple):
@@ -372,11 +401,14 @@ class _Conversation(NamedTuple):
 
 
 def _conversation(
-    checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None
+    checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None, seen: Seen | None
 ) -> _Conversation:
     """Read messages; where a call is demanded, the answer follows the call's schema."""
     with naming("messages"):
-        messages = read_messages(request["messages"])
+        messages = read_messages(request["messages"], [] if checkpoint.sees else None)
+    pictures = None
+    if seen is not None and seen.messages is not None:
+        messages, pictures = seen.messages, (seen.mark, seen.written)
     with naming("tools"):
         tools = read_tools(request.get("tools"))
     demanded = read_choice(request.get("tool_choice"), tools)
@@ -393,8 +425,8 @@ def _conversation(
         raise RequestError(f"model {checkpoint.model} has no thoughts: leave thinking out", "thinking")
     if thinking and follows_schema:
         raise RequestError("a text by a schema has no thoughts: leave thinking out", "thinking")
-    ids = chat.ids(messages, tools, thinking)
-    if tools and ids == chat.ids(messages, None, thinking):
+    ids = chat.ids(messages, tools, thinking, pictures)
+    if tools and ids == chat.ids(messages, None, thinking, pictures):
         raise RequestError(
             f"model {checkpoint.model} has no tools: its chat template writes none; leave them out", "tools"
         )

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from hepti_mqtt.errors import HeptiError, NetworkError, WireError
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
-from hepti_mqtt.transport import BrokerUrl, Delivery, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Delivery
 
 ECHO_S: Final = 10.0
 SWEEP_S: Final = 300.0  # between two sweeps that clear nothing; after one that does, the next follows at once
@@ -44,7 +44,7 @@ def retained_topics(
         payload = delivery.payload
         seen.put(_Seen(delivery.topic, len(payload), delivery.retained and bool(payload), payload == mark))
 
-    transport = PahoTransport(
+    transport = BrokerConnection(
         url,
         f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}",
         on_message=lambda _topic, _payload: None,

@@ -16,7 +16,8 @@ from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
-from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput, fixed_point
+from hepti_mqtt.models.shapes import fixed_point
+from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
@@ -175,7 +176,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
     doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for; seek:
     where the last one ends that is whole.
     """
-    tokens, written = checkpoint.speech, generation.tokens
+    tokens, written = checkpoint.speech, generation.text.tokens
     text, score, silence = _words(checkpoint, written).strip(), _mean(generation.text.scores), generation.silence or 0.0
     is_empty = prepared.silent or _is_silent(silence, score)
     codes = {i: code for code, i in tokens.languages.items()}
@@ -187,7 +188,7 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
         "no_speech": silence,
         "score": score,
         "compression": compression_of(text),
-        "temperature": generation.temperature,
+        "temperature": generation.text.temperature,
         "doubtful": generation.verdict is not None and generation.verdict.again,
         "ids": list(written),
     }

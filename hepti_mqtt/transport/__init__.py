@@ -1,4 +1,4 @@
-"""MQTT: the only place that imports paho."""
+"""MQTT: connections to the broker and between devices."""
 
 from hepti_mqtt.transport.base import (
     Connected,
@@ -16,6 +16,7 @@ from hepti_mqtt.transport.base import (
     Transport,
     Will,
 )
+from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import (
     DeliveryWindow,
     PacketLimit,
@@ -27,13 +28,12 @@ from hepti_mqtt.transport.broker_limits import (
     queue_capacity,
     warn_of_limits,
 )
-from hepti_mqtt.transport.control import PahoTransport
-from hepti_mqtt.transport.data_connection import DataConnection, data_connection_possible
 from hepti_mqtt.transport.name_claim import Claim, claim, new_boot
 from hepti_mqtt.transport.url import BrokerUrl
 from hepti_mqtt.transport.waiting import wait_for_broker
 
 __all__ = [
+    "BrokerConnection",
     "BrokerUrl",
     "Claim",
     "Connected",
@@ -47,7 +47,6 @@ __all__ = [
     "OnMessage",
     "OnState",
     "PacketLimit",
-    "PahoTransport",
     "QueueCapacity",
     "Receipt",
     "Refused",
@@ -56,7 +55,6 @@ __all__ = [
     "Transport",
     "Will",
     "claim",
-    "data_connection_possible",
     "is_loopback",
     "largest_packet",
     "new_boot",

@@ -139,7 +139,7 @@ class Transport(Protocol):
     def publish(
         self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
     ) -> None:
-        """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `PahoTransport.publish`."""
+        """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `BrokerConnection.publish`."""
         ...
 
     def send(self, topic: str, *parts: bytes | memoryview) -> None:
@@ -168,7 +168,12 @@ class Transport(Protocol):
 
 
 class VersionRefused(NetworkError):
-    """The broker does not speak this version of MQTT, or closes the connection or keeps silent on our CONNECT."""
+    """The broker does not speak this version of MQTT, or closes the connection or keeps silent on our CONNECT.
+
+    is_sure: it said so, or closed the connection.
+    """
+
+    is_sure = False
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -237,11 +242,13 @@ def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
     )
 
 
-def hung_up(url: BrokerUrl, error: object) -> VersionRefused:
+def hung_up(url: BrokerUrl, error: object, is_sure: bool = True) -> VersionRefused:
     """Return the error for a broker that ends the connection instead of answering."""
-    return VersionRefused(
+    refusal = VersionRefused(
         f"{url.place} closed the connection before answering ({error}); check the port, and mqtt:// against mqtts://"
     )
+    refusal.is_sure = is_sure
+    return refusal
 
 
 def refused(url: BrokerUrl, reason: str) -> RefusedError:
@@ -254,7 +261,9 @@ def refused(url: BrokerUrl, reason: str) -> RefusedError:
 
 def wrong_version(url: BrokerUrl, protocol: int) -> VersionRefused:
     """Return the error for a broker that does not speak a version."""
-    return VersionRefused(f"the broker at {url.place} does not speak MQTT {_VERSIONS[protocol]}")
+    refusal = VersionRefused(f"the broker at {url.place} does not speak MQTT {_VERSIONS[protocol]}")
+    refusal.is_sure = True
+    return refusal
 
 
 def unavailable(url: BrokerUrl, reason: str) -> NetworkError:
@@ -269,7 +278,7 @@ def check_message(topic: str, payload: object, qos: int) -> None:
     """Raise TypeError for a payload that is not bytes, ValueError for a topic or QoS that MQTT does not allow."""
     if not isinstance(payload, (bytes, bytearray)):
         raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
-    if not is_topic(topic) or qos not in (0, 1, 2):
+    if not is_topic(topic) or qos not in (0, 1):
         raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
 
 
@@ -278,7 +287,7 @@ def check_filters(filters: Sequence[tuple[str, int]]) -> None:
     if not filters:
         raise ValueError("name at least one filter")
     for name, qos in filters:
-        if not is_filter(name) or qos not in (0, 1, 2):
+        if not is_filter(name) or qos not in (0, 1):
             raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
 
 

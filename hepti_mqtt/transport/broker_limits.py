@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from hepti_mqtt.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
-from hepti_mqtt.transport.control import PahoTransport
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 SMALLEST: Final = 1024
@@ -96,7 +96,7 @@ class _SizeProbe:
     def __init__(self, url: BrokerUrl, client_id: str, topic: str, protocol: int | None, timeout_s: float) -> None:
         self._url, self._client_id, self._topic, self._protocol = url, client_id, topic, protocol
         self._timeout_s = timeout_s
-        self._transport: PahoTransport | None = None
+        self._transport: BrokerConnection | None = None
         self._said: int | None = None
         self._events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
 
@@ -127,12 +127,12 @@ class _SizeProbe:
         if transport is not None:
             transport.close(timeout_s=0.5)
 
-    def _connected(self) -> PahoTransport:
+    def _connected(self) -> BrokerConnection:
         if self._transport is not None:
             return self._transport
         events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
         self._events = events
-        transport = self._transport = PahoTransport(
+        transport = self._transport = BrokerConnection(
             self._url,
             self._client_id,
             on_message=lambda _topic, payload: events.put(payload),
@@ -253,7 +253,7 @@ class _QueueProbe:
         self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
         self._unacknowledged: list[Delivery] = []
         self.arrived = self.protocol = 0
-        self._transport = PahoTransport(
+        self._transport = BrokerConnection(
             url,
             client_id,
             on_message=lambda _topic, _payload: None,
@@ -420,7 +420,7 @@ def is_loopback(host: str) -> bool:
 def _lets_everyone_in(url: BrokerUrl) -> bool:
     nobody = replace(url, user=None, password=None)
     name = f"hepti-open-{uuid.uuid4().hex[:12]}"
-    transport = PahoTransport(nobody, name, on_message=lambda *_: None, on_state=lambda _: None, name="open-check")
+    transport = BrokerConnection(nobody, name, on_message=lambda *_: None, on_state=lambda _: None, name="open-check")
     try:
         transport.connect(OPEN_ANSWER_S)
     except HeptiError:

@@ -1,6 +1,6 @@
 """MQTT 3.1.1 and 5 without I/O: bytes in and events out, commands in and bytes out.
 
-The data connection to the broker, subscriptions at a peer's endpoint and the endpoint itself use it. Control packets
+Connections to the broker, subscriptions at a peer's endpoint and the endpoint itself use it. Control packets
 are small classes that `Decoder.next_event` returns and `encode` takes. Large payloads are not copied: the decoder names
 the memory to receive them into (`Decoder.buffer`), and `publish_head` is what stands before a payload that its sender
 writes from where it lies (`sendmsg`).
@@ -24,6 +24,22 @@ UNSUBSCRIBE, UNSUBACK, PINGREQ, PINGRESP, DISCONNECT = 0xA2, 0xB0, 0xC0, 0xD0, 0
 RETAIN: Final = 1
 MAX_LENGTH: Final = 268_435_455  # what four bytes of a length can say
 FAILURE: Final = 0x80  # codes from here on are refusals
+NO_SUBSCRIBERS: Final = 0x10
+# What codes of refusals say: of CONNACK in 3.1.1, and of MQTT 5.
+REASONS: Final[dict[int, str]] = {
+    1: "Unsupported protocol version", 2: "Client identifier not valid", 3: "Server unavailable",
+    4: "Bad user name or password", 5: "Not authorized", 0x80: "Unspecified error", 0x81: "Malformed packet",
+    0x82: "Protocol error", 0x83: "Implementation specific error", 0x84: "Unsupported protocol version",
+    0x85: "Client identifier not valid", 0x86: "Bad user name or password", 0x87: "Not authorized",
+    0x88: "Server unavailable", 0x89: "Server busy", 0x8A: "Banned", 0x8B: "Server shutting down",
+    0x8D: "Keep alive timeout", 0x8E: "Session taken over", 0x8F: "Topic filter invalid", 0x90: "Topic name invalid",
+    0x91: "Packet identifier in use", 0x93: "Receive maximum exceeded", 0x95: "Packet too large",
+    0x96: "Message rate too high", 0x97: "Quota exceeded", 0x98: "Administrative action",
+    0x99: "Payload format invalid", 0x9A: "Retain not supported", 0x9B: "QoS not supported",
+    0x9C: "Use another server", 0x9D: "Server moved", 0x9E: "Shared subscription not supported",
+    0x9F: "Connection rate exceeded", 0xA1: "Subscription identifiers not supported",
+    0xA2: "Wildcard subscription not supported",
+}  # fmt: skip
 
 SESSION_EXPIRY, ASSIGNED_CLIENT, AUTHENTICATION_METHOD = 0x11, 0x12, 0x15
 RECEIVE_MAXIMUM, MAXIMUM_PACKET_SIZE = 0x21, 0x27
@@ -40,7 +56,9 @@ _FROM_CLIENT: Final = frozenset(
 )
 
 STAGE: Final = 4096  # received first, to see what comes; the rest of a larger payload goes where it belongs
-MAX_CONTROL: Final = 1024  # bytes of the longest control packet from a server, and of the longest topic with its header
+MAX_CONTROL: Final = (
+    1024  # bytes of the longest control packet from an endpoint, and of the longest topic with its header
+)
 MAX_TOPICS: Final = 4096  # topics remembered as text
 # First byte, length and length of the topic of a PUBLISH lie in so many bytes, which say where its topic and payload
 # lie: those of frames that come with every request are read once.
@@ -61,20 +79,24 @@ class Malformed(HeptiError):
 
 
 class Publish(NamedTuple):
-    """A message; payload: a view of memory that is used again once nobody refers to it. packet_id: 0 at QoS 0."""
+    """A message; payload: a view of memory that is used again once nobody refers to it. packet_id: 0 at QoS 0.
+
+    repeated: it was sent before.
+    """
 
     topic: str
     payload: memoryview
     qos: int = 0
     retain: bool = False
     packet_id: int = 0
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
     """A client introduces itself; of a version other than 4 and 5 nothing but the version is known.
 
-    will: topic and payload of the last will (written at QoS 0), None without one.
+    will: topic and payload of the last will, None without one. will_options: its QoS and RETAIN, as CONNECT's flags.
     """
 
     version: int
@@ -85,6 +107,7 @@ class Connect:
     keepalive_s: int = 0
     will: tuple[str, bytes] | None = None
     properties: Properties = field(default_factory=dict)
+    will_options: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +200,11 @@ def publish_head(
     return bytes((PUBLISH | qos << 1 | retain,)) + varint(len(name) + nbytes) + name
 
 
+def reason(code: int) -> str:
+    """Return what the code of a refusal says."""
+    return REASONS.get(code, f"code {code}")
+
+
 def varint(value: int) -> bytes:
     """Return MQTT's variable byte integer."""
     if value > MAX_LENGTH:
@@ -213,6 +241,7 @@ def _listed(properties: Properties, version: int) -> bytes:
 
 def _write_connect(c: Connect, version: int) -> Sequence[bytes]:
     flags = c.clean << 1 | (c.will is not None) << 2 | (c.password is not None) << 6 | (c.user is not None) << 7
+    flags |= c.will_options
     will = (_listed({}, version), text(c.will[0]), text(c.will[1])) if c.will is not None else ()
     login = [text(part) for part in (c.user, c.password) if part is not None]
     head = text("MQTT") + struct.pack(">BBH", version, flags, c.keepalive_s)
@@ -353,7 +382,7 @@ def _read_connect(fields: Fields, _version: int) -> Connect:
     fields.end()
     if properties.get(MAXIMUM_PACKET_SIZE) == 0:
         raise Malformed("a maximum packet size of 0")
-    return Connect(version, client, user, password, bool(flags & 2), keepalive_s, will, properties)
+    return Connect(version, client, user, password, bool(flags & 2), keepalive_s, will, properties, flags & 0x38)
 
 
 def _read_connack(fields: Fields, version: int) -> Connack:
@@ -454,7 +483,8 @@ class Decoder:
     """Reads what the other end sends: receive into `buffer()`, say how much came (`received`), take events until None.
 
     reads: which packets the other end may send now. version: of MQTT, 4 or 5. limit_bytes: the longest PUBLISH;
-    control_bytes: the longest other packet. missing: bytes of the payload on its way that have not come yet. Once a
+    control_bytes: the longest other packet, and the longest topic with its header. any_topic: read a topic that MQTT
+    does not allow as "", instead of Malformed. missing: bytes of the payload on its way that have not come yet. Once a
     method has raised Malformed the connection cannot be read any further.
     """
 
@@ -466,16 +496,22 @@ class Decoder:
         limit_bytes: int = MAX_LENGTH,
         control_bytes: int = MAX_CONTROL,
         buffers: Buffers | None = None,
+        any_topic: bool = False,
     ) -> None:
         self.reads, self.version, self.limit_bytes = reads, version, limit_bytes
         self.missing = 0
-        self._control_bytes = control_bytes
+        self._control_bytes, self._any_topic = control_bytes, any_topic
         self._buffers = Buffers() if buffers is None else buffers
         self._stage = memoryview(bytearray(max(STAGE, control_bytes + 5)))
         self._start = self._end = 0  # what of the stage is not parsed
         self._topics: dict[bytes, str] = {}
         self._leads: dict[bytes, tuple[int, int, int]] = {}
         self._begun: Publish | None = None  # whose payload has not all come
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing of a packet has come that `next_event` has not returned."""
+        return not self.missing and self._start == self._end
 
     def buffer(self) -> memoryview:
         """Return where to receive: the rest of a payload and nothing beyond it, or the stage."""
@@ -553,7 +589,7 @@ class Decoder:
         if end < at + 2:
             return None
         start = at + 2 + (stage[at] << 8 | stage[at + 1])
-        if start > at + min(length, MAX_CONTROL):
+        if start > at + min(length, self._control_bytes):
             raise Malformed("a topic longer than its packet, or too long")
         if not plain:
             return self._with_more(first, at, start, at + length)
@@ -565,7 +601,7 @@ class Decoder:
 
     def _with_more(self, first: int, at: int, name_end: int, stop: int) -> Publish | None:
         """Read what stands between topic and payload at QoS 1 and in MQTT 5: packet id and properties."""
-        limit = min(stop, at + MAX_CONTROL)
+        limit = min(stop, at + self._control_bytes)
         head = bytes(self._stage[name_end : min(self._end, limit)])
         fields = Fields(head)
         try:
@@ -589,7 +625,8 @@ class Decoder:
         topic = self._topics.get(name) or self._new_topic(name)
         payload = self._buffers.take(stop - start)
         # Without the arguments of `Publish` to look up, this costs half.
-        message = tuple.__new__(Publish, (topic, payload, first >> 1 & 3, first & RETAIN == RETAIN, packet_id))
+        fields = (topic, payload, first >> 1 & 3, first & RETAIN == RETAIN, packet_id, first & 8 == 8)
+        message = tuple.__new__(Publish, fields)
         if end >= stop:
             payload[:] = stage[start:stop]
             self._start = stop
@@ -602,9 +639,11 @@ class Decoder:
         try:
             topic = name.decode()
         except UnicodeDecodeError:
-            raise Malformed("a topic that is not UTF-8") from None
+            topic = ""
         if not is_topic(topic):
-            raise Malformed(f"a topic {topic[:64]!r}")
+            if self._any_topic:
+                return ""
+            raise Malformed(f"a topic {name[:64]!r}")
         if len(self._topics) >= MAX_TOPICS:
             self._topics.clear()
         self._topics[name] = topic

@@ -228,6 +228,36 @@ class _Route(NamedTuple):
     size: int
 
 
+class Turns:
+    """A lock that one thread may hold for long: others tell it to leave off before they wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: deque[None] = deque()
+        #: called on a thread that is about to wait
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waiting.append(None)
+            try:
+                self.on_wait()
+                self._lock.acquire()
+            finally:
+                self._waiting.pop()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def take(self) -> bool:
+        """Take the lock until `release`; False, and it is not taken, if others wait or have it."""
+        return not self._waiting and self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Give back what `take` has taken."""
+        self._lock.release()
+
+
 class Endpoint:
     """Sends what is published to the subscribers that may read it; anything but a subscription is refused.
 
@@ -251,7 +281,9 @@ class Endpoint:
         self.port: int = self._listener.getsockname()[1]
         self.rejected = 0
         self._clock, self._stats_of, self._on_drop, self._secure = clock, stats_of, on_drop, secure
-        self._lock = threading.RLock()
+        self.lock = Turns()
+        #: changes with the readers of messages
+        self.version = 1
         self._acl = Acl()
         self._subscribers: dict[int, _Subscriber] = {}
         self._routes: dict[
@@ -261,15 +293,37 @@ class Endpoint:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, IN)
 
+    def head_for(self, user: str, topic: str, nbytes: int) -> bytes | None:
+        """Return what stands before a payload, where a message goes to this user alone, and is not encrypted."""
+        routes = self._find(topic, nbytes)
+        if self._secure is not None or [route.reader.session.user for route in routes] != [user]:
+            return None
+        (route,) = routes
+        return route.head if route.size <= route.reader.session.largest_bytes else None
+
+    def open_readers(self) -> dict[str, int]:
+        """Return the descriptors of those users with one connection, to which nothing waits to be sent."""
+        found: dict[str, int] = {}
+        for fd, reader in self._subscribers.items():
+            found[reader.session.user] = -1 if reader.out or reader.session.user in found else fd
+        return found
+
+    def keep(self, user: str, parts: Sequence[Buffer], sent: int) -> None:
+        """Send the rest of a message to a user, of which some bytes were sent."""
+        reader = next(reader for reader in self._subscribers.values() if reader.session.user == user)
+        self._keep(reader, parts, sent)
+        reader.stats.frames_out += 1
+        reader.stats.bytes_out += sum(memoryview(part).nbytes for part in parts[1:])
+
     def admit(self, user: str, key: Hashable, token: str, filters: Sequence[str], limit_bytes: int) -> None:
         """Let a user in with this token to read what these filters take in; limit_bytes: what may wait for it."""
-        with self._lock:
+        with self.lock:
             self._acl.admit(user, key, token, filters, limit_bytes)
             self._review()
 
     def expel(self, user: str, key: Hashable) -> None:
         """End one grant of a user, and its connections with the last one."""
-        with self._lock:
+        with self.lock:
             self._acl.expel(user, key)
             self._review()
 
@@ -278,7 +332,7 @@ class Endpoint:
         nbytes = went = 0
         for part in parts:
             nbytes += memoryview(part).nbytes
-        with self._lock:
+        with self.lock:
             routes = self._routes.get((topic, nbytes))
             for reader, head, size in self._find(topic, nbytes) if routes is None else routes:
                 if self._send(reader, (head, *parts), size):
@@ -291,7 +345,7 @@ class Endpoint:
     def turn(self, timeout_s: float | None) -> None:
         """Wait, then accept, answer, and write what is left over."""
         for fd, events in self._epoll.poll(timeout_s):
-            with self._lock:
+            with self.lock:
                 subscriber = self._subscribers.get(fd)
                 if fd == self._listener.fileno():
                     self._accept()
@@ -300,7 +354,7 @@ class Endpoint:
 
     def tick(self, now: float) -> None:
         """Disconnect clients that send no CONNECT, take nothing or are silent."""
-        with self._lock:
+        with self.lock:
             for reader in self._subscribers.values():
                 if reader.out:
                     self._look(reader, now)
@@ -317,7 +371,7 @@ class Endpoint:
     def queued_bytes(self) -> dict[str, int]:
         """Return what waits, by user."""
         found: dict[str, int] = {}
-        with self._lock:
+        with self.lock:
             for subscriber in self._subscribers.values():
                 user = subscriber.session.user
                 found[user] = found.get(user, 0) + subscriber.out_bytes
@@ -330,7 +384,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Close every connection."""
-        with self._lock:
+        with self.lock:
             for subscriber in list(self._subscribers.values()):
                 self._drop(subscriber)
             self._listener.close()
@@ -352,6 +406,10 @@ class Endpoint:
         routes = [_Route(s, head, len(head) + nbytes) for s, head in zip(found, heads, strict=True)]
         self._routes[topic, nbytes] = routes
         return routes
+
+    def _forget_routes(self) -> None:
+        self._routes.clear()
+        self.version += 1
 
     def _send(self, reader: _Subscriber, parts: Sequence[Buffer], size: int) -> bool:
         sent = 0
@@ -464,7 +522,7 @@ class Endpoint:
         answer = session.feed(data)
         if session.version and not known:
             self._welcome(subscriber)
-        self._routes.clear()
+        self._forget_routes()
         if answer:
             with suppress(BlockingIOError):
                 sent = 0 if subscriber.out else subscriber.connection.send(answer)
@@ -488,7 +546,7 @@ class Endpoint:
 
     def _review(self) -> None:
         """Apply changed grants: a client reads what it subscribed to and its grants cover now."""
-        self._routes.clear()
+        self._forget_routes()
         for subscriber in [s for s in self._subscribers.values() if s.session.version]:
             subscriber.limit_bytes = self._acl.limit_bytes(subscriber.session.user)
             if not self._acl.holds(subscriber.session.user):
@@ -500,7 +558,7 @@ class Endpoint:
 
     def _drop(self, subscriber: _Subscriber) -> None:
         self._subscribers.pop(subscriber.connection.fileno(), None)
-        self._routes.clear()
+        self._forget_routes()
         if subscriber.out:
             self._count_drop(subscriber, len(subscriber.out), subscriber.out_bytes)
             subscriber.out.clear()

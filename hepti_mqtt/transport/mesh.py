@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from hepti_mqtt.transport.buffers import Buffers
+from hepti_mqtt.transport.channels import Channels
 from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.peer import (
     NEVER,
@@ -94,6 +95,7 @@ class Mesh:
         self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self.channels = Channels(self._endpoint, self._peers, self._wake, self._stats_of)
         self._clock = clock
         self._callbacks = Callbacks(
             user=user,
@@ -193,6 +195,10 @@ class Mesh:
         with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+
+    def call_before_waiting(self, leave_off: Callable[[], None]) -> None:
+        """Let other threads call this before they wait for who holds `channels`."""
+        self._endpoint.lock.on_wait = leave_off
 
     def stats(self) -> Mapping[str, PeerStats]:
         """Return what went to and from each peer so far, and what waits."""

@@ -14,7 +14,7 @@ from hepti_mqtt.protocol.messages import QUESTION, Status, decode_status, encode
 from hepti_mqtt.protocol.plausible import U32
 from hepti_mqtt.protocol.starts import next_term
 from hepti_mqtt.transport.base import Connected, Refused, State
-from hepti_mqtt.transport.control import PahoTransport
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 ECHO_S: Final = 5.0
@@ -49,7 +49,7 @@ def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5
         except WireError:
             return  # cleared, or of a foreign program
 
-    transport = PahoTransport(
+    transport = BrokerConnection(
         url, f"{name}-claim-{uuid.uuid4().hex[:12]}", on_message=heard, on_state=inbox.put, name="claim"
     )
     try:
@@ -62,7 +62,7 @@ def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5
         transport.close()
 
 
-def _retained(inbox: queue.SimpleQueue[Status | State], transport: PahoTransport, topic: str) -> Status | None:
+def _retained(inbox: queue.SimpleQueue[Status | State], transport: BrokerConnection, topic: str) -> Status | None:
     """Return the retained status: the one that arrives before our own question."""
     known = None
     until = time.monotonic() + ECHO_S

@@ -14,29 +14,14 @@ from typing import Final
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.buffers import Buffers
-from hepti_mqtt.transport.codec import (
-    FROM_ENDPOINT,
-    Connack,
-    Connect,
-    Decoder,
-    Disconnect,
-    Event,
-    Malformed,
-    Publish,
-    Suback,
-    Subscribe,
-    Unsuback,
-    Unsubscribe,
-    encode,
-    matches,
-)
-from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected, low_water
+from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
+from hepti_mqtt.transport.codec import FROM_ENDPOINT, Connack, Connect, Disconnect, Event, Malformed, Publish, matches
+from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected
 
+MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
 BACKOFF_S: Final = (0.1, 5.0)
-LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
 MAX_TOPICS: Final = 4096
-MAX_READS: Final = 64  # of one connection before others have their turn
 NEVER: Final = float("inf")
 
 
@@ -146,7 +131,6 @@ class _Join:
     due: float = NEVER  # when the answer is late, or when to ask again
     delay_s: float = BACKOFF_S[0]
     told: bool = False  # of a refusal on this connection
-    packet_id: int = 0  # of its last SUBSCRIBE
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +171,12 @@ class Peer:
         self._stood = False  # was up before
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]
-        self._ids = self._tries = 0
+        self._tries = 0
         self._topics: dict[str, bool] = {}  # whether somebody has asked for it
-        self._fd, self._low = -1, 1
-        self.received_bytes = 0  # read so far, headers included
-        self._decoder = self._new_decoder()
+        self._fd = -1
+        self._earlier_bytes = 0  # of earlier connections
+        self._protocol = self._new_protocol()
+        self._reader: Reader | None = None
 
     # -- what the caller wants ---------------------------------------------------------------------------------------
 
@@ -206,7 +191,7 @@ class Peer:
         if bool(address.fingerprint) != (self._callbacks.secure is not None):
             self._cannot(key)
             return
-        self._decoder.limit_bytes = self._limit_bytes()
+        self._protocol.decoder.limit_bytes = self._limit_bytes()
         if self._state is _State.IDLE:
             self._delay_s = BACKOFF_S[0]
             self._try(self._connect)
@@ -227,13 +212,13 @@ class Peer:
         if not self._joins:
             if self._state is _State.UP:
                 with suppress(Malformed, OSError):
-                    self._say(encode(Disconnect()))
+                    self._say(self._protocol.encode(Disconnect()))
             self._close()
         elif join is not None and self._state in (_State.GREETING, _State.UP):
             others = {name for other in self._joins.values() for name in other.filters}
             gone = [name for name in join.filters if name not in others]
             if gone:
-                self._try(lambda: self._say(encode(Unsubscribe(self._next_id(), tuple(gone)))))
+                self._try(lambda: self._say(self._protocol.unsubscribe(gone)))
         self._schedule()
         return bool(self._joins)
 
@@ -246,7 +231,21 @@ class Peer:
     @property
     def missing(self) -> int:
         """Return how many bytes of a payload on its way have not come yet."""
-        return self._decoder.missing if self._state is _State.UP else 0
+        return self._protocol.decoder.missing if self._state is _State.UP else 0
+
+    def open_descriptor(self) -> int:
+        """Return the socket's descriptor; -1 if it is encrypted, not granted all, or a message has come in part."""
+        is_open = self.stats.joined and self._secured is None and self._protocol.decoder.is_empty
+        return self._fd if is_open else -1
+
+    def take(self, data: memoryview) -> None:
+        """Take what was read of the socket elsewhere."""
+        reader = self._reader
+        assert reader is not None
+        try:
+            reader.take(data, self._accept)
+        except (Malformed, OSError, MemoryError) as error:
+            self._give_up(str(error) or repr(error))
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -310,7 +309,8 @@ class Peer:
 
     def _connect(self) -> None:
         self._state, self._deadline = _State.CONNECTING, self._clock() + ANSWER_S
-        self._decoder, self._low = self._new_decoder(), 1
+        self._earlier_bytes, self._reader = self.received_bytes, None
+        self._protocol = self._new_protocol()
         self._topics.clear()
         self._sock = self._connection = begin(self._address.host, self._address.port)
         self._fd = self._sock.fileno()
@@ -331,7 +331,11 @@ class Peer:
         tokens = [join.token.encode() for join in reversed(self._joins.values())]
         self._state, user = _State.GREETING, self._callbacks.user
         login = (user, tokens[self._tries % len(tokens)]) if user else (None, None)
-        self._say(encode(Connect(4, user, *login)) + b"".join([self._question(key) for key in self._joins]))
+        assert self._connection is not None
+        plain = self._sock if self._secured is None else None
+        self._reader = Reader(self._protocol.decoder, self._connection, plain)
+        greeting = self._protocol.encode(Connect(MESH_VERSION, user, *login))
+        self._say(greeting + b"".join([self._question(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:
         """Close the connection, and try again after a while."""
@@ -370,9 +374,9 @@ class Peer:
         self._say(self._question(key))
 
     def _question(self, key: Hashable) -> bytes:
-        join, packet_id = self._joins[key], self._next_id()
-        join.state, join.due, join.packet_id = _Asked.WAITING, self._clock() + ANSWER_S, packet_id
-        return encode(Subscribe(packet_id, tuple((name, 0) for name in join.filters)))
+        join = self._joins[key]
+        join.state, join.due = _Asked.WAITING, self._clock() + ANSWER_S
+        return self._protocol.subscribe(join, [(name, 0) for name in join.filters])
 
     def _heard(self) -> None:
         """Allow an endpoint that sends more time: its answer comes after what it sent before."""
@@ -384,20 +388,15 @@ class Peer:
                 join.due = late
         self._schedule()
 
-    def _next_id(self) -> int:
-        self._ids = self._ids % 65_535 + 1
-        return self._ids
-
-    def _on_control(self, event: Event) -> None:
-        match event:
-            case Connack(code) if self._state is _State.GREETING:
+    def _accept(self, event: Event) -> None:
+        match self._protocol.accept(event):
+            case Publish() as message:
+                self._on_publish(message.topic, message.payload)
+                return
+            case Connack(code):
                 self._let_in(code)
-            case Suback(packet_id, codes) if self._state is _State.UP:
-                self._answered(packet_id, codes)
-            case Unsuback() if self._state is _State.UP:
-                pass
-            case _:
-                raise Malformed(f"{type(event).__name__.upper()} is out of place")
+            case Granted(join, _, codes):
+                self._answered(join, codes)
         self._schedule()
 
     def _let_in(self, code: int) -> None:
@@ -410,12 +409,10 @@ class Peer:
         self.stats.reconnections += self._stood
         self._stood = True
 
-    def _answered(self, packet_id: int, codes: bytes) -> None:
-        key, join = next(((k, j) for k, j in self._joins.items() if j.packet_id == packet_id), (None, None))
-        if join is None or join.state is not _Asked.WAITING:
+    def _answered(self, join: _Join, codes: bytes) -> None:
+        key = next((key for key, own in self._joins.items() if own is join), None)
+        if key is None or join.state is not _Asked.WAITING:
             return  # of a key that has left, or was joined again
-        if len(codes) != len(join.filters):
-            raise Malformed(f"{len(codes)} answers to {len(join.filters)} filters")
         if any(code > 2 for code in codes):
             reason = f"it does not let us read {join.filters[[code > 2 for code in codes].index(True)]}"
             join.state, join.due = _Asked.REFUSED, self._clock() + join.delay_s * random.uniform(0.5, 1.0)
@@ -430,57 +427,31 @@ class Peer:
 
     # -- what comes --------------------------------------------------------------------------------------------------
 
-    def _new_decoder(self) -> Decoder:
-        return Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
+    def _new_protocol(self) -> ClientProtocol:
+        return ClientProtocol(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
 
     def _limit_bytes(self) -> int:
         return max((join.limit_bytes for join in self._joins.values()), default=0)
 
+    @property
+    def received_bytes(self) -> int:
+        """Return how many bytes have come, headers included."""
+        return self._earlier_bytes + (0 if self._reader is None else self._reader.nbytes)
+
     def _receive(self) -> None:
         """Take what is there, at most one large payload."""
-        decoder, connection, secured = self._decoder, self._connection, self._secured
-        assert connection is not None
-        try:
-            for _ in range(MAX_READS):
-                room = decoder.buffer()
-                nbytes = connection.recv_into(room)
-                if not nbytes:
-                    raise Malformed("it hung up")
-                self.received_bytes += nbytes
-                if not self.stats.joined:
-                    self._heard()
-                event = decoder.received(nbytes)
-                while event is not None:
-                    if isinstance(event, Publish):
-                        self._on_publish(event.topic, event.payload)
-                    else:
-                        self._on_control(event)
-                    event = decoder.next_event()
-                if secured is not None:
-                    if not decoder.missing and not secured.pending():
-                        return
-                elif not decoder.missing or nbytes < room.nbytes:
-                    break
-            else:
-                self._callbacks.again(self)
-        except BlockingIOError:
-            pass
-        if secured is None:
-            self._wake_for(decoder.missing)
-
-    def _wake_for(self, nbytes: int) -> None:
-        """Wake up once for the rest of a payload instead of once for every few segments."""
-        low = min(max(nbytes, 1), LOW_WATER)
-        if low != self._low:
-            assert self._sock is not None
-            low_water(self._sock, low)
-            self._low = low
+        reader = self._reader
+        assert reader is not None
+        before = reader.nbytes
+        is_left = reader.read(self._accept, None if self._secured is None else self._secured.pending)
+        if reader.nbytes > before and not self.stats.joined:
+            self._heard()
+        if is_left:
+            self._callbacks.again(self)
 
     def _on_publish(self, topic: str, payload: memoryview) -> None:
         wanted = self._topics.get(topic)
         if wanted is None:
-            if self._state is not _State.UP:
-                raise Malformed("a message before it let us in")
             if len(self._topics) >= MAX_TOPICS:
                 self._topics.clear()
             filters = [name for join in self._joins.values() for name in join.filters]

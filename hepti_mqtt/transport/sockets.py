@@ -87,13 +87,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def tune_sender(sock: socket.socket) -> None:
     """Make an accepted socket as an endpoint wants it."""
-    _tune(sock)
+    tune(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
 def tune_receiver(sock: socket.socket) -> None:
     """Make a socket as a subscriber wants it."""
-    _tune(sock)
+    tune(sock)
     # The receive buffer grows with the low-water mark and stays: it takes whole payloads while we compute.
     low_water(sock, RECEIVE_AHEAD)
     low_water(sock, 1)
@@ -176,16 +176,13 @@ def connected(sock: socket.socket) -> None:
     sock.getpeername()
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
+    """Let a socket never block, hold nothing back (Nagle's algorithm does, for 40 ms), and notice a dead host."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
-
-
-def no_delay(sock: Any) -> None:
-    """Switch Nagle's algorithm off, which holds small packets back for 40 ms."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (option := getattr(socket, f"TCP_{name}", None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def acknowledge_soon(sock: Any) -> None:
@@ -208,11 +205,6 @@ def linger(sock: Any, deadline: float) -> None:
             continue
     except OSError:
         return
-
-
-def buffered(sock: Any) -> bool:
-    """Return whether TLS holds decrypted bytes that nobody has received."""
-    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
 def local(sock: Any) -> bool:

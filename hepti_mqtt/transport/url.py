@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import socket
 import ssl
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hepti_mqtt.errors import ConfigError
@@ -130,7 +129,7 @@ class BrokerUrl:
         """Return the TLS settings, None without TLS; raises `ConfigError` if the authority's file cannot be used."""
         if not self.tls:
             return None
-        context = _Context(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and host name
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and host name
         try:
             if self.ca:
                 context.load_verify_locations(self.ca)
@@ -157,10 +156,3 @@ class BrokerUrl:
 def _id_key(user: str, password: str) -> bytes:
     # Ids stand in the broker's log; to try passwords by them costs as much as with the broker's password file.
     return hashlib.pbkdf2_hmac("sha256", password.encode(), b"hepti client id of " + user.encode(), _ITERATIONS)
-
-
-class _Context(ssl.SSLContext):
-    """Shakes hands at once: paho does so later, and leaks the socket when that fails."""
-
-    def wrap_socket(self, sock: socket.socket, **options: Any) -> ssl.SSLSocket:  # type: ignore[override]
-        return super().wrap_socket(sock, **{**options, "do_handshake_on_connect": True})

@@ -12,7 +12,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
 
 PATIENCE_S = 20.0
 
@@ -43,7 +43,7 @@ class Planner:
         self.topics = Topics(site)
         self.asked = queue.SimpleQueue()
         self.connected = threading.Event()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(url),
             f"planner-{site}",
             on_message=self._heard,

@@ -18,7 +18,7 @@ from site_processes import Site
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
-from hepti_mqtt.transport import BrokerUrl, Connected, PahoTransport, State, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, State, Subscribed
 
 PATIENCE_S = 20.0
 
@@ -62,7 +62,7 @@ class Someone:
     def __init__(self, url: BrokerUrl, client_id: str = "", raw: bool = False, **options: Any) -> None:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self.states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             url,
             client_id or f"test-{uuid.uuid4().hex[:12]}",
             on_message=lambda topic, payload: self.heard.put((topic, payload)),

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from faults_clients import MODEL, Asker, LibraryClient, Question, RawClient, Tally
 from faults_site import DEVICES, KINDS, Fault, FaultySite, Serving, schedule, wait_until_saved
+from mixed_clients import SILENT_S, MixedClient, mixed_clients, mixed_models, right_answers, start_gateway
 from site_processes import SITE, poll
 
 from hepti_mqtt import models
@@ -40,7 +41,7 @@ class Run:
     """What a run is; every_s: between faults. clients: of each kind. asks_s: between the requests of one.
 
     kinds: of the faults that come. away_s: until a planner or an agent that was killed is started again. busy:
-    processes that compute beside the site all the time.
+    processes that compute beside the site all the time. mixed: chats and speech are sent too, by MQTT and HTTP.
     """
 
     seconds: float
@@ -51,6 +52,7 @@ class Run:
     asks_s: float = 0.8
     away_s: float = 0.0
     busy: int = 0
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,25 +71,34 @@ class Silence:
 
 @dataclass
 class Report:
-    """What became of it all; gaps: the silences after faults, by kind; load: the machine's average after each fault."""
+    """What became of it all; gaps: the silences after faults, by kind; load: the machine's average after each fault.
+
+    streams: the longest silence of each mixed client, and whether the broker failed in it.
+    """
 
     tallies: Mapping[str, Tally]
     faults: list[Fault]
     gaps: Mapping[str, list[Silence]]
     load: list[float]
+    streams: Mapping[str, tuple[float, bool]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
-        """Return whether nothing was lost, wrong, or repeated without a word."""
-        return not any(t.lost or t.wrong or t.unmarked for t in self.tallies.values())
+        """Return whether all kinds were answered, none lost, wrong, repeated without a mark or silent for long."""
+        silent = any(seconds > SILENT_S and not broker for seconds, broker in self.streams.values())
+        return not silent and not any(t.lost or t.wrong or t.unmarked or not t.right for t in self.tallies.values())
 
     def __str__(self) -> str:
-        lines = ["clients        sent   right   wrong  errors    lost  repeated  unmarked"]
+        lines = ["clients          sent   right   wrong  errors    lost  repeated  unmarked"]
         for name, t in self.tallies.items():
             numbers = (t.sent, t.right, t.wrong, sum(t.errors.values()), len(t.lost), t.repeated, t.unmarked)
-            lines.append(f"{name:11}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
+            lines.append(f"{name:13}" + "".join(f"{n:8d}" for n in numbers[:5]) + f"{numbers[5]:10d}{numbers[6]:10d}")
             lines += [f"  errors: {t.errors}"] if t.errors else []
             lines += [f"  lost: {name}" for name in t.lost[:5]]
+        for name, (seconds, broker) in self.streams.items():
+            lines.append(
+                f"{name:13} longest silence {seconds:6.2f} s" + (", in which the broker failed" if broker else "")
+            )
         lines += ["", "fault              times  of who served  longest silence      95 %   median"]
         for kind, gaps in self.gaps.items():
             if took := [gap.seconds for gap in gaps]:
@@ -138,6 +149,8 @@ def _longest(fault: Fault, at: float, end: float, answered_s: Sequence[float]) -
 def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True) -> Report:
     """Run it with these models; raises AssertionError if a process ends by itself."""
     asked = [question for name, model in served.items() for question in questions(model, name)]
+    if what.mixed:
+        served = {**served, **mixed_models(directory)}
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(what.busy)]
     try:
         return _on_a_site(what, directory, served, asked, say)
@@ -178,8 +191,14 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
     faults, begun, load = list[Fault](), list[float](), list[float]()
     serving = Serving(site.broker.url)
+    mixed = list[MixedClient]()
+    if what.mixed:
+        with Hepti.connect(site.broker.url, site=SITE) as hepti:
+            right = right_answers(hepti, site.site.models)
+        mixed = mixed_clients(site.broker.url, start_gateway(site.site), right)
+        tallies |= {client.kind: client.tally for client in mixed}
     try:
-        for client in clients:
+        for client in (*clients, *mixed):
             client.start()
         start = time.monotonic()
         for planned in schedule(what.seed, what.seconds, what.every_s, what.kinds):
@@ -196,16 +215,20 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
             site.mend(time.monotonic())
             time.sleep(LOOK_S)
         site.mend_all()
+        for talker in mixed:
+            talker.close()
         _drain(clients, start)
     finally:
         for client in clients:
             client.close()
         serving.close()
     times: dict[str, list[float]] = {question.model: [] for question in asked}
-    for tally in tallies.values():
+    for tally in (tallies["raw MQTT"], tallies["library"]):
         for name, answered_s in tally.answered_s.items():
             times[name] += answered_s
-    return Report(tallies, faults, silences(faults, begun, times), load)
+    broken = [at for fault, at in zip(faults, begun, strict=True) if fault.whom == "broker"]
+    streams = {client.name: client.longest(broken) for client in mixed}
+    return Report(tallies, faults, silences(faults, begun, times), load, streams)
 
 
 def _drain(clients: Sequence[Asker], start: float) -> None:
@@ -242,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--every", type=float, nargs=2, default=Run.every_s, metavar="S", help="seconds between faults")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, with commas between them")
+    parser.add_argument("--mixed", action="store_true", help="chats and speech too, by MQTT and by HTTP")
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
     args = parser.parse_args(arguments)
     kinds = tuple(kind.strip().replace("-", " ") for kind in args.kinds.split(","))
@@ -251,7 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hepti-faults-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        what = Run(args.minutes * 60, args.seed, kinds, tuple(args.every), away_s=args.away, busy=args.busy)
+        what = Run(
+            args.minutes * 60, args.seed, kinds, tuple(args.every), away_s=args.away, busy=args.busy, mixed=args.mixed
+        )
         names = [MODEL, *(f"{MODEL}-{n}" for n in range(2, args.models + 1))]
         served = {name: model_directory(directory, args.model, 3 + n) for n, name in enumerate(names)}
         report = run(what, directory, served)

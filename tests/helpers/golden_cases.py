@@ -10,8 +10,8 @@ import numpy as np
 
 from hepti_mqtt.checkpoint import KINDS
 from hepti_mqtt.models import single_sequence
-from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TokenBatch
-from hepti_mqtt.models.speech import SpeechInput, fixed_point
+from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TokenBatch, fixed_point
+from hepti_mqtt.models.speech import SpeechInput
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

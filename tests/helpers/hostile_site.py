@@ -36,7 +36,7 @@ from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, State, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, State, Subscribed
 
 TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
 TOLERANCE = 5e-5
@@ -109,9 +109,9 @@ class Attacker:
 
     def _connection(
         self, url: str, name: str, heard: Callable[[str, bytes], None], topic: str, qos: int
-    ) -> PahoTransport:
+    ) -> BrokerConnection:
         states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        transport = PahoTransport(
+        transport = BrokerConnection(
             BrokerUrl.parse(url),
             f"attacker-{name}-{uuid.uuid4().hex[:8]}",
             on_message=heard,

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
-from hepti_mqtt.transport import BrokerUrl, PahoTransport, Subscribed
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Subscribed
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
@@ -60,6 +61,12 @@ def foretold(ask: Callable[[], Answer]) -> Answer:
 
     found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
     return found
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def start_hepti(arguments: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
@@ -183,7 +190,7 @@ class Voice:
     def __init__(self, url: str, *topics: str) -> None:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(url),
             f"voice-{uuid.uuid4().hex[:8]}",
             on_message=self.hear,

@@ -70,6 +70,8 @@ FAMILIES |= {
 }
 # Decoders that embed are rows of one family.
 FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-qwen3", "tiny-gemma3")}
+# Towers that see for a decoder.
+FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-smolvlm.image", "tiny-gemma3-eyes.image")}
 # And those that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 

@@ -1,7 +1,8 @@
 """Mixed load over the mesh for a long time, with a peer that is stopped for a while: what every process holds of it.
 
-`make test-soak MINUTES=60` prints tables; the exit code is 1 if memory, descriptors or threads of a process are not
-flat, if the ends of a way between two devices count differently, or if a request was lost or answered wrongly.
+Embeddings and texts by MQTT, chats streamed by MQTT and HTTP, speech by HTTP. `make test-soak MINUTES=60` prints
+tables; the exit code is 1 if memory, descriptors or threads of a process are not flat, if the ends of a connection
+between two devices count differently, or if a request was lost or answered wrongly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from mixed_clients import MixedClient, mixed_clients, mixed_models, right_answers, start_gateway
 from numpy.typing import NDArray
 from site_processes import SITE, Site, poll
 from soak_site import MIB, Flat, Held, edges_of, frames, missing, table, unequal, watch
@@ -82,7 +84,7 @@ class Question:
         if self.model == "gpt":
             return list(found.result["ids"]) == self.answer.tolist()
         array = found.hidden if self.model == "bert" else found.embedding
-        return array.shape == self.answer.shape and np.allclose(array, self.answer, atol=self.atol)
+        return array.shape == self.answer.shape and bool(np.allclose(array, self.answer, atol=self.atol))
 
 
 @dataclass
@@ -121,17 +123,21 @@ class Report:
 
 
 class Load:
-    """Clients that ask one after the other until told to stop; `pause` lets what is under way end."""
+    """Clients that send one request after the other; `pause` lets the requests under way end."""
 
-    def __init__(self, url: str, what: Soak, questions: Sequence[Question]) -> None:
+    def __init__(self, url: str, what: Soak, questions: Sequence[Question], mixed: Sequence[MixedClient]) -> None:
         self.told, self._lock = Told(), threading.Lock()
+        self.mixed = mixed
         self._what, self._questions = what, questions
         self._ending, self._going = threading.Event(), threading.Event()
         self._idle = [threading.Event() for _ in range(what.clients)]
         self.disturbed: list[tuple[float, float]] = []
         self._clients = [Hepti.connect(url, site=SITE, client_id=f"soak-{n}") for n in range(what.clients)]
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(what.clients)]
-        for thread in self._threads:
+        for client in mixed:
+            client.pause_s = what.asks_s
+            client.running.clear()
+        for thread in (*self._threads, *mixed):
             thread.start()
 
     def warm(self) -> None:
@@ -143,16 +149,22 @@ class Load:
 
     def go(self) -> None:
         self._going.set()
+        for client in self.mixed:
+            client.resume()
 
     def pause(self) -> None:
         """Send nothing more, and return when nothing is under way."""
         self._going.clear()
+        for client in self.mixed:
+            client.pause()
         for idle in self._idle:
             assert idle.wait(2 * ANSWER_S), "a client is stuck"
 
     def close(self) -> None:
         self._ending.set()
         self._going.set()
+        for mixed in self.mixed:
+            mixed.close()
         for client in self._clients:
             client.close()  # ends what still waits
         for thread in self._threads:
@@ -186,8 +198,21 @@ class Load:
             elif ended - begun >= ANSWER_S:
                 self.told.lost += 1
             else:
-                near = any(begun < end and ended > start for start, end in self.disturbed)
-                (self.told.errors if near else self.told.unexplained)[error.code] += 1
+                self._count(begun, ended, error.code)
+
+    def _count(self, begun: float, ended: float, code: str) -> None:
+        near = any(begun < end and ended > start for start, end in self.disturbed)
+        (self.told.errors if near else self.told.unexplained)[code] += 1
+
+    def count_mixed(self) -> None:
+        """Add what the mixed clients noted; they are stopped."""
+        for tally in {id(client.tally): client.tally for client in self.mixed}.values():
+            self.told.right += tally.right
+            self.told.lost += len(tally.lost)
+            self.told.wrong += [f"{tally.wrong} of the mixed clients"] if tally.wrong else []
+        for client in self.mixed:
+            for failure in client.failures:
+                self._count(*failure)
 
 
 def questions(places: Mapping[str, Path], seed: int, each: int = 3) -> list[Question]:
@@ -225,13 +250,15 @@ def run(what: Soak, directory: Path, say: bool = True) -> Report:
     """Run it; raises AssertionError if a process ends by itself."""
     places = {name: make_model(kind, directory / name, 3, layers) for name, (kind, layers) in KINDS.items()}
     with start_broker() as broker:
-        site = Site(directory, broker, places)
+        site = Site(directory, broker, places | mixed_models(directory))
         try:
             site.planner()
             with Hepti.connect(broker.url, site=SITE, client_id="watcher") as hepti:
                 for name in DEVICES:
                     _start_agent(site, hepti, name)
-                load = Load(broker.url, what, questions(places, what.seed))
+                right = right_answers(hepti, site.models)
+                mixed = mixed_clients(broker.url, start_gateway(site), right)
+                load = Load(broker.url, what, questions(places, what.seed), mixed)
                 try:
                     return _soak(what, site, broker, hepti, load, say)
                 finally:
@@ -291,6 +318,7 @@ def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Lo
     load.go()
     _work(what.seconds * (1 - STOP_AT), what, site, held)
     wrong += _compare(hepti, load, lost, "at the end")
+    load.count_mixed()
     total = frames(edges_of(_online(hepti)))
     wrong += [line for name, each in held.items() for line in each.wrong(name, what.flat)]
     told = load.told
@@ -339,13 +367,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stopped", type=float, default=Soak.stopped_s, metavar="S", help="how long a peer is stopped")
+    parser.add_argument("--pause", type=float, default=Soak.asks_s, metavar="S", help="between a client's requests")
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="hepti-soak-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        report = run(Soak(args.minutes * 60, args.seed, args.stopped), directory)
+        report = run(Soak(args.minutes * 60, args.seed, args.stopped, args.pause), directory)
     print(f"\nseed {args.seed}, {args.minutes:g} minutes\n{report}")
     return 1 if report.wrong else 0
 

@@ -18,9 +18,11 @@ from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, bind, pac
 REQUEST = 1
 
 
-def bound(parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray]) -> dict[str, BoundProgram]:
+def bound(
+    parts: Mapping[str, Program], tensors: Mapping[str, np.ndarray], workers: Workers | None = None
+) -> dict[str, BoundProgram]:
     """Bind the Program of each device to the weights that it names, and no others; what several name is packed once."""
-    workers = Workers(1)
+    workers = workers or Workers(1)
     packed: dict[WeightRef, Weight] = {}
     out = {}
     for name, program in parts.items():

@@ -16,7 +16,7 @@ from mesh_played import Clock, Played
 from relay import Relay
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
-from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DataConnection
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -40,7 +40,7 @@ class Peer:
         self.messages = queue.SimpleQueue()
         self.states = queue.SimpleQueue()
         self.url = url if isinstance(url, BrokerUrl) else BrokerUrl.parse(url)
-        make = DataConnection if options.pop("tensors", False) else PahoTransport
+        make = DataConnection if options.pop("tensors", False) else BrokerConnection
         self.transport = make(
             self.url,
             options.pop("client_id", "") or f"test-{uuid.uuid4().hex[:12]}",

@@ -8,10 +8,9 @@ which the planner compares with its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import root_begins
 from hepti_mqtt.protocol.frames import DecoderSession, Followed, Frame
@@ -122,11 +121,11 @@ class StepsAhead:
         """Cancel the steps behind a run."""
         return self.cancel(self._behind.pop(run_id, ()))
 
-    def cancel_unasked(self, model: str, versions: Mapping[PlanVersion, object]) -> list[CoordinatorCommand]:
-        """Cancel the steps of a model that the planner did not ask for; those of other plan versions are gone."""
+    def take_unasked(self, model: str) -> list[Steps]:
+        """Return the steps of a model that the planner did not ask for, and forget them."""
         unasked = [steps for steps in self._begun if steps[0].plan.model == model]
         self._begun = [steps for steps in self._begun if steps[0].plan.model != model]
-        return [c for steps in unasked if steps[0].plan.version in versions for c in self.cancel(steps)]
+        return unasked
 
     def check(self, run_ids: frozenset[int]) -> None:
         """Raise AssertionError unless the steps follow runs that are under way."""

@@ -33,6 +33,8 @@ def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tup
 
     Those behind are of no session, and nobody reads what follows from them.
     """
+    if len(runs) == 1:
+        return runs[0][0], (runs[0][1],)
     filler = Batch(runs[0][0].shape.decode_step(1), np.zeros_like(runs[0][0].inputs)), DecoderSession()
     size = 1 << (len(runs) - 1).bit_length()
     batches, sessions = zip(*runs, *[filler] * (size - len(runs)), strict=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import task_count
 from hepti_mqtt.protocol import messages
@@ -28,12 +30,14 @@ from hepti_mqtt.runtime.coordinator.runs import (
     DeviceAnswers,
     Run,
     RunEvent,
+    RunKind,
     RunState,
     RunTimes,
 )
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import StateMachine
 from hepti_mqtt.schedule import route_to_replicas
+from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
@@ -42,6 +46,7 @@ PROBE_MIN_S: Final = 0.5
 PROBE_MAX_S: Final = 30.0
 OVERDUE_S: Final = 3.0
 OVERDUE_FACTOR: Final = 20.0
+MAX_KINDS: Final = 256  # of runs that are remembered
 OVERDUE_MAX_S: Final = 300.0  # whatever the prediction: published measurements may be wrong by any factor
 
 
@@ -66,8 +71,6 @@ def next_assignment(now: float, lanes: Sequence[ReplicaLoad], queue: FairQueue) 
 
     Each request goes to the replica that finishes it first, given the requests ahead of it.
     """
-    if len(lanes) < 2:
-        return Assignment(lanes[0].plan) if lanes and lanes[0].has_room else None
     sizes = (float(max(item.tokens, _min_tokens(lanes[0].plan))) for item in queue.in_turn())
     dealt = list(route_to_replicas(now, [(lane.busy_s, lane.token_s) for lane in lanes], sizes))
     first = next((i for i in dealt if lanes[i].has_room), None)
@@ -107,6 +110,7 @@ class Dispatcher:
         self._ahead, self._caches, self._in_flight = ahead, caches, in_flight
         self._machine = machine
         self._held: dict[str, float] = {}  #: by model: when its delayed batch is due
+        self._kinds: dict[tuple[PlanVersion, RequestShape], RunKind] = {}
 
     @property
     def due_s(self) -> float:
@@ -118,42 +122,59 @@ class Dispatcher:
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch queued requests of a model while a plan is active and the limit of concurrent runs allows."""
-        for group in self._groups.of_model(name):
-            group.queue.discard_finished()
-        out: list[CoordinatorCommand] = []
+        groups, out = self._groups.of_model(name), list[CoordinatorCommand]()
         held: dict[int, float] = {}  # groups whose requests wait for others, and until when
+        for group in groups:
+            if group.queue:
+                group.queue.discard_finished()
         while True:
-            groups = (g for g in self._groups.of_model(name) if g.active and g.queue and self._groups.may_run(g))
-            able = [group for group in groups if id(group) not in held]
+            able = [
+                g for g in groups if id(g) not in held and g.queue and g.active is not None and self._groups.may_run(g)
+            ]
             if not able:
                 break
             group = min(able, key=lambda group: group.queue.oldest_sequence())
-            out += self._caches.suspend(group)
-            assigned = next_assignment(now, self._replica_loads(group, now), group.queue)
+            if room_rows := self._caches.room_rows(group):
+                out += self._caches.suspend(group, room_rows)
+            assigned = self._next_assignment(group, now)
             if assigned is None:
                 held[id(group)] = inf
                 continue
-            items, due_s = next_batch(group, assigned.max_items, self._caches.room_rows(group))
+            items, due_s = next_batch(group, assigned.max_items, room_rows)
             if now < due_s:
                 held[id(group)] = due_s
                 continue
-            plan = self._plan_of_session(group, items[0].request.generation) or assigned.plan
-            if not self._has_room(group, plan) or self._is_ahead(group, items[0]):
-                held[id(group)] = inf
-                continue
-            assert group.active is not None
-            made = items[0].request.generation
-            if (
-                made is not None and made.session.plan_version != plan.version
-            ):  # its session begins with a run of its own
+            plan, text = assigned.plan, items[0].request.generation
+            if text is not None:
+                plan = next((p for p in group.session_plans if p.version == text.session.plan_version), plan)
+                if self._is_ahead(group, items[0]) or not self._has_room(group, plan):
+                    held[id(group)] = inf
+                    continue
+            if text is not None and text.session.plan_version != plan.version:  # a session begins with a run of its own
                 items = items[:1]
             group.queue.remove(items)
             if items[0].request.wants_result:
                 out += self._dispatch(group, plan, items, now)
             else:
-                out += self._answer_forecast(group, group.active, items[0].request)
+                out += self._answer_forecast(group, items[0].request)
         self._held[name] = min(held.values(), default=inf)
         return out
+
+    def continue_text(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand] | None:
+        """Begin the next run of the text that a run answered; None if there is a choice of what runs next.
+
+        There is none while nothing waits for the model, nothing else runs on its devices, and its plan stays.
+        """
+        if len(run.items) > 1 or any(other.queue for other in self._groups.of_model(group.name)):
+            return None
+        request, plan = run.items[0].request, run.plan
+        text = request.generation
+        if text is None or not text.is_step or text.session.plan_version != plan.version:
+            return None
+        if plan not in group.usable_executables or self._concurrent_runs(group.name, plan):
+            return None
+        group.queue.count_step(request.key.client)
+        return self._dispatch(group, plan, run.items, now)
 
     def _concurrent_runs(self, name: str, plan: Plan) -> list[Run]:
         """Return the runs of a model, whatever their pins, that would share devices with a run under a plan.
@@ -174,30 +195,30 @@ class Dispatcher:
 
         It does while one of them is of a user who has had fewer tokens than its own.
         """
-        if item.request.generation is None or item.tokens == 1:
+        if item.tokens == 1:
             return False
         client = item.request.key.client
         beside = [i.request for run in group.runs.values() if run.is_computing for i in run.items]
         clients = {r.key.client for r in beside if r.generation is not None and not r.finished} - {client}
         return any(group.queue.served(other) < group.queue.served(client) for other in clients)
 
-    def _replica_loads(self, group: PlanGroup, now: float) -> list[ReplicaLoad]:
-        """Return the replicas of the active plan, or the plan itself."""
+    def _next_assignment(self, group: PlanGroup, now: float) -> Assignment | None:
+        """Return the next assignment to the active plan, or to the replica that answers first; None without room."""
+        plans = group.usable_executables
+        if len(plans) > 1:
+            return next_assignment(now, self._replica_loads(group, plans, now), group.queue)
+        return Assignment(plans[0]) if plans and self._has_room(group, plans[0]) else None
+
+    def _replica_loads(self, group: PlanGroup, replicas: Sequence[Plan], now: float) -> list[ReplicaLoad]:
+        """Return what the replicas of the active plan have to do."""
         assert group.active is not None
         learned, out = group.expected(group.active).mean, list[ReplicaLoad]()
-        for plan in group.usable_executables:
+        for plan in replicas:
             beside = self._concurrent_runs(group.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
             busy_s = max([now, *(run.times.expected_end_s for run in beside)]) + len(beside) * MIN_RUN_S
             out.append(ReplicaLoad(plan, busy_s, token_s(plan) * learned, self._has_room(group, plan)))
         return out
-
-    @staticmethod
-    def _plan_of_session(group: PlanGroup, generation: Generation | None) -> Plan | None:
-        """Return the plan, or the replica of one, that has a session's cache, None if none has."""
-        if generation is None:
-            return None
-        return next((p for p in group.session_plans if p.version == generation.session.plan_version), None)
 
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
@@ -233,7 +254,7 @@ class Dispatcher:
         steps = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
         group.recent.record_shape(part.shape)
-        tasks = task_count(group.served.spec, plan)
+        kind = self._kind_of(group, plan, part.shape)
         step = begun[0] if begun and begun[0].is_run(part, sessions) else None
         if step is not None:
             run_id, sent = step.run_id, step.nbytes
@@ -268,14 +289,25 @@ class Dispatcher:
             RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
             sent,
             BesideRun(not others and before is None, only_search=self._searches()),
+            kind,
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),
-            task_queue=TaskQueue(tasks, plan.devices, now) if tasks else None,
-            frame_key=self._fleet.frame_key(plan),
+            task_queue=TaskQueue(kind.tasks, plan.devices, now) if kind.tasks else None,
             before=None if continued is None else continued[0],
             steps=steps,
         )
         return out
+
+    def _kind_of(self, group: PlanGroup, plan: Plan, shape: RequestShape) -> RunKind:
+        """Return what the runs of a shape under a plan have in common; most runs are like one before."""
+        key, spec = (plan.version, shape), group.served.spec
+        if (kind := self._kinds.get(key)) is None:
+            if len(self._kinds) >= MAX_KINDS:
+                self._kinds.clear()
+            output_shape, is_planned = spec.output_shape(shape), is_planned_for(spec, shape)
+            kind = RunKind(output_shape, is_planned, task_count(spec, plan), self._fleet.frame_key(plan))
+            self._kinds[key] = kind
+        return kind
 
     @staticmethod
     def _next_part(
@@ -287,9 +319,11 @@ class Dispatcher:
         pace = group.step_pace(plan) if len(generations) == 1 else None
         return pack_steps([generation.next_batch(pace, begun) for generation in generations])
 
-    def _answer_forecast(self, group: PlanGroup, plan: Plan, request: Request) -> list[CoordinatorCommand]:
+    @staticmethod
+    def _answer_forecast(group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
         """Answer a request that only wants the plan: with runs that took nothing."""
-        request.finished = True
+        plan, request.finished = group.active, True
+        assert plan is not None
         expected, cluster = group.expected(plan), group.cluster()
         runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, expectation=expected) for shape in request.run_shapes())
         return [AnswerRequest(request, plan, tuple(runs))]

@@ -141,6 +141,11 @@ class FairQueue:
         """Add an item that continues before all others of its client."""
         self._line(item.request.key.client).appendleft(item)
 
+    def count_step(self, client: str) -> None:
+        """Count a step of a client of whom nothing waits: a token that is computed without waiting."""
+        had = max(self._served_before.pop(client, 0), self._last_served_tokens)
+        self._served_before[client], self._last_served_tokens = had + 1, had
+
     def _line(self, client: str) -> deque[WorkItem]:
         if client not in self._lines:
             before = self._served_before.pop(client, 0)

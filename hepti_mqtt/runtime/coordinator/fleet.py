@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+FIRST_RATE_S: Final = 2.5  # after a device is online: its third heartbeat has the rate of its link
 UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -85,6 +86,7 @@ class Member:
     start: Start = NO_START
     boot_before: int = 0
     online: bool = False
+    online_s: float = -inf  #: when its status last changed to online
     caps: Caps | None = None
     other_caps: Caps | None = None
     heartbeat: Heartbeat | None = None
@@ -202,6 +204,8 @@ class Fleet:
         was = member.usable
         if again:
             self._begin(member, status.start)
+        if status.state == "online" and (again or not member.online):
+            member.online_s = now
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
         member.farewell = status.reason if status.state == "offline" else ""
         member.unheard = False
@@ -335,9 +339,9 @@ class Fleet:
         member.last_message_s = now
         if served:
             member.quarantines = 0
-        was = member.usable
-        if member.mute:
-            member.quarantined_until_s = None
+        if not member.mute:
+            return None
+        was, member.quarantined_until_s = member.usable, None
         return "joined" if member.usable and not was else None
 
     def record_tiles(self, name: str, message: CachedTiles, served: ServedModel) -> None:
@@ -484,6 +488,11 @@ class Fleet:
             return not usable or not usable.issuperset(names)
         coming = self.expected(now)
         return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
+
+    def is_measuring(self, now: float) -> bool:
+        """Return whether the rate of a usable device's link is not measured yet, and soon will be."""
+        young = (m.name for m in self.usable().values() if now - m.online_s < FIRST_RATE_S)
+        return any(map(self.estimates.lacks_rate, young))
 
     def refusal_reasons(self) -> list[str]:
         """Return why devices that are there are not used."""

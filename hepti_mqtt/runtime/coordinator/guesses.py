@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import median
 from typing import Final
 
@@ -24,7 +25,7 @@ class StepPace:
     """
 
     def __init__(self, expected_s: Callable[[int], float]) -> None:
-        self._expected_s = expected_s
+        self._expected_s = cache(expected_s)
         self._seconds: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._counts: dict[int, int] = defaultdict(int)
 
@@ -65,15 +66,17 @@ class Guesses:
         """
         self._read(prompt, tokens)
         self._foreseen.clear()
-        at = next((self._ends[key] for key in self._last() if key in self._ends), None)
+        sizes = range(min(_LONGEST, len(self._text)), _SHORTEST - 1, -1)
+        last = (tuple(self._text[-size:]) for size in sizes)
+        at = next((self._ends[key] for key in last if key in self._ends), None)
         if at is None:
             return ()
         for place in range(at, at + SIZES[-1]):  # what repeats goes on repeating
             known = place < len(self._text)
             self._foreseen.append(self._text[place] if known else self._foreseen[place - len(self._text)])
         right = self._right / (self._right + self._wrong)
-        sizes = [] if pace is None else [(r, pace.cost(r)) for r in SIZES if r - 1 <= most]
-        rates = {1: 1.0} | {rows: (1 - right**rows) / (1 - right) / cost for rows, cost in sizes}
+        costs = [] if pace is None else [(r, pace.cost(r)) for r in SIZES if r - 1 <= most]
+        rates = {1: 1.0} | {rows: (1 - right**rows) / (1 - right) / cost for rows, cost in costs}
         return tuple(self._foreseen[: max(rates, key=rates.__getitem__) - 1])
 
     def record(self, taken: Sequence[int]) -> None:
@@ -95,6 +98,3 @@ class Guesses:
         for end in range(max(known, 1), len(self._text)):
             for n in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._ends[tuple(self._text[end - n : end])] = end
-
-    def _last(self) -> list[tuple[int, ...]]:
-        return [tuple(self._text[-n:]) for n in range(_LONGEST, _SHORTEST - 1, -1) if n <= len(self._text)]

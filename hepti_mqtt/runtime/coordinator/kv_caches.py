@@ -65,24 +65,27 @@ class KvCaches:
         before may still be on their way to devices, and must not write to it.
         """
         self._number = self._number % MAX_SESSION + 1
-        ids = () if generation.carried.size or generation.wants_states else (*generation.prompt, *generation.tokens)
+        ids = () if generation.carried.size or generation.wants_states else generation.identity
         version, ended = plan.version, [session for under, session in generation.session.left if under == plan.version]
         prefix = self._held.find(version, ids, held_texts(group))
         if prefix is not None and prefix.moves:
             self._held.forget((version, prefix.session))
-        generation.start_session(version, self._number, prefix)
+        generation.session.start(version, self._number, prefix)
         generation.session.left.clear()
+        generation.states.clear()
+        if not generation.text.tokens:
+            generation.reused_rows = min(generation.session.rows, len(generation.prompt))
         room_rows = self.room_rows(group) - reserved_rows(group, version) - generation.reserved_rows
         ended += self._held.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self.end(group, version, ended)
 
-    def suspend(self, group: PlanGroup) -> list[CoordinatorCommand]:
+    def suspend(self, group: PlanGroup, room_rows: int) -> list[CoordinatorCommand]:
         """Take the sessions of the latest requests back while those that are open have grown beyond their room.
 
         Never that of the earliest one: it ends, and makes room.
         """
-        out, room_rows = list[CoordinatorCommand](), self.room_rows(group)
-        for version in {plan.version for plan in group.session_plans} if room_rows else ():
+        out: list[CoordinatorCommand] = []
+        for version in {plan.version for plan in group.session_plans}:
             while reserved_rows(group, version) > room_rows:
                 earliest = min(r.sequence for r in group.requests() if r.generation and not r.finished)
                 waiting = (item.request for item in group.queue if item.request.sequence > earliest)

@@ -94,6 +94,8 @@ class PlanGroup:
     price_now: tuple[float, float] = (0.0, 0.0)
     may_gain: float = inf
     expectation: tuple[PlanVersion, Expectation] | None = None
+    #: The same by plan version of runs, until a run teaches more.
+    expectations: dict[PlanVersion, Expectation] = field(default_factory=dict)
     left: tuple[Plan, ...] = ()
     recalled: Recalled | None = None
     recall_by_s: float = -inf
@@ -181,6 +183,7 @@ class PlanGroup:
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
         between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
         self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
+        self.expectations.clear()
 
     def step_pace(self, plan: Plan) -> StepPace:
         """Return how long steps of generations take under a plan, as far as it is known."""
@@ -197,11 +200,16 @@ class PlanGroup:
 
     def expected(self, run: Plan) -> Expectation:
         """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
+        if (known := self.expectations.get(run.version)) is not None:
+            return known
         whole = self.plans.parent_of(run)
         if self.expectation is not None and self.expectation[0] == whole.version:
-            return self.expectation[1]
-        factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
-        return Expectation(factor, *interval(np.array([factor]), doubt))
+            expectation = self.expectation[1]
+        else:
+            factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
+            expectation = Expectation(factor, *interval(np.array([factor]), doubt))
+        self.expectations[run.version] = expectation
+        return expectation
 
     def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, *, doubtful: bool = False) -> None:
         """Learn from a run that was alone on its devices; doubtful: but not on the planner's machine."""
@@ -217,6 +225,7 @@ class PlanGroup:
         weight = SURPRISED if changed or doubtful else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
         self.is_fresh = True
+        self.expectations.clear()
 
     def record_reports(self, run: Run, now: float) -> None:
         """Learn how slow devices are from what they computed in a run; not from one beside loads."""
@@ -264,8 +273,9 @@ class PlanGroup:
         return tuple(islice(others, most))
 
     def held(self) -> tuple[Plan, ...]:
-        """Return the plans whose weights devices may have: of those in use, on their way, and left last."""
-        return (*(record.plan for record in self.plans.records()), *self.left)
+        """Return the plans whose weights devices may have: of those in use, and left last."""
+        coming = self.plans.preparing
+        return (*(record.plan for record in self.plans.records() if record is not coming), *self.left)
 
     def note_left(self, plan: Plan) -> None:
         """Remember a plan that was released: devices keep its weights while they have room."""
@@ -328,6 +338,7 @@ class PlanGroups:
         }
         self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
+        self._of_model = {name: [group] for name, group in self._own.items()}
         self._illegal = 0  # illegal steps already reported
 
     def __iter__(self) -> Iterator[PlanGroup]:
@@ -346,7 +357,7 @@ class PlanGroups:
 
     def of_model(self, model: str) -> list[PlanGroup]:
         """Return all groups of a model, the planner's own first; none of one that is not served."""
-        return [group for group in self if group.name == model]
+        return self._of_model.get(model, [])
 
     def pinned(self, model: str | None = None) -> list[PlanGroup]:
         """Return the pinned groups, of one model or of all, those asked for longest ago first."""
@@ -365,17 +376,15 @@ class PlanGroups:
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
         group = PlanGroup(own.served, plans, site=own.site, methods=own.methods, pinned=True)
         self._pinned.append(group)
+        self._of_model[model].append(group)
         return group
 
     def drop(self, group: PlanGroup) -> None:
         """Forget a pinned group, of which nothing is left."""
         self._pinned.remove(group)
+        self._of_model[group.name].remove(group)
 
     # -- whose something is ---------------------------------------------------------------------------------------
-
-    def group_of_run(self, model: str, run_id: int) -> PlanGroup | None:
-        """Return the group of a run."""
-        return next((group for group in self.of_model(model) if run_id in group.runs), None)
 
     def group_of_search(self, model: str, ticket: int) -> PlanGroup | None:
         """Return the group of a search."""
@@ -388,7 +397,7 @@ class PlanGroups:
 
     def models_in_use(self) -> frozenset[str]:
         """Return the models of which runs are under way."""
-        return frozenset(group.name for group in self if group.runs)
+        return frozenset(name for name, groups in self._of_model.items() if any(group.runs for group in groups))
 
     def requests(self, model: str) -> list[Request]:
         """Return all requests for a model that wait or run; one of several runs comes several times."""

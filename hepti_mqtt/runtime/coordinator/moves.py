@@ -20,9 +20,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.decisions import (
-    KNOWN_SD,
-    SURE,
-    TRIAL_RUNS,
+    RULE,
     Border,
     GoingOn,
     Option,
@@ -43,11 +41,7 @@ if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 
 IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one that is asked once in this time
-JUDGED_S: Final = 1.0  # between two judgements, unless something has changed
-TRIED_S: Final = 3600.0  # a method is not tried again for so long
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-ANOTHER_SITE: Final = 1.25  # what has moved by more, beyond what all devices did, is another site
-ANOTHER_LINK: Final = 2.0  # surfaces are not made for links that differ by more
 PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
@@ -118,7 +112,9 @@ class Moves:
         beliefs = self._beliefs(group, now)
         known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
-            known = [k for k in known if is_same_division(k.candidate.plan, only)]
+            coming = group.plans.preparing
+            choice = (only,) if coming is None else (only, coming.plan)
+            known = [k for k in known if any(is_same_division(k.candidate.plan, plan) for plan in choice)]
         active, ours = None, []
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
@@ -146,7 +142,7 @@ class Moves:
         then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
         # Since that word it may have been as fast as was expected, or as is believed now.
-        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - SURE))) / blocks
+        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - RULE.sure))) / blocks
         here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
         verdict = goes_on(then, ours, Border.of_run(blocks, here))
         if not verdict.goes:
@@ -169,7 +165,7 @@ class Moves:
         if (plans := self._before_and_active(group, generation.session.plan_version, beliefs)) is None:
             return None
         then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
-        tokens, (rows, rows_s, token_s) = len(generation.tokens), request.measured_s(now)
+        tokens, (rows, rows_s, token_s) = len(generation.text.tokens), request.measured_s(now)
         # A row among others takes no longer than a token alone; of speech the first run is computed again, too.
         beside = max(len(generation.prompt) + tokens - rows, tokens)
         again = (rows_s + beside * min(rows_s / rows, token_s)) / token_s
@@ -194,18 +190,19 @@ class Moves:
         return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once."""
-        record, plans = group.plans.active, group.plans
+        """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
+        plans = group.plans
+        record = plans.active or plans.preparing
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":
             return False
-        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= JUDGED_S
+        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= RULE.judged_s
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins
         free = pins.strategy is None and pins.objective == "latency"
-        tried = frozenset(key for key, at in group.tried.items() if now - at < TRIED_S)
+        tried = frozenset(key for key, at in group.tried.items() if now - at < RULE.tried_s)
         return Situation(
             active,
             options,
@@ -242,7 +239,9 @@ class Moves:
     @staticmethod
     def _is_trying(group: PlanGroup) -> bool:
         record = group.plans.active
-        return record is not None and record.run_count < TRIAL_RUNS and group.methods.sd(record.plan) > KNOWN_SD
+        return (
+            record is not None and record.run_count < RULE.trial_runs and group.methods.sd(record.plan) > RULE.known_sd
+        )
 
     @staticmethod
     def _is_there(plan: Plan, beliefs: Beliefs) -> bool:
@@ -283,10 +282,15 @@ class Moves:
 
 def _rest(candidate: Candidate, coming: PlanRecord | None) -> SiteLoad:
     """Return what is left to load for a plan; coming: the plan whose load is under way."""
-    loaded = coming.progress_bytes if coming and is_same_division(coming.plan, candidate.plan) else {}
+    coming = coming if coming is not None and is_same_division(coming.plan, candidate.plan) else None
+    loaded = {} if coming is None else coming.progress_bytes
     devices = dict[str, DeviceLoad]()
     for device, nbytes in candidate.load_bytes.items():
-        left, cached = max(nbytes - loaded.get(device, (0, 0))[0], 0), candidate.cached_bytes.get(device, 0)
+        left, cached = nbytes, candidate.cached_bytes.get(device, 0)
+        if coming is not None and device in loaded:  # devices read what they have cached first
+            done, total = loaded[device]
+            left = total - done if device in coming.unready_devices else 0
+            cached = max(coming.decision.chosen.cached_bytes.get(device, 0) - done, 0)
         devices[device] = DeviceLoad(min(cached, left), max(left - cached, 0))
     most = max((part.fetched_bytes for part in devices.values()), default=0)
     fetched = sum(part.fetched_bytes for part in devices.values())
@@ -308,12 +312,12 @@ def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
     usual = median_low(slower.values())
     links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
     off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
-    another = off if off > log(ANOTHER_LINK) else 0.0
+    another = off if off > log(RULE.other_link) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
     out = [d for d in slower if d not in plan.devices]
     faster = max((usual - slower[d] for d in out), default=0.0)
     carries = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in out]
     faster = max([faster, *carries])
-    if max(moved, faster) > log(ANOTHER_SITE):
+    if max(moved, faster) > log(RULE.other_site):
         another = max(another, moved, faster)
     return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))

@@ -21,7 +21,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
-from hepti_mqtt.planner.decisions import MOST_SHARE
+from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.protocol.messages import Ready
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -270,7 +270,7 @@ class PlanRecord:
     @property
     def share(self) -> float:
         """Return the share of devices that serve, and of their links, that its load takes from runs."""
-        return MOST_SHARE if self.move is None else min(self.move.share, MOST_SHARE)
+        return RULE.most_share if self.move is None else min(self.move.share, RULE.most_share)
 
     @property
     def is_priced(self) -> bool:
@@ -503,7 +503,8 @@ class PlanLifecycle:
         """Raise AssertionError if an invariant is broken."""
         states = Counter[str](s.state for s in self._searches) + Counter[str](r.state for r in self._records)
         assert states["wanted"] <= 1
-        assert states["searching"] + states["preparing"] + states["swapping"] <= 1
+        assert states["searching"] <= 1
+        assert states["preparing"] + states["swapping"] <= 1
         assert states["active"] + states["suspect"] <= 1
         assert not states["gone"]
         assert len({r.version for r in self._records}) == len(self._records)

@@ -125,7 +125,7 @@ class Request:
         made = self.generation
         if made is None:
             return [self.batches[chunk].shape]
-        shapes = made.shapes_to(len(made.prompt) + len(made.tokens))
+        shapes = made.shapes_to(len(made.prompt) + len(made.text.tokens))
         return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
 
     def measured_s(self, now: float) -> tuple[int, float, float]:
@@ -142,7 +142,7 @@ class Request:
         if self.generation is not None and self.generation.wants_states:
             return np.concatenate(self.generation.states)
         if self.generation is not None:
-            return np.array(self.generation.tokens, np.int32)
+            return np.array(self.generation.text.tokens, np.int32)
         return np.concatenate([self.outputs[i] for i in range(len(self.batches))])
 
 

@@ -100,6 +100,7 @@ class Rollout:
             is_exhaustive=False,
             active=group.last_plan,
             residents=group.held(),
+            coming=None if group.plans.preparing is None else group.plans.preparing.plan,
             tiles=served.tiles,
             cached=self._fleet.cached(served.name),
         )

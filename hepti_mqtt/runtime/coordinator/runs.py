@@ -82,10 +82,6 @@ class DeviceAnswers:
     lost_devices: set[str] = field(default_factory=set)  #: devices without which the run continues
     ids: tuple[int, ...] = ()  #: of its items, if devices began it ahead: their outputs must name the same
 
-    def is_reported(self, devices: Collection[str]) -> bool:
-        """Return whether every device that is not lost has reported."""
-        return self.reports.keys() | self.lost_devices >= set(devices)
-
     def contradicts(self, device: str, frame: Frame) -> bool:
         """Return whether a frame differs from an earlier one of the device for the same part or report."""
         if frame.kind == "output":
@@ -96,20 +92,22 @@ class DeviceAnswers:
             return self.reports.get(device, frame.numbers)[3] != frame.numbers[3]
         return False
 
-    def _sent_parts(self) -> list[tuple[int, Array]]:
-        """Return first row and values of each part, in order, without devices that reported none."""
-        said = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
-        mine = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
-        return sorted(mine, key=lambda part: part[0])
+    def whole_output(self, shape: tuple[int, int]) -> Array | None:
+        """Return the output if the parts form one of this shape, each row once; None if rows lack or come twice.
 
-    def has_whole_output(self, shape: tuple[int, int]) -> bool:
-        """Return whether the parts form an output of this shape, each row once."""
-        end, mine = 0, self._sent_parts()
-        for first, array in mine:
+        Parts of devices that reported none do not count.
+        """
+        said = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
+        parts = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
+        parts.sort(key=lambda part: part[0])
+        end = 0
+        for first, array in parts:
             if first != end or array.shape[1:] != shape[1:] or array.ndim != len(shape):
-                return False
+                return None
             end += len(array)
-        return bool(mine) and end == shape[0]
+        if not parts or end != shape[0]:
+            return None
+        return parts[0][1] if len(parts) == 1 else np.concatenate([array for _, array in parts])
 
     def is_complete(self, devices: Collection[str]) -> bool:
         """Return whether every device has reported, and every part that one reported is here."""
@@ -118,15 +116,6 @@ class DeviceAnswers:
             return False
         here = Counter(device for device, _, _ in self.parts)
         return all(here[device] >= numbers[3] for device, numbers in self.reports.items())
-
-    def count_unannounced(self) -> int:
-        """Return the number of parts from devices that reported none."""
-        return sum(not self.reports[device][3] for device, _, _ in self.parts)
-
-    def output(self) -> Array:
-        """Return the parts of the output, one below the other."""
-        mine = [array for _, array in self._sent_parts()]
-        return mine[0] if len(mine) == 1 else np.concatenate(mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +128,15 @@ class RunTimes:
     probe_at_s: float = inf  #: then its devices are probed
     deadline_s: float = inf  #: then it is retried
     expectation: Expectation = AS_PREDICTED  #: of its duration, over the prediction
+
+
+class RunKind(NamedTuple):
+    """What runs of one shape under one plan have in common."""
+
+    output_shape: tuple[int, int]
+    is_planned: bool = True  #: plans are made for runs of this shape
+    tasks: int = 0  #: that devices lease, 0 without a queue of them
+    frame_key: FrameKey = UNKEYED
 
 
 @dataclass(slots=True)
@@ -172,17 +170,18 @@ class Run:
     times: RunTimes
     dispatch_bytes: int
     beside: BesideRun
+    kind: RunKind
     state: RunState = "dispatched"  #: the scheduler alone steps it
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)
     lateness: Lateness = field(default_factory=Lateness)
     probed_s: float | None = None  #: when its devices were probed
     broker_was_lost: bool = False  #: meanwhile
-    early_stats: RunStats | None = None  #: when its output was complete, before all reports
+    output: Array | None = None  #: as its requests got it, before all devices had reported
+    early_stats: RunStats | None = None  #: as its requests got them with that output
     #: Of this run among those of each item's request, once its tokens were taken; None if the request had ended.
     places: tuple[int | None, ...] = ()
     steps: bool = False  #: of sessions
     task_queue: TaskQueue | None = None  #: of leased tasks
-    frame_key: FrameKey = UNKEYED
     progress: Progress | None = None  #: as devices have said
     before: Run | None = None  #: the run that it goes on with under another plan
 
@@ -238,11 +237,6 @@ class Run:
             return []
         return [item for item in self.items if not item.request.finished and item.index not in item.request.outputs]
 
-    def outputs_of_steps(self) -> list[Array]:
-        """Return of a run of sessions what answers each item: of several a row each, else all."""
-        output = self.answers.output()
-        return [output] if len(self.items) == 1 else [output[i : i + 1] for i in range(len(self.items))]
-
     def stats(self) -> RunStats:
         """Return what the devices reported."""
         return RunStats(
@@ -254,7 +248,7 @@ class Run:
             {d: n[2] for d, n in self.answers.reports.items()},
             self.dispatch_bytes,
             len(self.items),
-            reported=self.answers.is_reported(self.plan.devices),
+            reported=self.answers.reports.keys() | self.answers.lost_devices >= set(self.plan.devices),
             dispatched_s=(self.before or self).times.dispatched_s,
             expectation=self.times.expectation,
         )

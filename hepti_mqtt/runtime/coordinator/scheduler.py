@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
 import numpy as np
 
 from hepti_mqtt.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
-from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
@@ -59,6 +59,7 @@ class Scheduler:
         self._ahead = StepsAhead(self._orders, ids)
         self._caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
+        self._ended: list[tuple[PlanGroup, Run, float]] = []  #: runs that nobody has learned from, and their ends
         self._dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self._caches, self._machine, in_flight
         )
@@ -81,8 +82,11 @@ class Scheduler:
                 else:
                     out += self.handle_failure(device, report, now)
             out += self._dispatcher.dispatch_ready(name, now)
-        versions = {v: None for group in self._groups.of_model(name) for r in group.plans.records() for v in r.versions}
-        return [*out, *self._ahead.cancel_unasked(name, versions)]
+        if unasked := self._ahead.take_unasked(name):
+            live = {version for group in self._groups.of_model(name) for version in group.plans.versions()}
+            for steps in unasked:  # those of other plan versions are gone
+                out += self._ahead.cancel(steps) if steps[0].plan.version in live else []
+        return out
 
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
@@ -93,13 +97,12 @@ class Scheduler:
 
     def _run_of(self, device: str, message: RunMessage) -> tuple[PlanGroup, Run] | None:
         """Return the run that a device's message is about; None if it is over, or the device has no part in it."""
-        group = self._groups.group_of_run(message.model, message.run_id)
-        run = None if group is None else group.runs[message.run_id]
-        if group is None or run is None:
-            return None
-        plans = (each.plan for each in (run, run.before) if each is not None)
-        known = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
-        return (group, run) if known else None
+        for group in self._groups.of_model(message.model):
+            if (run := group.runs.get(message.run_id)) is not None:
+                plans = (each.plan for each in (run, run.before) if each is not None)
+                is_of_plan = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
+                return (group, run) if is_of_plan else None
+        return None
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
@@ -109,7 +112,7 @@ class Scheduler:
             return []
         group, run = found
         out: list[CoordinatorCommand] = []
-        if not frame.has_tag(run.frame_key):
+        if not frame.has_tag(run.kind.frame_key):
             self._counters["forged"] += 1
             return []
         if run.answers.contradicts(event.device, frame):  # one of both is forged
@@ -127,8 +130,8 @@ class Scheduler:
             self._counters["foreign_frame"] += 1
         if run.answers.is_complete(run.plan.devices):
             return [*out, *self._complete(group, run, now)]
-        is_whole = run.state == "dispatched" and run.answers.has_whole_output(group.served.spec.output_shape(run.shape))
-        return [*out, *self._deliver(group, run, now, reported=False)] if is_whole else out
+        output = run.answers.whole_output(run.kind.output_shape) if run.state == "dispatched" else None
+        return out if output is None else [*out, *self._deliver(group, run, output, now, reported=False)]
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
         """Retry a run that was lost on the wire, and once a run that a device could not compute."""
@@ -279,35 +282,46 @@ class Scheduler:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
+        """Deliver a run that all devices have reported; what it teaches waits until devices have their next work."""
         del group.runs[run.run_id]
-        self._counters["foreign_frame"] += run.answers.count_unannounced()
-        group.record_reports(run, now)
-        if run.beside.only_search and not run.beside.loads and run.beside.alone and run.times.expected_s > 0:
-            self._groups.background.record_run((now - run.times.dispatched_s) / run.times.expected_s)
-        if (
-            run.beside.alone
-            and not run.beside.loads
-            and len(run.items) == 1
-            and is_planned_for(group.served.spec, run.shape)
-        ):
-            group.record_run(run.plan, run.shape.size, now - run.times.dispatched_s, now, doubtful=run.beside.search)
-        if not run.answers.has_whole_output(group.served.spec.output_shape(run.shape)):  # of other versions, or forged
+        parts, reports = run.answers.parts, run.answers.reports
+        self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)
+        self._ended.append((group, run, now))
+        if (output := run.answers.whole_output(run.kind.output_shape)) is None:  # of other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS, now)
-        out = self._deliver(group, run, now, reported=True)
+        out = self._deliver(group, run, output, now, reported=True)
         self._step(run, "report", now)
         return out
+
+    def lessons(self) -> Iterator[Callable[[], None]]:
+        """Yield what learns from each run that has ended since, in their order."""
+        ended, self._ended = self._ended, []
+        return (partial(self._learn, group, run, end_s) for group, run, end_s in ended)
+
+    def _learn(self, group: PlanGroup, run: Run, end_s: float) -> None:
+        """Learn from a run: how slow devices are, what searches cost, and what the plan's method takes."""
+        group.record_reports(run, end_s)
+        seconds, beside = end_s - run.times.dispatched_s, run.beside
+        if not beside.alone or beside.loads:
+            return
+        if beside.only_search and run.times.expected_s > 0:
+            self._groups.background.record_run(seconds / run.times.expected_s)
+        if len(run.items) == 1 and run.kind.is_planned:
+            group.record_run(run.plan, run.shape.size, seconds, end_s, doubtful=beside.search)
 
     def _step(self, run: Run, event: RunEvent, now: float) -> None:
         run.state = self._machine.step(f"run {run.run_id}", run.state, event, now)
 
-    def _deliver(self, group: PlanGroup, run: Run, now: float, *, reported: bool) -> list[CoordinatorCommand]:
+    def _deliver(
+        self, group: PlanGroup, run: Run, output: Array, now: float, *, reported: bool
+    ) -> list[CoordinatorCommand]:
         """Give the whole output of a run to its requests; before all devices have reported, to those that do not wait.
 
         Such a run stays until all devices have reported; if they do not, it is overdue.
         """
         if run.items[0].request.generation is not None:
-            return self._continue_generation(group, run, now, reported)
+            return self._continue_generation(group, run, output, now, reported)
         takers = [item for item in run.items if reported or not item.request.wants_report]
         if not takers:
             return []
@@ -315,12 +329,12 @@ class Scheduler:
         run.early_stats = stats
         if not reported:
             self._step(run, "answer", now)
-        outputs = split_output(group.served.spec, [item.batch for item in run.items], run.answers.output())
-        for item, output in zip(run.items, outputs, strict=True):
+        outputs = split_output(group.served.spec, [item.batch for item in run.items], output)
+        for item, own in zip(run.items, outputs, strict=True):
             if early is not None and not item.request.wants_report:  # it has the output: only the reports are new
                 item.request.stats = [stats if known is early else known for known in item.request.stats]
             elif item in takers:
-                out += self._deliver_output(group, run, item, stats, output)
+                out += self._deliver_output(group, run, item, stats, own)
         return out
 
     @staticmethod
@@ -367,49 +381,56 @@ class Scheduler:
     # rows and the next run starts at once; reports are counted as they come. A published token cannot be taken back:
     # if its run was forged it is computed again, and a different token is an error.
 
-    def _continue_generation(self, group: PlanGroup, run: Run, now: float, reported: bool) -> list[CoordinatorCommand]:
+    def _continue_generation(
+        self, group: PlanGroup, run: Run, output: Array, now: float, reported: bool
+    ) -> list[CoordinatorCommand]:
         """Take the tokens of a run's output, and its reports once all are in."""
-        stats, taken = run.stats(), [*zip(run.items, run.outputs_of_steps(), strict=True)]
-        out: list[CoordinatorCommand] = []
+        stats, out = run.stats(), list[CoordinatorCommand]()
         if not run.is_computing:
-            seen = [(item, made, place) for (item, made), place in zip(taken, run.places, strict=True)]
-            known = [
-                (i.request, i, made, place) for i, made, place in seen if place is not None and not i.request.finished
-            ]
-            for request, _, made, place in known:
-                assert request.generation is not None
-                if not request.generation.follows(request.generation.steps[place], made):  # a part was forged
-                    error = RemoteError("parts of an answer are not those that devices have sent")
-                    return self._rewind(group, run, error, MAX_ATTEMPTS, now)
-            for request, item, _, place in known:
-                request.stats[place] = stats
-                out += self._answer_generation(group, item)
-            return out
+            return self._take_reports(group, run, output, stats, now)
         generations = [item.request.generation for item in run.items]
         states = any(g.wants_states for g in generations if g)
-        if not reported and (states or not run.waiting_requests or not _usable(run.answers.output())):
+        if not reported and (states or not run.waiting_requests or not _usable(output)):
             return []
-        run.early_stats = None if reported else stats
         if not reported:
+            run.output, run.early_stats = output, stats
             self._step(run, "answer", now)
         self._ahead.note_answered(run.run_id)
         if run.beside.alone:
             group.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
-        places = [
+        run.places = tuple(
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
-        ]
-        run.places = tuple(places)
-        for item, output in taken:
+        )
+        for place, item in enumerate(run.items):
             if item.request.finished:
                 out += self._caches.end_of(group, item.request)
-            else:
-                out += self._take_tokens(group, item, output, stats, now)
+            else:  # of several sessions each has a row
+                own = output if len(run.items) == 1 else output[place : place + 1]
+                out += self._take_tokens(group, run, item, own, stats, now)
+        return out
+
+    def _take_reports(
+        self, group: PlanGroup, run: Run, output: Array, stats: RunStats, now: float
+    ) -> list[CoordinatorCommand]:
+        """Take the reports of a run whose tokens were taken; its output is still the same unless a part was forged."""
+        open_items = [
+            (item, place)
+            for item, place in zip(run.items, run.places, strict=True)
+            if place is not None and not item.request.finished
+        ]
+        if open_items and run.output is not None and not np.array_equal(run.output, output):
+            error = RemoteError("parts of an answer are not those that devices have sent")
+            return self._rewind(group, run, error, MAX_ATTEMPTS, now)
+        out: list[CoordinatorCommand] = []
+        for item, place in open_items:
+            item.request.stats[place] = stats
+            out += self._answer_generation(group, item)
         return out
 
     def _take_tokens(
-        self, group: PlanGroup, item: WorkItem, logits: Array, stats: RunStats, now: float
+        self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
     ) -> list[CoordinatorCommand]:
-        """Take what follows, and queue the next run of its session."""
+        """Take what follows, and begin or queue the next run of its session."""
         request, generation = item.request, item.request.generation
         assert generation is not None
         if not generation.wants_states and not _usable(logits):
@@ -421,24 +442,36 @@ class Scheduler:
             step = generation.append_tokens(logits)
         except HeptiError as error:  # the rules allow no token
             return self.fail_request(group, request, error, now)
-        except Exception as error:  # a fault of the planner: the request ends all the same
-            fault = RemoteError(f"the planner cannot continue this text ({error!r}); report it with the planner's log")
-            return [LogEvent("internal_error", str(fault)), *self.fail_request(group, request, fault, now)]
+        except Exception as error:
+            return self._end_with_fault(group, request, error, now)
         request.stats.append(stats)
         out: list[CoordinatorCommand] = []
         for place, token in enumerate(step.taken, step.place):
             if place >= len(published):
-                so_far = tuple(step.tokens[: place + 1])
-                out.append(TokenReady(request, place, so_far, step.attempt, step.text.likely[place]))
+                so_far = tuple(step.text.tokens[: place + 1])
+                out.append(TokenReady(request, place, so_far, step.text.attempt, step.text.likely[place]))
             elif place >= 0 and token != published[place]:
                 text = f"Token {place} was published as {published[place]}, but recomputing it gave {token}. Repeat "
                 text += "the request; a device may be faulty (see `hepti devices`)."
                 return self.fail_request(group, request, RemoteError(text), now)
             if not 0 <= place < len(published):
                 request.losses.clear()
-        if not generation.done:
+        if generation.done:
+            return out + self._answer_generation(group, item)
+        try:
+            following = self._dispatcher.continue_text(group, run, now)
+        except Exception as error:
+            return out + self._end_with_fault(group, request, error, now)
+        if following is None:
             group.queue.resume(item)
-        return out + self._answer_generation(group, item)
+        return out + (following or [])
+
+    def _end_with_fault(
+        self, group: PlanGroup, request: Request, error: Exception, now: float
+    ) -> list[CoordinatorCommand]:
+        """End a text after a fault of the planner, which nobody else would end."""
+        fault = RemoteError(f"the planner cannot continue this text ({error!r}); report it with the planner's log")
+        return [LogEvent("internal_error", str(fault)), *self.fail_request(group, request, fault, now)]
 
     def _answer_generation(self, group: PlanGroup, item: WorkItem) -> list[CoordinatorCommand]:
         """Answer a request that generates if all tokens are there, and the reports that it waits for."""
@@ -448,7 +481,7 @@ class Scheduler:
         if request.wants_report and any(request is i.request for run in group.runs.values() for i in run.items):
             return []
         if not request.generation.carried.size:  # most texts end long before they are as long as they may be
-            group.recent.lengths.append(len(request.generation.prompt) + len(request.generation.tokens))
+            group.recent.lengths.append(len(request.generation.prompt) + len(request.generation.text.tokens))
         request.finished = True
         out: list[CoordinatorCommand] = [
             AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))

@@ -14,7 +14,8 @@ from typing import Final
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Assessment, Decision, Verdict
+from hepti_mqtt.planner import Decision, Verdict
+from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, PlanRecalled, Solve, Solved
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -84,10 +85,14 @@ class Searches:
         """Start the search that is due."""
         self._look_again(group, now)
         plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or plans.preparing is not None or now < group.recall_by_s:
+        if wanted is None or now < group.recall_by_s:
+            return []
+        if plans.preparing is not None and plans.preparing.state == "swapping":  # the old plan has no devices any more
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
+        if group.last_plan is None and plans.preparing is None and self._fleet.is_measuring(now):
+            return []  # the search and the load would take the hub and the links from the probes
         is_awaited = plans.pins.is_unpinned and group.unserved
         # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
         alone = all(other.plans.searching is None for other in self._groups)
@@ -169,7 +174,8 @@ class Searches:
         rules = SEARCHES[search.origin]
         if rules.whole_after_s < inf and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED):
             forced = search.forced and plans.preparing is None
-            plans.request_search(now + rules.whole_after_s, now, f"the search was {search.origin}", forced=forced)
+            why = f"the search was {search.origin}"
+            plans.request_search(now + rules.whole_after_s, now, why, forced=forced, origin=search.origin)
         return out
 
     def _handle_no_plan(
@@ -177,6 +183,9 @@ class Searches:
     ) -> list[CoordinatorCommand]:
         """Search for more than a short search did, or refuse the requests that wait."""
         plans = group.plans
+        if plans.preparing is not None:
+            plans.step(search, "kept", now, str(error))
+            return []
         if search.kind is not SearchKind.WHOLE:
             plans.step(search, "no plan", now, str(error))
             why = f"the {search.kind} search found no plan: {error}"
@@ -212,10 +221,14 @@ class Searches:
         only = decision.chosen.plan if search.kind is SearchKind.NAMED else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
-        move = verdict.move
-        if move is None or (record and is_same_division(record.plan, move.option.plan)):
+        move, coming = verdict.move, plans.preparing
+        is_finished = coming is not None and is_worth_finishing(verdict, coming.plan)
+        if move is None or is_finished or (record and is_same_division(record.plan, move.option.plan)):
             plans.step(search, "kept", now, str(verdict))
-            return [LogEvent("kept", str(verdict)), self._rollout.publish_plan(group)]
+            kept: list[CoordinatorCommand] = [LogEvent("kept", str(verdict))]
+            if coming and not is_finished and not self._fleet.estimates.is_unclear(group.active_devices, now):
+                kept += self._rollout.abandon(group, coming, "outdated", now, str(verdict))
+            return [*kept, self._rollout.publish_plan(group)]
         plan, why = move.option.plan, str(verdict)
         moved = self._fleet.estimates.moved(group.search_inputs, plan.devices, now) if record else None
         if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
@@ -228,8 +241,11 @@ class Searches:
         reason = plan.reason if move.kind == "must" else f"{plan.reason}; {move}"
         numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
         chosen = replace(decision, chosen=replace(decision.chosen, plan=numbered))
+        # What the plan on its way has loaded is in the caches of its devices, and counts for this one.
+        why = "another plan is better"
+        stopped = [] if coming is None else self._rollout.abandon(group, coming, "outdated", now, why)
         plans.prepare_found(search, chosen, self._rollout.ids.next_transaction(), now, move)
-        return [LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
+        return [*stopped, LogEvent("replanned", numbered.reason), self._rollout.publish_plan(group)]
 
     # -- between searches -------------------------------------------------------------------------------------------
 
@@ -238,6 +254,8 @@ class Searches:
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans
+        if plans.active is None:
+            return self._judge_first_load(group, now)
         moved = estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
         has_changed = estimates.last_change_s > group.judged_s
         verdict = Verdict(None)
@@ -245,11 +263,8 @@ class Searches:
             verdict = self._moves.judge(group, now)
         group.judged_s = now
         is_unclear = estimates.is_unclear(group.active_devices, now)
-        if (coming := plans.preparing) is not None:
-            if moved is None or is_unclear or _is_worth_finishing(verdict.considered, coming.plan):
-                return []
-            plans.request_search(now, now, moved, kind=SearchKind.BRIEF)
-            return [LogEvent("drift", moved), *self._rollout.abandon(group, coming, "outdated", now, moved)]
+        if plans.preparing is not None and is_worth_finishing(verdict, plans.preparing.plan):
+            return []
         if verdict.move is not None:  # priced once more, with all of its Programs, by the estimates of now
             plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
@@ -258,9 +273,24 @@ class Searches:
         plans.request_search(now, now, moved, kind=SearchKind.BRIEF if has_changed else SearchKind.WHOLE)
         return [LogEvent("drift", moved)]
 
+    def _judge_first_load(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
+        """Search again during a first load if links or devices turn out to be others than the plan was made for."""
+        coming = group.plans.preparing
+        assert coming is not None
+        group.judged_s = now
+        moved = self._fleet.estimates.moved(group.made_with, coming.plan.devices, now)
+        if moved is None:
+            return []
+        group.plans.request_search(now, now, moved)
+        return [LogEvent("drift", moved)]
 
-def _is_worth_finishing(considered: tuple[Assessment, ...], plan: Plan) -> bool:
-    """Return whether a load that was decided is carried out: its remaining cost falls with each second."""
-    own = next((a for a in considered if is_same_division(a.option.plan, plan)), None)
-    others = (a.value_s for a in considered if a is not own and a.kind == "go")
-    return own is not None and own.value_s >= max(others, default=0.0)
+
+def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
+    """Return whether a load that was decided is carried out: its remaining cost falls with each second.
+
+    Another plan replaces it if that is worth more by what an activation costs.
+    """
+    own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
+    others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
+    least_s = max(others, default=-inf) - RULE.cost_factor * RULE.activation_s
+    return own is not None and own.value_s >= (least_s if own.kind == "must" else max(least_s, 0.0))

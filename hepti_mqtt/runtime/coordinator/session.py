@@ -84,6 +84,7 @@ class CoordinatorSession:
         checks: bool = False,
     ) -> None:
         self.site, self._checks = site, checks
+        self._snapshot: tuple[PlanSnapshot, ...] | None = None  #: None if plans may have changed since
         self._is_settled = False  #: no plan is searched for, on its way or retiring, so frames change runs alone
         self._recalls = recalls
         self.topics = Topics(site)
@@ -130,29 +131,36 @@ class CoordinatorSession:
         if not self._begun:
             self._begun = True
             self._searches.begin(now, recalls=self._recalls)
-        checks = (self._check,) if self._checks else ()
-        blame = partial(self._blame_changes, self.fleet.estimates.last_change_s)
         if self._is_settled and isinstance(event, DeviceFrame):
-            dispatch = partial(self._scheduler.dispatch_ready, event.frame.model, now)
-            self._do((partial(self._handle_frame, event, now), blame, dispatch, *checks))
+            self._change_runs(partial(self._handle_frame, event, now), event.frame.model, now)
+        elif (
+            self._is_settled
+            and isinstance(event, RequestArrived)
+            and self.groups.find(event.request.key.model, event.request.pins)
+        ):
+            self._change_runs(partial(self._handle_request, event, now), event.request.key.model, now)
         else:
-            self._handle_all(event, now, blame, checks)
+            self._handle_all(event, now)
         out, self._made = self._made, []
         return devices_first(out)
 
-    def _handle_all(self, event: CoordinatorEvent, now: float, blame: Step, checks: Iterable[Step]) -> None:
+    def _change_runs(self, act: Step, model: str, now: float) -> None:
+        """Take an event that changes no plan: runs of its model alone may begin."""
+        steps: list[Step] = [act, partial(self._scheduler.dispatch_ready, model, now)]
+        self._do([*steps, self._check] if self._checks else steps)
+
+    def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
         """Take an event, and all that becomes possible by it: plans released, prepared and searched for, too."""
         self._mark_runs_beside_work()
-        self._is_settled = False
-        self._do(
-            (
-                partial(self._handlers[type(event)], event, now),
-                blame,
-                partial(self._advance, now),
-                partial(self._standby.handle, event, now),
-                *checks,
-            )
-        )
+        self._is_settled, self._snapshot = False, None
+        steps: list[Step] = [
+            self._learn,
+            partial(self._take_event, event, now),
+            self._learn,
+            partial(self._advance, now),
+            partial(self._standby.handle, event, now),
+        ]
+        self._do([*steps, self._check] if self._checks else steps)
         self._is_settled = not self._loading_devices() and all(
             group.active is not None
             and group.recalled is None
@@ -178,12 +186,26 @@ class CoordinatorSession:
         if errors:
             raise errors[0]
 
-    def _blame_changes(self, changed_s: float) -> list[CoordinatorCommand]:
+    def _take_event(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
+        changed_s = self.fleet.estimates.last_change_s
+        try:
+            return self._handlers[type(event)](event, now)
+        finally:
+            self._blame_changes(changed_s)
+
+    def _learn(self) -> list[CoordinatorCommand]:
+        """Learn from the runs that have ended since an event other than a frame of a run."""
+        for lesson in self._scheduler.lessons():
+            changed_s = self.fleet.estimates.last_change_s
+            lesson()
+            self._blame_changes(changed_s)
+        return []
+
+    def _blame_changes(self, changed_s: float) -> None:
         """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
         if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
                 group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
-        return []
 
     @property
     def due_s(self) -> float:
@@ -196,8 +218,10 @@ class CoordinatorSession:
 
     def snapshot(self) -> tuple[PlanSnapshot, ...]:
         """Return the plans that are active or being prepared, as values that any thread may keep and read."""
-        records = (r for group in self.groups for r in (group.plans.active, group.plans.preparing))
-        return tuple(standing for r in records if r is not None for standing in r.snapshots())
+        if self._snapshot is None:
+            records = (r for group in self.groups for r in (group.plans.active, group.plans.preparing))
+            self._snapshot = tuple(standing for r in records if r is not None for standing in r.snapshots())
+        return self._snapshot
 
     def stories(self) -> list[TransitionLog]:
         """Return the story of each model's plans."""

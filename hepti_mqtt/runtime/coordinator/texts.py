@@ -17,6 +17,7 @@ from hepti_mqtt.runtime.coordinator.batches import (
     Batch,
 )
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
+from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText, Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Want
 
@@ -54,6 +55,8 @@ class TextSoFar:
     tokens: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  #: logarithms of their probabilities, if they are wanted
     likely: list[tuple[Likely, ...]] = field(default_factory=list)  #: each with the likeliest at its place, if wanted
+    attempt: int = 0  #: its number among the texts of a request
+    temperature: float = 0.0  #: at which its tokens are drawn
 
     def append(self, token: int, score: float, likely: tuple[Likely, ...]) -> None:
         """Add a token."""
@@ -72,15 +75,6 @@ class GeneratedTokens(NamedTuple):
     text: TextSoFar  #: which grows
     place: int  #: of the first token in the text, -1 for the token that ends the prompt
     taken: tuple[int, ...]  #: the tokens that followed: none if rows were only cached, several after right guesses
-    attempt: int  #: number of the text
-    temperature: float
-    rows: int = 1  #: that the run answered for
-    whole: bool = True  #: it answered with all logits
-
-    @property
-    def tokens(self) -> list[int]:
-        """Return all tokens of the text so far."""
-        return self.text.tokens
 
 
 def next_token(
@@ -109,6 +103,7 @@ class Generation:
     rules: TokenRules = LIKELIEST
     #: i32 [n], what the first run of a session reads beside tokens.
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    pictured: PicturedPrompt | None = None  #: None: the prompt has no rows of pictures
     text: TextSoFar = field(default_factory=TextSoFar)
     session: TextSession = field(default_factory=TextSession)
     published_tokens: tuple[int, ...] = ()  #: tokens that the user has seen and that are computed again
@@ -120,53 +115,37 @@ class Generation:
     vocab: int = 0  #: V, if candidates are wanted
     undecided: int = 0  #: tokens that candidates left open
     open: bool = False  #: the next token is one of them
+    wants_states: bool = field(init=False)  #: the final hidden states of the prompt instead of tokens
     reused_rows: int = 0  #: of the prompt, that the first session took from another text
     states: list[Array] = field(default_factory=list)  #: of all rows, if they are wanted instead of tokens
 
-    @property
-    def tokens(self) -> list[int]:
-        """Return the tokens so far."""
-        return self.text.tokens
-
-    @property
-    def wants_states(self) -> bool:
-        """Return whether the final hidden states of the prompt are wanted instead of tokens."""
-        return self.shape.want == "hidden"
+    def __post_init__(self) -> None:
+        self.wants_states = self.shape.want == "hidden"
+        self.text.temperature = self.rules.temperatures[0]
 
     @property
     def done(self) -> bool:
         """Return whether the last token, or the last state, is there."""
         if self.wants_states:
             return self.session.rows == len(self.prompt)
-        return len(self.tokens) >= self.max_new_tokens or self.rules.ends(self.tokens)
-
-    @property
-    def attempt(self) -> int:
-        """Return the number of the text."""
-        return 0
-
-    @property
-    def temperature(self) -> float:
-        """Return the temperature of the text."""
-        return self.rules.temperatures[0]
+        tokens = self.text.tokens
+        return len(tokens) >= self.max_new_tokens or self.rules.ends(tokens)
 
     @property
     def ends_session(self) -> bool:
         """Return whether devices drop the session after the next run; else other texts may begin like this one."""
-        return bool(self.carried.size) and len(self.tokens) + 1 >= self.max_new_tokens
+        return bool(self.carried.size) and len(self.text.tokens) + 1 >= self.max_new_tokens
 
-    def start_session(self, plan_version: PlanVersion, number: int, prefix: Prefix | None = None) -> None:
-        """Start over under a plan version."""
-        self.session.start(plan_version, number, prefix)
-        if not self.tokens:
-            self.reused_rows = min(self.session.rows, len(self.prompt))
-        self.states.clear()
+    @property
+    def is_step(self) -> bool:
+        """Return whether its next run is a step of its session: of the last token alone."""
+        left = len(self.prompt) + len(self.text.tokens) - self.session.rows
+        return left == 1 and self.session.plan_version is not None
 
     @property
     def joins(self) -> bool:
-        """Return whether its next run is a step of its session, which may be made beside those of others."""
-        step = self.session.plan_version is not None and len(self.prompt) + len(self.tokens) - self.session.rows == 1
-        return step and not self.carried.size and not self.wants_states
+        """Return whether its next run may be a step together with the steps of other texts."""
+        return not self.carried.size and not self.wants_states and self.is_step
 
     def held(self, longest: int) -> HeldText | None:
         """Return the text that the session holds; None without a session that another text may begin with."""
@@ -174,9 +153,15 @@ class Generation:
             return None
         return HeldText(
             (self.session.plan_version, self.session.number),
-            np.array(self._ids(0, self.session.rows), np.int32),
+            np.array(self.identity[: self.session.rows], np.int32),
             longest,
         )
+
+    @property
+    def identity(self) -> Sequence[int]:
+        """Return the ids by which texts are compared: prompt and tokens so far, with marks for rows of pictures."""
+        prompt = self.prompt if self.pictured is None else self.pictured.marked(self.prompt)
+        return (*prompt, *self.text.tokens)
 
     def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
@@ -184,14 +169,14 @@ class Generation:
         Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
         them, None where they are not wanted. begun: devices have begun with it by themselves, without guesses.
         """
-        total = len(self.prompt) + len(self.tokens)
+        tokens = self.text.tokens
+        total = len(self.prompt) + len(tokens)
         first, stop = self._rows_behind(self.session.rows, total)
         self.guessed, self.foresees = (), False
         guesses = None if self.open else self.guesses
-        if guesses is not None and self.tokens and total - self.session.rows == 1:
-            most = self.max_new_tokens - len(self.tokens) - 1
-            found = guesses.propose(self.prompt, self.tokens, most, pace)
-            self.foresees, self.guessed = bool(found), () if begun else found
+        if guesses is not None and tokens and total - self.session.rows == 1:
+            proposed = guesses.propose(self.prompt, tokens, self.max_new_tokens - len(tokens) - 1, pace)
+            self.foresees, self.guessed = bool(proposed), () if begun else proposed
         ids = (*self._ids(first, stop), *self.guessed)
         inputs, begins = np.array([first, *ids], np.int32), not self.session.rows
         if begins and self.carried.size:
@@ -200,38 +185,42 @@ class Generation:
         prefix = self.session.prefix
         if prefix is not None and self.session.rows == prefix.rows and (first or prefix.moves):
             session = session._replace(source=prefix.session, takes_over=prefix.moves)
-        shape = self.shape.decode_step(len(ids), begins)
+        shape = self._run_shape(first, first + len(ids), begins)
         shape = shape.answering(len(ids)) if self.guessed else shape
-        shape = shape.with_want(self.next_want)
-        if shape.want == "candidates":
-            inputs = np.concatenate([inputs, self._heat(len(self.guessed) + 1)])
+        if (want := self.next_want) != shape.want:
+            shape = shape.with_want(want)
+        if want == "candidates":
+            heat = np.full(len(self.guessed) + 1, self.text.temperature, np.float32)
+            inputs = np.concatenate([inputs, heat.view(np.int32)])
+        if self.pictured is not None and self.pictured.is_within(first, stop):
+            inputs = np.concatenate([inputs, self.pictured.added(first, stop)])
         return Batch(shape, inputs), session
 
-    def _heat(self, rows: int) -> Array:
-        return np.full(rows, self.temperature, np.float32).view(np.int32)
+    def _run_shape(self, first: int, stop: int, begins: bool) -> RequestShape:
+        added = self.pictured is not None and self.pictured.is_within(first, stop)
+        return self.shape.decode_step(stop - first, begins, added)
 
     def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
         """Return a step behind the run that `next_batch` gave, and how its token, -1, is drawn from the one before.
 
         place: 0 for the first. None where it takes more than candidates to know the step, or where none is wanted.
         """
-        total = len(self.prompt) + len(self.tokens)
-        _, stop = self._rows_behind(self.session.rows, total)
-        draw = self.rules.draw(len(self.tokens) + place, self.temperature)
-        answers = self.next_want == "candidates" and stop == total and not self.carried.size
-        if draw is None or self.foresees or not answers or len(self.tokens) + place + 2 > self.max_new_tokens:
+        written = len(self.text.tokens)
+        total, want = len(self.prompt) + written, self.next_want
+        if self.foresees or want != "candidates" or self.carried.size or written + place + 2 > self.max_new_tokens:
             return None
-        shape = self.shape.decode_step(1).with_want(self.next_want)
-        return (
-            Batch(shape, np.array([total + place, -1, *self._heat(1)], np.int32)),
-            DecoderSession(self.session.number),
-            draw,
-        )
+        _, stop = self._rows_behind(self.session.rows, total)
+        draw = self.rules.draw(written + place, self.text.temperature)
+        if draw is None or stop < total:
+            return None
+        heat = int(np.float32(self.text.temperature).view(np.int32))
+        batch = Batch(self.shape.decode_step(1).with_want(want), np.array([total + place, -1, heat], np.int32))
+        return batch, DecoderSession(self.session.number), draw
 
     @property
     def next_want(self) -> Want:
         """Return what its next run answers with: all logits where candidates leave a token open, or do so too often."""
-        often = self.undecided > 2 + MOST_UNDECIDED * len(self.tokens)
+        often = self.undecided > 2 + MOST_UNDECIDED * len(self.text.tokens)
         return "task" if self.open or often else self.shape.want
 
     @property
@@ -239,42 +228,44 @@ class Generation:
         """Return for how many rows its session must have room: for the tokens so far, and some more."""
         if self.carried.size:
             return self.shape.session_rows
-        return cache_rows(len(self.prompt) + len(self.tokens) + ROWS_AHEAD, self.shape.session_rows)
+        return cache_rows(len(self.prompt) + len(self.text.tokens) + ROWS_AHEAD, self.shape.session_rows)
 
     @property
     def next_size(self) -> int:
         """Return the size of the next run."""
-        first, stop = self._rows_behind(self.session.rows, len(self.prompt) + len(self.tokens))
-        return self.shape.decode_step(stop - first, begins=not self.session.rows).size
+        first, stop = self._rows_behind(self.session.rows, len(self.prompt) + len(self.text.tokens))
+        return self._run_shape(first, stop, begins=not self.session.rows).size
 
     def shapes_to(self, total: int) -> list[RequestShape]:
         """Return the shapes of the runs that cache a number of rows, from the first one on."""
         shapes, cached = list[RequestShape](), 0
         while cached < total:
             first, stop = self._rows_behind(cached, total)
-            shapes.append(self.shape.decode_step(stop - first, begins=not cached))
+            shapes.append(self._run_shape(first, stop, begins=not cached))
             cached = stop
         return shapes
 
     def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
         """Return the rows of the next run; what it carries is beside the whole prompt."""
+        if self.pictured is not None:
+            return self.pictured.next_rows(cached, total)
         return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
 
     def _ids(self, first: int, stop: int) -> Sequence[int]:
         behind = len(self.prompt)
-        return (*self.prompt[first:stop], *self.tokens[max(first - behind, 0) : max(stop - behind, 0)])
+        return (*self.prompt[first:stop], *self.text.tokens[max(first - behind, 0) : max(stop - behind, 0)])
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
         """Take the answer of the run that `next_batch` gave, logits or candidates; return the tokens that follow.
 
         None, where more rows are to be cached first; several, where what was guessed is what follows.
         """
-        total, cached = len(self.prompt) + len(self.tokens), self.session.rows
+        total, cached = len(self.prompt) + len(self.text.tokens), self.session.rows
         first, self.session.rows = self._rows_behind(cached, total)
         if self.wants_states:
             self.states.append(logits[cached - first :])
         if self.wants_states or self.session.rows < total:
-            step = GeneratedTokens(self.text, len(self.tokens), (), self.attempt, 0.0)
+            step = GeneratedTokens(self.text, len(self.text.tokens), ())
         else:
             step = self._take(logits)
         self.steps.append(step)
@@ -282,37 +273,27 @@ class Generation:
 
     def _take(self, logits: Array) -> GeneratedTokens:
         """Take tokens as long as the guesses are right, and the one behind them; none that candidates leave open."""
-        place, temperature, rows = len(self.tokens), self.temperature, len(self.guessed) + 1
-        whole, self.open = self.next_want == "task", False
-        vocab = None if whole else self.vocab
-        for guess, row in zip((*self.guessed, None), logits[len(logits) - rows :], strict=True):
-            if (chosen := next_token(row, self.rules, self.tokens, temperature, vocab)) is None:
+        text, place = self.text, len(self.text.tokens)
+        vocab = None if self.next_want == "task" else self.vocab
+        self.open = False
+        for guess, row in zip((*self.guessed, None), logits[len(logits) - len(self.guessed) - 1 :], strict=True):
+            if (chosen := next_token(row, self.rules, text.tokens, text.temperature, vocab)) is None:
                 self.open, self.undecided = True, self.undecided + 1
                 break
             token, score, likely = chosen
-            self.text.append(token, score, likely)
+            text.append(token, score, likely)
             if token != guess or self.done:
                 break
-        taken = tuple(self.tokens[place:])
+        taken = tuple(text.tokens[place:])
         self.session.rows += len(taken) - 1
         if self.guesses is not None:
             self.guesses.record(taken)
-        return GeneratedTokens(self.text, place, taken, self.attempt, temperature, rows, whole)
-
-    def follows(self, step: GeneratedTokens, logits: Array) -> bool:
-        """Return whether a step follows from the answer of its run."""
-        vocab = None if step.whole else self.vocab
-        for i, (token, row) in enumerate(zip(step.taken, logits[len(logits) - step.rows :], strict=False)):
-            before = step.text.tokens[: step.place + i]
-            chosen = next_token(row, self.rules, before, step.temperature, vocab)
-            if chosen is None or chosen[0] != token:
-                return False
-        return True
+        return GeneratedTokens(text, place, taken)
 
     def rewind(self, run: int) -> None:
         """Take back what has followed since a run; what is cached may be wrong, so a new session begins."""
         step = self.steps[run]
         del self.steps[run:]
         self.session.leave()
-        self.published_tokens = max(self.published_tokens, tuple(step.tokens), key=len)
+        self.published_tokens = max(self.published_tokens, tuple(step.text.tokens), key=len)
         self.text.cut(max(step.place, 0))

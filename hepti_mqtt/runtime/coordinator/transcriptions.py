@@ -14,7 +14,6 @@ class Attempt(NamedTuple):
     """A text that was tried, and what it is worth."""
 
     text: TextSoFar
-    temperature: float
     verdict: Verdict
 
 
@@ -27,17 +26,6 @@ class Transcription(Generation):
     asked: tuple[int, ...] = ()  #: the prompt before a token of the model's choice ended it
 
     @property
-    def attempt(self) -> int:
-        """Return the number of the text."""
-        return len(self.tried)
-
-    @property
-    def temperature(self) -> float:
-        """Return the temperature of the text."""
-        known = next((one.temperature for one in self.tried if one.text is self.text), None)
-        return self.rules.temperatures[len(self.tried)] if known is None else known
-
-    @property
     def verdict(self) -> Verdict | None:
         """Return what the text is worth, None unless it is whole and judged."""
         return next((one.verdict for one in self.tried if one.text is self.text), None)
@@ -46,7 +34,7 @@ class Transcription(Generation):
     def ends_session(self) -> bool:
         """Return whether no other text can follow this one in its session."""
         no_more = len(self.tried) + 1 >= len(self.rules.temperatures) and not self._lacks_choice
-        return no_more and bool(self.carried.size) and len(self.tokens) + 1 >= self.max_new_tokens
+        return no_more and bool(self.carried.size) and len(self.text.tokens) + 1 >= self.max_new_tokens
 
     @property
     def _lacks_choice(self) -> bool:
@@ -58,30 +46,26 @@ class Transcription(Generation):
             self.silence = self.rules.silence(logits)
         step = Generation.append_tokens(self, logits)
         if self.rules.judge is not None and not self.wants_states and self.done:
-            self._conclude(self.rules.judge(self.tokens, self.text.scores, self.silence or 0.0))
+            self._conclude(self.rules.judge(self.text.tokens, self.text.scores, self.silence or 0.0))
         return step
 
     def _take(self, logits: Array) -> GeneratedTokens:
         if not self._lacks_choice:
             return Generation._take(self, logits)
-        step = GeneratedTokens(self.text, -1, (self.rules.choose_prompt(logits),), 0, 0.0)
+        step = GeneratedTokens(self.text, -1, (self.rules.choose_prompt(logits),))
         self.asked = self.prompt
         self.prompt = (*self.rules.opening, *self.prompt, step.taken[0], *self.rules.forced)
         if self.rules.opening:  # then the rows that are cached stand at other places
             self.session.leave()
         return step
 
-    def follows(self, step: GeneratedTokens, logits: Array) -> bool:
-        """Return whether a step follows from the answer of its run."""
-        if step.place < 0:
-            return self.rules.choose_prompt(logits) == step.taken[0]
-        return Generation.follows(self, step, logits)
-
     def _conclude(self, verdict: Verdict) -> None:
         """Begin another text if this one is not good enough, else take the best one."""
-        self.tried.append(Attempt(self.text, self.temperature, verdict))
+        self.tried.append(Attempt(self.text, verdict))
         if verdict.again and len(self.tried) < len(self.rules.temperatures):
-            self.text, self.published_tokens = TextSoFar(), ()
+            attempt = len(self.tried)
+            self.text = TextSoFar(attempt=attempt, temperature=self.rules.temperatures[attempt])
+            self.published_tokens = ()
             self.session.rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
         elif verdict.again:
             self.text = max(self.tried, key=lambda one: one.verdict.worth).text
@@ -94,4 +78,4 @@ class Transcription(Generation):
         if step.text is not self.text:
             self.text, self.published_tokens = step.text, ()
         Generation.rewind(self, run)
-        del self.tried[step.attempt :]
+        del self.tried[step.text.attempt :]

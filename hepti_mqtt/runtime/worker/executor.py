@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
-from hepti_mqtt.kernels.calls import Calls
-from hepti_mqtt.kernels.tape import Tape
+from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
+from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.program import (
     NUMPY_DTYPE,
     Compute,
@@ -31,12 +33,25 @@ from hepti_mqtt.program import (
     WeightRef,
     slots_written,
 )
-from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, make_template, stretches_of
+from hepti_mqtt.runtime.worker.transfers import KnownTransfer, Sockets, StretchTransfers
+from hepti_mqtt.schedule import (
+    DropReason,
+    ProgramRun,
+    RunMachine,
+    RunTemplate,
+    is_direct,
+    make_template,
+    stretches_of,
+)
 from hepti_mqtt.storage import StoredRows
 
 Array = NDArray[Any]
 DeliveryResult = Literal["filled"] | DropReason
-_NO_STATES: Final[Mapping[str, Array]] = {}
+_NO_STATES: Final[Mapping[Any, Array]] = {}
+#: for which compiled code waits for a peer; then Python waits for all of them
+PATIENCE_MS: Final = 10
+#: after which Python looks what else has come, though compiled code receives all that a run waits for
+LOOK_S: Final = 0.1
 
 
 class SlotView(NamedTuple):
@@ -68,12 +83,15 @@ def view_of_slot(program: Program, slot: Slot) -> SlotView:
 
 
 class Stretch(NamedTuple):
-    """Computes that run as one, on a tape."""
+    """Ops that run as one, on a tape. places: in the order in which they run."""
 
     places: tuple[int, ...]
     tape: Tape
     #: slots that it fills with arrays of the executor
     fills: tuple[Slot, ...]
+    transfers: StretchTransfers
+    #: its first place in the machine's terms
+    leader: int
 
 
 class BoundSend(NamedTuple):
@@ -90,14 +108,18 @@ class BoundProgram:
     template: RunTemplate
     #: of each place the stretch that it is in, or the Send; None for a Recv
     ops: tuple[Stretch | BoundSend | None, ...]
+    #: whether stretches receive all that comes from peers
+    in_line: bool
     #: names of those slots that are arrays of the session
     states: Mapping[Slot, str]
+    #: of slots that a stretch receives itself the stretch, and its row
+    received: Mapping[Slot, tuple[Stretch, int]]
     #: slots that stretches fill with arrays of the executor
     buffers: Mapping[SlotSpec, tuple[Slot, ...]]
     #: bytes of scratch memory of its largest stretch
     scratch_bytes: int
-    #: what those who run it keep with each Send, by its place, since it is the same in every run
-    sends: dict[int, Any] = field(default_factory=dict)
+    #: what those who run it keep with each Send, by its place and receivers, since it is the same in every run
+    sends: dict[tuple[int, tuple[str, ...]], Any] = field(default_factory=dict)
     #: of a run that goes on where another one ends, the slots of that one that fill exchanges of this one
     taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
 
@@ -114,20 +136,25 @@ def bind(
     states = {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None}
     ops: list[Stretch | BoundSend | None] = [None] * len(program.ops)
     buffers: dict[SlotSpec, list[Slot]] = {}
+    coming: dict[Slot, tuple[Stretch, int]] = {}
     for group in groups:
         first = program.ops[group[0]]
-        if isinstance(first, Send):
+        if isinstance(first, Send) and not is_direct(program, first):
             ops[group[0]] = BoundSend(first, view_of_slot(program, first.slot))
-        elif isinstance(first, Compute):
+        elif not isinstance(first, Recv):
             stretch = _stretch(template, group, weights, workers, states)
             for place in group:
                 ops[place] = stretch
             for slot in stretch.fills:
                 buffers.setdefault(program.slots[slot], []).append(slot)
+            for row, each in stretch.transfers.receives.items():
+                coming[each.op.slot] = stretch, row
     return BoundProgram(
         template,
         tuple(ops),
+        all(op.slot in coming for op in program.ops if isinstance(op, Recv) and is_direct(program, op)),
         states,
+        coming,
         {spec: tuple(slots) for spec, slots in buffers.items()},
         max((op.tape.nbytes for op in ops if isinstance(op, Stretch)), default=0),
         taken=taken,
@@ -142,13 +169,23 @@ def _stretch(
     states: Mapping[Slot, str],
 ) -> Stretch:
     program = template.program
+    leader, *others = places
+    first = program.reads(program.ops[leader])
+    # What the first one waits for comes before it.
+    before = [p for p in others if isinstance(op := program.ops[p], Recv) and op.slot in first]
+    places = (*before, leader, *(p for p in others if p not in before))
     calls, read, written = list[Calls](), dict[Slot, None](), dict[Slot, None]()
+    exchanges: list[tuple[Send | Recv, str]] = []
     for op in (program.ops[place] for place in places):
-        assert isinstance(op, Compute)
         of_op = Calls()
-        for step in op.kernels:
-            bound = KERNELS[step.kernel].bind(step, program.slots, [weights[ref] for ref in step.weights], workers)
-            of_op += bound.calls
+        if isinstance(op, Compute):
+            for step in op.kernels:
+                bound = KERNELS[step.kernel].bind(step, program.slots, [weights[ref] for ref in step.weights], workers)
+                of_op += bound.calls
+        else:
+            peers = op.to if isinstance(op, Send) else (op.source,)
+            of_op += [Call(sent if isinstance(op, Send) else received, (operand(program.slots, op.slot),))] * len(peers)
+            exchanges += [(op, peer) for peer in peers]
         calls.append(of_op)
         read.update(dict.fromkeys(program.reads(op)))
         written.update(dict.fromkeys(slots_written(op)))
@@ -156,22 +193,34 @@ def _stretch(
     externals = dict.fromkeys(slot for slot in (*read, *fills) if slot not in written or slot in fills)
     externals.update(dict.fromkeys(slot for slot in (*read, *written) if slot in states))
     growing = [slot for slot in externals if slot in states]
-    return Stretch(places, Tape(calls, workers, list(externals), growing), fills)
+    tape = Tape(calls, workers, list(externals), growing)
+    transfers = StretchTransfers(tape)
+    for row, (op, peer) in zip(
+        (row for row, call in enumerate(tape.calls) if call.function in (sent, received)), exchanges, strict=True
+    ):
+        of = transfers.sends if isinstance(op, Send) else transfers.receives
+        of[row] = KnownTransfer(transfers, row, op, peer)
+    transfers.last_rows = {each.memory: row for row, call in enumerate(tape.calls) for each in call.operands()}
+    return Stretch(places, tape, fills, transfers, leader)
 
 
 class OutgoingTensor(NamedTuple):
-    """What a Send wants to leave the device: `array` is a view that stays valid until the next op runs."""
+    """What a Send wants to leave the device: `array` is a view that stays valid until the next op runs.
+
+    op: with the devices to which it has yet to go. rows: of the stretch for these devices.
+    """
 
     run_id: int
     op: Send
     array: Array
     place: int
+    rows: tuple[KnownTransfer, ...] = ()
 
 
 class _ExecutorRun(ProgramRun):
     """A run with its arrays."""
 
-    __slots__ = ("bound", "free", "rows", "scratch", "slots")
+    __slots__ = ("bound", "delivered", "free", "rows", "scratch", "slots")
 
     def __init__(self, run_id: int, bound: BoundProgram, free: list[list[Array] | None]) -> None:
         super().__init__(run_id, bound.template)
@@ -182,6 +231,8 @@ class _ExecutorRun(ProgramRun):
         #: next row of each stretch that was suspended, by its first place, and their scratch memory
         self.rows: dict[int, int] = {}
         self.scratch: dict[int, Array] = {}
+        #: of each stretch the arrays that have come for rows which would receive them
+        self.delivered: dict[int, dict[Slot, Array]] = {}
 
     def array(self, slot: Slot) -> Array:
         """Return a new array for a slot."""
@@ -196,7 +247,7 @@ class Step:
     next, and after `run` of the one that ran last, or failed.
     """
 
-    __slots__ = ("_executor", "place", "run_id", "running", "timings")
+    __slots__ = ("_executor", "exchanged_s", "place", "run_id", "running", "sent_bytes", "timings", "waited_s")
 
     def __init__(self, executor: Executor, running: _ExecutorRun) -> None:
         self._executor = executor
@@ -204,60 +255,122 @@ class Step:
         self.place = -1
         #: seconds of ops that have run, by place, where they were measured
         self.timings: list[tuple[int, float]] = []
+        #: bytes that compiled code has sent to peers, and seconds that it has waited for them and exchanged
+        self.sent_bytes, self.waited_s, self.exchanged_s = 0, 0.0, 0.0
 
     @property
     def kernel(self) -> str | None:
-        """Return the name of the op's kernel, None of a Send."""
+        """Return the name of the op's kernel, None of an exchange."""
         op = self.running.template.program.ops[self.place]
         return op.kernel if isinstance(op, Compute) else None
 
-    def run(self, limit_s: float = 0.0, ops: int = 0) -> OutgoingTensor | None:
-        """Compute the stretch; return what must be sent, if it was a Send.
+    def run(self, limit_s: float = 0.0, ops: int = 0, sockets: Sockets | None = None) -> OutgoingTensor | None:
+        """Run the stretch; return what must be sent, if there is any such thing.
 
         limit_s, ops: seconds and ops after which it is suspended, 0 for none. It is suspended before the next row, too,
-        once `Workers.interrupt` was called.
+        once `Workers.interrupt` was called, and where it awaits a peer. sockets: by which compiled code exchanges.
         """
         running, place = self.running, self.place
-        op, slots, self.timings = running.bound.ops[place], running.slots, []
+        op, self.timings = running.bound.ops[place], []
+        self.sent_bytes, self.waited_s, self.exchanged_s = 0, 0.0, 0.0
         if isinstance(op, BoundSend):
-            out = OutgoingTensor(running.run_id, op.op, op.view.of(slots), place)
+            out = OutgoingTensor(running.run_id, op.op, op.view.of(running.slots), place)
             self._finish(place)
             return out
         assert op is not None
-        tape, leader = op.tape, op.places[0]
-        row = running.rows.pop(leader, None)
-        if row is None:
-            row = 0
+        following = min(op.places.index(place) + ops, len(op.places)) if ops else len(op.places)
+        try:
+            if sockets is None or not JIT or not (op.transfers.sends or op.transfers.receives):
+                return self._advance(op, following, limit_s)
+            with sockets.hold() as is_held:
+                return self._advance(op, following, limit_s, sockets if is_held else None)
+        except BaseException:
+            self.place = op.places[op.tape.op_at(op.tape.row)]
+            raise
+
+    def _advance(
+        self, op: Stretch, following: int, limit_s: float, sockets: Sockets | None = None
+    ) -> OutgoingTensor | None:
+        """Run rows up to the op of this number among those of the stretch."""
+        running, tape, leader = self.running, op.tape, op.leader
+        begin = running.rows.pop(leader, None)
+        if begin is None:
+            begin = 0
             for slot in op.fills:
-                kept = running.free[slot]
-                slots[slot] = kept.pop() if kept else running.array(slot)
+                if running.slots[slot] is None:
+                    kept = running.free[slot]
+                    running.slots[slot] = kept.pop() if kept else running.array(slot)
         scratch = running.scratch.pop(leader, None)
         if scratch is None:
             scratch = self._executor.take_scratch(running.bound)
-        following = min(op.places.index(place) + ops, len(op.places)) if ops else len(op.places)
-        arrays: list[Any] = [slots[slot] for slot in tape.slots]
-        try:
-            row = tape.run(arrays, scratch, row, tape.starts[following], limit_s)
-        except BaseException:
-            self.place = op.places[tape.op_at(tape.row)]
-            raise
-        if row < tape.starts[following]:
-            following = tape.op_at(row)
-        if following < len(op.places):
-            self._suspend(op, row, following, scratch)
-            return None
+        row = self._run_rows(op, begin, tape.starts[following], scratch, limit_s, sockets)
+        for at, each in op.transfers.receives.items():
+            if begin <= at < row:
+                running.received[each.op.slot] = True
+        if delivered := running.delivered.get(leader):
+            for slot in [slot for slot in delivered if op.transfers.last_rows[slot] < row]:
+                del delivered[slot]
+        out = self._outgoing(op, row) if tape.code == UNSENT else None
+        awaited = op.transfers.receives[row].op.slot if tape.code == AWAITED else None
+        row += 0 if out is None else len(out.rows)
+        if row < len(tape.calls):
+            running.rows[leader], running.scratch[leader] = row, scratch
+            place = tape.op_at(row)
+            self.place = op.places[max(place - 1, 0)]
+            self._executor.machine.suspend(running, op.places[place], awaited)
+            return out
         self._executor.give_scratch(scratch)
+        running.delivered.pop(leader, None)
         self.place = op.places[-1]
         if tape.measured:
             self.timings = [(each, tape.seconds_of(i)) for i, each in enumerate(op.places)]
         self._finish(leader)
-        return None
+        return out
 
-    def _suspend(self, op: Stretch, row: int, following: int, scratch: Array) -> None:
-        running = self.running
-        running.rows[op.places[0]], running.scratch[op.places[0]] = row, scratch
-        self.place = op.places[max(following - 1, 0)]
-        self._executor.machine.suspend(running, op.places[following])
+    def _run_rows(
+        self, op: Stretch, row: int, stop: int, scratch: Array, limit_s: float, sockets: Sockets | None
+    ) -> int:
+        """Run rows, and give what compiled code has read or sent in part to Python; return where it stopped."""
+        running, tape, transfers = self.running, op.tape, op.transfers
+        peers = NO_PEERS
+        if sockets is not None:
+            transfers.apply(sockets)
+            patience_ms = 0
+            if transfers.complete and running.bound.in_line and self._executor.machine.is_alone(running):
+                limit_s, patience_ms = LOOK_S, PATIENCE_MS
+            peers = Peers(running.run_id, sockets.wake, patience_ms)
+        arrays: list[Any] = [running.slots[slot] for slot in tape.slots]
+        delivered = running.delivered.get(op.leader, _NO_STATES)
+        while True:
+            row = tape.run(arrays, scratch, row, stop, limit_s, delivered, peers)
+            self.sent_bytes += tape.sent_bytes
+            self.waited_s += tape.waited_s
+            self.exchanged_s += tape.exchanged_s
+            if sockets is None:
+                break
+            if tape.code == AWAITED and (data := tape.came(row)):
+                sockets.give_back(transfers.receives[row].peer, data)
+            if tape.code != UNSENT or not (frame := tape.unsent(row)):
+                break
+            sockets.keep(transfers.sends[row].peer, *frame)
+            row += 1
+        return row
+
+    def _outgoing(self, op: Stretch, row: int) -> OutgoingTensor:
+        """Return what Python must send: a row of a Send, and those behind it of which compiled code knows nothing."""
+        sends, tape = op.transfers.sends, op.tape
+        rows = [sends[row]]
+        while (each := sends.get(row + len(rows))) and each.op is rows[0].op and not tape.knows(each.row):
+            rows.append(each)
+        send = rows[0].op
+        assert isinstance(send, Send)
+        return OutgoingTensor(
+            self.run_id,
+            send._replace(to=tuple(each.peer for each in rows)),
+            tape.array_of(row),
+            op.places[tape.op_at(row)],
+            tuple(rows),
+        )
 
     def _finish(self, place: int) -> None:
         running = self.running
@@ -318,11 +431,11 @@ class Executor:
         """Take scratch memory back."""
         self._scratch.append(scratch)
 
-    def deliver(self, run_id: int, key: ExchangeKey, array: Array) -> DeliveryResult:
+    def deliver(self, run_id: int, key: ExchangeKey, array: Array, head: bytes = b"") -> DeliveryResult:
         """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
 
-        Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
-        trust it.
+        head: with which a peer sends it in each run; empty if compiled code must not receive it. Raises KeyError if the
+        request does not run, ValueError if shape, dtype or layout are not the slot's: kernels trust it.
         """
         machine = self.machine
         running = machine.runs[run_id]
@@ -333,8 +446,19 @@ class Executor:
         if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype] or not array.flags.c_contiguous:
             text = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
             raise ValueError(f"{key}: got {text}, the Program expects {spec}, row by row")
-        if machine.fill_slot(running, slot):
+        inside = running.bound.received.get(slot)
+        if inside is not None:
+            stretch, row = inside
+            running.delivered.setdefault(stretch.leader, {})[slot] = array
+            if head:
+                stretch.transfers.receives[row].learn(head)
+        if machine.fill_slot(running, slot) or (inside is not None and running.free[slot] is not None):
+            kept, before = running.free[slot], running.slots[slot]
             running.slots[slot] = array
+            if kept is not None:
+                running.free[slot] = None  # the array is not the executor's
+                if before is not None:
+                    kept.append(before)
         return "filled"
 
     def awaits_source(self, run_id: int, source: str) -> bool:

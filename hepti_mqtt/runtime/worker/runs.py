@@ -262,7 +262,7 @@ class WorkerRun:
     started_s: float
     sessions: tuple[DecoderSession, ...]
     inputs: Array
-    sends: dict[int, PreparedSend]
+    sends: dict[tuple[int, tuple[str, ...]], PreparedSend]
     frame_key: FrameKey = UNKEYED
     chooses: bool = False
     compute_s: float = 0.0
@@ -594,7 +594,9 @@ class WorkerRuns:
         if not shape.session_rows:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
-        begins = len(sessions) > 1 or shape == shape.decode_step(shape.new_rows, begins=True)
+        begins = len(sessions) > 1 or any(
+            shape == shape.decode_step(shape.new_rows, begins=True, added=added) for added in (False, True)
+        )
         used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
         keys = [(*resident.key, session.number) for session in sessions]
         busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
@@ -626,7 +628,8 @@ class WorkerRuns:
         if request is None or request.key != arrival.exchange.plan_key or not arrival.has_tag(request.frame_key):
             return False
         try:
-            return self._executor.deliver(arrival.run_id, arrival.exchange.key, arrival.array()) == "filled"
+            head = b"" if request.frame_key.key else arrival.exchange.head
+            return self._executor.deliver(arrival.run_id, arrival.exchange.key, arrival.array(), head) == "filled"
         except ValueError:
             return False  # not what the Program expects; `tensor` says so
 
@@ -655,6 +658,7 @@ class WorkerRuns:
         if request is None:
             return []
         request.compute_s += seconds
+        request.sent_bytes += step.sent_bytes
         out = [] if outgoing is None else self.publish_sent(request, outgoing)
         if now - request.reported_s > PROGRESS_S:
             program = step.running.bound.template.program
@@ -672,15 +676,18 @@ class WorkerRuns:
 
     def publish_sent(self, request: WorkerRun, outgoing: OutgoingTensor) -> list[Command]:
         """Return the publishes of what an op of a run sends."""
-        way = request.sends.get(outgoing.place)
+        op = outgoing.op
+        way = request.sends.get((outgoing.place, op.to))
         if way is None:
-            op = outgoing.op
             if op.to == (PLANNER,):
                 return [self._output(request, outgoing)]
             if op.to == (self._device,):  # a task that the head device has computed itself
                 self._executor.deliver(outgoing.run_id, (op.node, op.part, self._device), outgoing.array.copy())
                 return []
-            way = request.sends[outgoing.place] = self._prepare_send(request, outgoing)
+            way = request.sends[outgoing.place, op.to] = self._prepare_send(request, outgoing)
+            if way.has_body and not request.frame_key.key:
+                for each, topic in zip(outgoing.rows, way.topics, strict=False):
+                    each.learn(frame_header(way.header_prefix, run_id_bytes(0), b"", UNKEYED), topic)
         body = outgoing.array.data.cast("B") if way.has_body else _NOTHING
         request.sent_bytes += way.nbytes
         header = frame_header(way.header_prefix, request.run_id_bytes, body, request.frame_key)

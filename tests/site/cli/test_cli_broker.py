@@ -26,7 +26,7 @@ from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 
 class Running:
@@ -133,7 +133,7 @@ def health(capsys, url, *arguments):
 def test_the_exit_code_says_who_is_online(capsys):
     with start_broker() as broker:
         acknowledged = queue.SimpleQueue()
-        transport = PahoTransport(
+        transport = BrokerConnection(
             BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.put(1), on_state=lambda _: None
         )
         transport.subscribe([("#", 1)])

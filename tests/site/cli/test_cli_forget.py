@@ -12,7 +12,7 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 HOME, OTHER = Topics("home"), Topics("home_2")
 OWN, THEIRS = Payloads(HOME, "homeassistant"), Payloads(OTHER, "homeassistant")
@@ -68,7 +68,7 @@ def test_nothing_is_cleared_of_what_is_online(url: str, arguments: list[str], ho
     said = encode_status(Status("online", 7))
     retain(url, {HOME.plan("m")})
     retain(url, {topic}, said)
-    running = PahoTransport(
+    running = BrokerConnection(
         BrokerUrl.parse(url),
         "running",
         on_message=lambda _, asked: running.publish(topic, said, 1, retain=True) if asked != said else None,

@@ -576,7 +576,7 @@ def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path
     code = (
         "import sys\nfrom hepti_mqtt.cli.main import main\n"
         f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
-        "heavy = ('numba', 'paho', 'PIL', 'psutil', 'benchmarks')\n"
+        "heavy = ('numba', 'PIL', 'psutil', 'benchmarks')\n"
         "print([m for m in sys.modules if m.startswith(heavy)], file=sys.stderr)\nsys.exit(code)"
     )
     done = python(code)

@@ -25,7 +25,7 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 
 def free_port() -> int:
@@ -312,7 +312,7 @@ def test_a_broker_where_it_was_asked_for(site: Site, run: Any) -> None:
 
 def test_ctrl_c_is_no_traceback(site: Site) -> None:
     heard = threading.Event()
-    listener = PahoTransport(
+    listener = BrokerConnection(
         BrokerUrl.parse(site.url), "listener", on_message=lambda *_: heard.set(), on_state=lambda _: None
     )
     listener.subscribe([(Topics(SITE).all_requests(), 1)])

@@ -30,7 +30,7 @@ from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 from hepti_mqtt.transport.broker_limits import WANTED_BYTES
 
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
@@ -64,7 +64,7 @@ class Planner:
         self.heard = queue.SimpleQueue()
         self.later = []
         self.tiles_sent = 0
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(url), "test-planner", on_message=self.hear, on_state=lambda state: None
         )
         topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())

@@ -6,25 +6,19 @@ import base64
 import http.client
 import io
 import json
-import socket
 import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import RequestError
 
 TEMPLATE = "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% endfor %}the"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import decode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service import PlannerConfig, run_planner
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 
 def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):
@@ -21,7 +21,7 @@ def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):
     try:
         assert waits.wait(60.0), "it says that it waits"
         with start_broker(port=free_tcp_port):
-            ear = PahoTransport(url, "ear", on_message=lambda _, payload: said.put(payload), on_state=lambda _: None)
+            ear = BrokerConnection(url, "ear", on_message=lambda _, payload: said.put(payload), on_state=lambda _: None)
             ear.subscribe([(Topics("late").planner_status(), 1)])
             ear.connect()
             while decode_status(said.get(timeout=60.0)).state != "online":

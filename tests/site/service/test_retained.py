@@ -7,7 +7,7 @@ from broker_kinds import needs_mosquitto
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.retained import RetainedSweep, retained_topics, unread_topics
-from hepti_mqtt.transport import BrokerUrl, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl
 
 
 @needs_mosquitto
@@ -16,7 +16,7 @@ def test_a_sweep_clears_what_nobody_reads_and_nothing_else(mosquitto):
     junk = [topics.activation("m", layer, "a", "all") for layer in range(50)]
     junk += [topics.request("m", "alice"), topics.everything().replace("#", "x/y")]
     kept = [topics.status("a"), topics.caps("a"), topics.plan("m"), topics.use("a"), topics.home("device", "a")]
-    writer = PahoTransport(url, "junk", on_message=lambda *_: None, on_state=lambda _: None)
+    writer = BrokerConnection(url, "junk", on_message=lambda *_: None, on_state=lambda _: None)
     writer.connect()
     for topic in (*junk, *kept):
         writer.publish(topic, encode_status(Status("online", 1)), 1, retain=True)
@@ -29,7 +29,7 @@ def test_a_sweep_clears_what_nobody_reads_and_nothing_else(mosquitto):
 
 def test_a_look_ends_when_it_has_received_enough(mosquitto):
     topics, url = Topics("large"), BrokerUrl.parse(str(mosquitto.url))
-    writer = PahoTransport(url, "large", on_message=lambda *_: None, on_state=lambda _: None)
+    writer = BrokerConnection(url, "large", on_message=lambda *_: None, on_state=lambda _: None)
     writer.connect()
     for layer in range(10):
         writer.publish(topics.activation("m", layer, "a", "all"), bytes(1000), 1, retain=True)

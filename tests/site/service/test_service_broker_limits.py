@@ -10,7 +10,7 @@ from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site
-from hepti_mqtt.transport import BrokerUrl, Connected, DeliveryWindow, PahoTransport, Receipt, Will, name_claim
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DeliveryWindow, Receipt, Will, name_claim
 
 
 class Rival:
@@ -19,7 +19,7 @@ class Rival:
     def __init__(self, broker, site, answers):
         self.topics, self.answers = Topics(site), answers
         connected = threading.Event()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             BrokerUrl.parse(str(broker.url)),
             f"rival-{site}",
             on_message=self.heard,

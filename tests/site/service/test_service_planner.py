@@ -34,7 +34,7 @@ from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.setup import open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport import BrokerUrl, Connected, Delivery, PahoTransport, Receipt
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Delivery, Receipt
 from hepti_mqtt.transport.base import SENDER_EVENTS
 
 
@@ -152,7 +152,7 @@ class Listener:
         self.topics = Topics(site)
         self.heard = queue.SimpleQueue()
         connected = threading.Event()
-        self.transport = PahoTransport(
+        self.transport = BrokerConnection(
             url,
             f"listener-{uuid.uuid4().hex[:8]}",
             on_message=lambda topic, payload: self.heard.put((topic, bytes(payload))),
@@ -285,7 +285,7 @@ def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
     ear.status("online")
     ear.say(ear.topics.request("bert", "late"), b'{"id": "q1", "text": ""}')
     late = queue.SimpleQueue()
-    reader = PahoTransport(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
+    reader = BrokerConnection(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
     ear.ask("bert", id="q2", text="")  # by now the first answer went out to nobody
     reader.subscribe([(ear.topics.responses("late"), 1)])
     reader.connect(PATIENCE_S)
@@ -423,7 +423,7 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
 
 def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, monkeypatch):
     acknowledged = []
-    monkeypatch.setattr(PahoTransport, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
+    monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
     topic, receipt = unconnected.topics.request("bert", "me"), Receipt(1, 7)
     unconnected.channel.handle_delivery(Delivery(topic, b'{"cancel": "q1"}', receipt, repeated=False))
     assert unconnected.reading.step()

@@ -10,7 +10,7 @@ import pytest
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Subscribed, Will
 
 
 @pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])
@@ -100,7 +100,7 @@ def test_user_and_password_are_checked(broker, protocol):
 
         def connect(user, password):
             url = BrokerUrl("127.0.0.1", guarded.port, user=user, password=password)
-            transport = PahoTransport(
+            transport = BrokerConnection(
                 url, "pi-1", on_message=lambda *_: None, on_state=lambda _: None, protocol=protocol
             )
             try:

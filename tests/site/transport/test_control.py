@@ -14,7 +14,7 @@ import pytest
 from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerUrl, Connected, Disconnected, PahoTransport, Subscribed, Will
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Subscribed, Will
 from hepti_mqtt.transport.sockets import connect_any, local
 
 PATIENCE_S = 20.0
@@ -27,7 +27,7 @@ def protocol(request):
 
 def transport_to(port, **options):
     options = {"on_message": lambda *_: None, "on_state": lambda _: None} | options
-    return PahoTransport(BrokerUrl("127.0.0.1", port, user="u", password="s3cret"), "me", **options)
+    return BrokerConnection(BrokerUrl("127.0.0.1", port, user="u", password="s3cret"), "me", **options)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_descriptor_beyond_what_select_takes(mosquitto, peers):
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
     try:
         peer = peers(mosquitto.url)
-        assert peer.transport._client.socket().fileno() >= 1024
+        assert peer.transport._link._sock.fileno() >= 1024
         peer.subscribe("high")
         peer.transport.publish("high", b"yes", 1)
         assert peer.message() == ("high", b"yes")
@@ -160,8 +160,8 @@ def test_a_transport_may_be_closed_from_its_own_callback(mosquitto, peers):
     peer.subscribe("closing")
     peer.transport.publish("closing", b"")
     assert done.wait(PATIENCE_S)
-    peer.transport._client.thread.join(PATIENCE_S)
-    assert not peer.transport._client.thread.is_alive()
+    peer.transport._thread.join(PATIENCE_S)
+    assert not peer.transport._thread.is_alive()
     with pytest.raises(NetworkError, match="closed"):
         peer.transport.publish("closing", b"")
     with pytest.raises(ValueError, match="once"):
@@ -175,8 +175,8 @@ def test_closing_while_the_broker_is_away_ends_at_once_and_counts_what_is_lost(p
     sender.transport.publish("away", b"", 1)
     sender.transport.close(Will("away", b"last"))
     assert sender.transport.counts().lost == 2
-    sender.transport._client.thread.join(PATIENCE_S)
-    assert not sender.transport._client.thread.is_alive()
+    sender.transport._thread.join(PATIENCE_S)
+    assert not sender.transport._thread.is_alive()
 
 
 @pytest.mark.parametrize("topic", ["", "a/+", "a/#", "a\0b"])
@@ -196,11 +196,9 @@ def test_a_filter_that_mqtt_does_not_allow_is_refused(mosquitto, peers, wrong):
 
 
 def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.control.LATE_S", 0.0)
+    monkeypatch.setattr("hepti_mqtt.transport.broker_connection.LATE_S", 0.0)
     peer, found = peers(mosquitto.url, connect=False), threading.Event()
-    monkeypatch.setattr(
-        "hepti_mqtt.transport.control.connect_any", lambda *a: found.wait(PATIENCE_S) and connect_any(*a)
-    )
+    monkeypatch.setattr("hepti_mqtt.transport.link.connect_any", lambda *a: found.wait(PATIENCE_S) and connect_any(*a))
     with pytest.raises(NetworkError, match="no broker answers"):
         peer.transport.connect(0.0)
     found.set()

@@ -1,4 +1,4 @@
-"""The connection for tensors: our own link, or paho's where ours cannot read a broker; both do the same."""
+"""The connection for tensors, and what a link takes for silence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected, data_connection_possible
+from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected
 from hepti_mqtt.transport.base import KEEPALIVE_S
-from hepti_mqtt.transport.codec import publish_head
-from hepti_mqtt.transport.data_connection import Link, Lost, _Wake
+from hepti_mqtt.transport.codec import Connect, publish_head
+from hepti_mqtt.transport.link import Link, Lost, Wake
 from hepti_mqtt.transport.sockets import unacknowledged
 
 PATIENCE_S = 20.0
-
-pytestmark = [pytest.mark.skipif(not data_connection_possible(), reason="our own link needs Linux")]
 
 
 @pytest.fixture
@@ -158,15 +156,17 @@ def open_link(request, monkeypatch):
     else:
         here, there = socket.socketpair()
     now = [0.0]
-    monkeypatch.setattr("hepti_mqtt.transport.data_connection.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("hepti_mqtt.transport.data_connection.connect_any", lambda *_: here)
-    monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_receiver", lambda sock: sock.setblocking(False))
-    monkeypatch.setattr("hepti_mqtt.transport.data_connection.tune_sender", lambda sock: None)
-    wake = _Wake()
-    link = Link(BrokerUrl.parse("mqtt://127.0.0.1"), "a", threading.RLock(), wake, lambda *_: None)
+    monkeypatch.setattr("hepti_mqtt.transport.link.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hepti_mqtt.transport.link.connect_any", lambda *_: here)
+    monkeypatch.setattr("hepti_mqtt.transport.link.tune_receiver", lambda sock: sock.setblocking(False))
+    monkeypatch.setattr("hepti_mqtt.transport.link.tune_sender", lambda sock: None)
+    monkeypatch.setattr("hepti_mqtt.transport.link.tune", lambda sock: None)
+    wake = Wake()
+    url, connect = BrokerUrl.parse("mqtt://127.0.0.1"), Connect(4, "a")
+    link = Link(url, connect, threading.RLock(), wake, lambda *_: None, bulk=True)
     with there:
         there.sendall(b"\x20\x02\0\0")
-        link.open(5.0, lambda: False)
+        link.open(5.0, 5.0, lambda: False)
         there.recv(1000)
         yield link, there, now
     here.close()
@@ -204,7 +204,7 @@ def test_a_broker_that_reads_slowly_is_not_silent_where_the_kernel_has_taken_eve
     there.settimeout(PATIENCE_S)
     link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2_000_000)
     left = put(link, bytes(2_000_000))
-    assert not link.waiting
+    assert not link.unwritten_bytes
     while left > 1_000_000:
         before = unacknowledged(link._sock)
         while unacknowledged(link._sock) >= before:
@@ -225,8 +225,8 @@ def test_a_broker_that_sends_slowly_is_not_silent(open_link):
         there.sendall(bytes(10_000))
         now[0] += 0.4 * KEEPALIVE_S
         link.turn(0.0)
-    assert link._low > 10_000
-    while link._decoder.missing > 4_000_000 - 10 * 10_000:
+    assert link._reader.low > 10_000
+    while link.protocol.decoder.missing > 4_000_000 - 10 * 10_000:
         link.turn(0.0)
     now[0] += KEEPALIVE_S + 0.1
     with pytest.raises(Lost, match="has not answered"):

@@ -120,7 +120,7 @@ def test_files_that_are_no_key_are_named(files, tmp_path):
 
 
 def test_what_tls_has_read_ahead_is_read_in_turns(device, monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.peer.MAX_READS", 1)
+    monkeypatch.setattr("hepti_mqtt.transport.client_protocol.MAX_READS", 1)
     a, b = device("a"), device("b")
     subscribe(b, a)
     pump((a, b), joined(b))

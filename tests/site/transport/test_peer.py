@@ -33,7 +33,7 @@ def test_an_endpoint_that_breaks_the_rules_is_left_and_asked_again(node, played,
     assert played.sock.recv(1) == b""
     clock.now += BACKOFF_S[0]
     played.accept(node)
-    played.say(node, IN + b"\x90\x04\0\x02\0\0")
+    played.say(node, IN + b"\x90\x04\0\x01\0\0")
     assert node.events[2:] == [Joined("a", KEY)]
     assert node.mesh.stats()["a"].reconnections == 1
 

@@ -12,7 +12,7 @@ from broker_kinds import needs_mosquitto
 from relay import Relay
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerUrl, DataConnection, PahoTransport
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, DataConnection
 
 PATIENCE_S = 20.0
 
@@ -67,7 +67,7 @@ def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(certi
     relay = Relay(mosquitto.port, context)
     own = f"&cert={certificate[0]}&key={certificate[1]}" if shown else ""
     url = BrokerUrl.parse(f"mqtts://127.0.0.1:{relay.port}?ca={certificate[0]}{own}")
-    make = DataConnection if tensors else PahoTransport
+    make = DataConnection if tensors else BrokerConnection
     transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
     try:
         with contextlib.nullcontext() if shown else pytest.raises(NetworkError):
@@ -80,7 +80,7 @@ def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(certi
 @pytest.mark.parametrize("tensors", [False, True])
 def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
     url = BrokerUrl("127.0.0.1", tls_port, tls=True)
-    make = DataConnection if tensors else PahoTransport
+    make = DataConnection if tensors else BrokerConnection
     transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
     with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
         transport.connect()
@@ -88,7 +88,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
 
 
 def test_tls_to_a_port_without_it_is_a_network_error(mosquitto):
-    transport = PahoTransport(
+    transport = BrokerConnection(
         BrokerUrl("127.0.0.1", mosquitto.port, tls=True), "me", on_message=lambda *_: None, on_state=lambda _: None
     )
     with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):

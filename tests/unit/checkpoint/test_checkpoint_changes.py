@@ -140,11 +140,11 @@ def generated(checkpoint, prepared, computed):
     prompt = tuple(prepared.inputs[1:].tolist())
     generation = Generation(prompt, prepared.new_tokens, prepared.shape, prepared.rules)
     while not generation.done:
-        ids = (*prompt, *generation.tokens)
+        ids = (*prompt, *generation.text.tokens)
         key = (checkpoint.spec, ids)
         if key not in computed:
             inputs, shape = np.array([0, *ids], np.int32), prepared.shape.decode_step(len(ids))
             computed[key] = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)[1]
         generation.append_tokens(computed[key])
-    answer = decode_output(checkpoint, prepared, np.array(generation.tokens))
+    answer = decode_output(checkpoint, prepared, np.array(generation.text.tokens))
     return [answer["ids"], answer["text"]]

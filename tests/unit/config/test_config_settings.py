@@ -22,7 +22,7 @@ from hepti_mqtt.config.options import (
     positive_int,
     tcp_port,
 )
-from hepti_mqtt.config.settings import check_environment, data_link, parse_size
+from hepti_mqtt.config.settings import check_environment, parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError
 from hepti_mqtt.transport import BrokerUrl
 
@@ -106,7 +106,7 @@ def test_any_text_is_data_or_a_config_error(tmp_path, text):
         load_yaml(path)
 
 
-WRONG = ("HEPTI_KERNELS_ISA", "HEPTI_KERNELS_DOT", "HEPTI_DATA_LINK")
+WRONG = ("HEPTI_KERNELS_ISA", "HEPTI_KERNELS_DOT")
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +126,6 @@ def test_what_is_unset_or_empty_is_no_error(monkeypatch):
     for name in WRONG:
         monkeypatch.setenv(name, "")
     check_environment()
-    assert data_link() == "own"
-    assert data_link({"HEPTI_DATA_LINK": "paho"}) == "paho"
 
 
 @pytest.mark.parametrize(

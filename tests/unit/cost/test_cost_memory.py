@@ -22,7 +22,7 @@ SHAPE = TokenBatch((ROWS,), cache=LONGEST)
     [
         (SPEC, 0),
         (with_cache(SPEC, "f16"), 4 * LONGEST * 2 * SPEC.head_dim),  # of one head, in f32
-        (with_storages(SPEC, {WORDS: "q8_0", HEAD: "q8_0"}), 4 * ROWS * 3 * SPEC.hidden),  # rows that are gathered
+        (with_storages(SPEC, {WORDS: "q8_0", HEAD: "q8_0"}), 2 * 4 * SPEC.hidden),  # the last row, for the head alone
     ],
     ids=["f32", "cache in f16", "words in blocks"],
 )

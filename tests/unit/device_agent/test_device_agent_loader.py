@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from device_agent.budget import Budget
 from device_agent.loader import (
+    CACHED_S,
     MAX_MISMATCHES,
     PROGRESS_S,
     RATE_BYTES,
@@ -504,13 +505,27 @@ def test_the_planner_is_told_what_is_cached_after_a_load_and_after_a_start(tmp_p
     first.loader.load(MODEL.load(refs=MODEL.refs[:1]), first.now)
     first.serve(MODEL)
     again = Device(tmp_path, report=reports.append)
-    again.loader.request_again(again.now)
+    thread = LoaderThread(again.loader, again.counters, LOG)
+    thread.start()
+    thread.close()
     after_load, after_start = reports
     assert after_load == after_start
     assert (after_load.model, after_load.manifest) == ("m", MODEL.manifest.digest)
     tiles = TileMap(MODEL.manifest)
     mask = tiles.unpack(after_load.tiles)
     assert {h for h, held in zip(tiles.hashes, mask, strict=True) if held} == MODEL.needed(MODEL.refs[:1])
+
+
+def test_a_device_reports_its_cache_while_it_loads(tmp_path):
+    reports = []
+    device = Device(tmp_path, report=reports.append)
+    device.loader.load(MODEL.load(), device.now)
+    device.serve(MODEL, most=2)
+    assert not reports
+    device.now += CACHED_S
+    device.serve(MODEL, most=1)
+    (report,) = reports
+    assert TileMap(MODEL.manifest).unpack(report.tiles).sum() >= 2
 
 
 def test_a_rate_is_that_of_the_last_megabytes():

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import DTYPES, Case, array, poisoned, pool
+from kernels_support import DTYPES, Case, array, pool
+
+from hepti_mqtt.kernels.calls import SizedChoice
 
 
 def at(value):
@@ -47,13 +49,9 @@ def test_embed_at(m, h, places, data):
         ([1], -1, r"rows -1\.\.0 do not lie in the 9 positions of the model"),
     ],
 )
-def test_ids_and_positions_that_the_model_has_not_are_refused_before_anything_is_written(ids, first, message):
-    case = embed_at(ids, first, array(7, 4), array(9, 4))
-    with pool(1) as workers:
-        run, out = case.kernel.checked(case.op, case.slots, case.weights, workers), poisoned(case.slots[2])
-        with pytest.raises(ValueError, match=message):
-            run(case.reads, [out])
-    np.testing.assert_array_equal(out, poisoned(case.slots[2]))
+def test_ids_and_positions_that_the_model_has_not_are_refused(ids, first, message):
+    with pytest.raises(ValueError, match=message):
+        embed_at(ids, first, array(7, 4), array(9, 4)).run()
 
 
 @given(m=st.integers(0, 9), w=st.integers(0, 20), capacity=st.integers(9, 20), data=st.data())
@@ -182,6 +180,18 @@ def test_any_number_of_threads_gives_the_same_bits(m):
     q, kv = queries_and_cache(m, 1200, 8, 64)
     case = attention_at(q, kv, 1000, 8, 64)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_a_short_cache_is_for_one_thread_and_a_long_one_for_several(m):
+    case = attention_at(*queries_and_cache(m, 5000, 8, 64), 0, 8, 64)
+    with pool(2) as workers:
+        calls = case.kernel.bind(case.op, case.slots, case.weights, workers).calls
+        (sized,) = (call.choice for call in calls if isinstance(call.choice, SizedChoice))
+        short, long, longer = (workers.choice_of(sized, at(first)) for first in (0, 4000, 4001))
+        assert (short.threads, long.threads) == (1 if m == 1 else 2, 2)
+        assert long is longer
+        assert long is not short
 
 
 def test_ops_that_do_not_fit_are_refused():

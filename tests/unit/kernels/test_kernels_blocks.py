@@ -42,8 +42,6 @@ def test_tiles_in_any_order_make_a_range_of_a_matrix(storage: str) -> None:
     assert new == (rows[1] - rows[0]) * (columns[1] - columns[0])
     matrix = buffer.finish()
     np.testing.assert_array_equal(matrix.plain(), whole.values()[slice(*rows), slice(*columns)])
-    some = np.array([7, 0, 41])
-    np.testing.assert_array_equal(matrix.columns_at(some), matrix.plain().T[some])
 
 
 def test_what_is_not_whole_blocks_is_refused() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hepti_mqtt.kernels import jit, precompile
+from hepti_mqtt.kernels import jit, precompile, tape
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.precompile import Compilers
 
@@ -94,6 +94,7 @@ def test_after_warm_up_everything_is_in_the_cache_and_no_process_is_started(monk
     if jit.cache_directory() is None:
         pytest.skip("a forced instruction set has no cache")
     jit.warm_up()
+    tape.prepare()
     monkeypatch.setattr(precompile, "Compilers", lambda *_: pytest.fail("nothing is missing"))
     told = []
     precompile.fill_cache("all", lambda *step: told.append(step))

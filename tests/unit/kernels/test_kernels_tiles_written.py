@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
@@ -35,14 +33,14 @@ def test_tiles_of_f32(name):
     tile = TILES[name]
 
     def write(module):
-        for rows, vectors in some(list(product(range(1, tile.rows + 1), range(1, tile.vectors + 1)))):
+        for rows, vectors in some(tile.sizes()):
             size = f"{rows}x{vectors}"
             for layout, prefetch in (("rows", False), ("rows", True), ("columns", False)):
                 TileWriter(module, f"{layout}{prefetch}{size}", tile, rows, vectors, layout, prefetch).write()
             for kind in ("places", "depthwise"):
                 PlacesWriter(module, f"{kind}{size}", tile, rows, vectors, kind).write()
-        for rows, vectors in some(gemv.tile_sizes(tile)):
-            gemv.write_panels(module, f"gemv{rows}x{vectors}", tile, rows, vectors)
+        for rows, panels in some(gemv.tile_sizes(tile)):
+            gemv.write_panels(module, f"gemv{rows}x{panels}", tile, rows, panels * tile.vectors)
 
     verify(write)
 

@@ -23,7 +23,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import (
-    KNOWN_SD,
+    RULE,
     Border,
     Option,
     Situation,
@@ -127,7 +127,7 @@ def test_a_method_that_may_be_better_is_tried_if_little_is_known_of_it() -> None
     assert verdict.move.kind == "try"
     key = strategy_key(unknown.plan)
     for changed, more in (
-        (replace(unknown, method_sd=0.9 * KNOWN_SD), {}),
+        (replace(unknown, method_sd=0.9 * RULE.known_sd), {}),
         (replace(unknown, beside=False), {}),
         (replace(unknown, own_s=100.0), {}),
         (option(1.5, "block", 0.1, method_sd=0.1), {}),

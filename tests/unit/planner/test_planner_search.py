@@ -577,3 +577,11 @@ def test_one_device_answers_where_it_is_faster_or_the_others_cannot_go_on():
 def test_devices_that_hold_all_weights_go_on_with_other_heads():
     last = planned("row", variant="heads")
     assert decide_hurried(question_of_four(*ALL[:3]), last).chosen.name == "row/heads"
+
+
+@pytest.mark.parametrize("mbit", [10, 100, 940])
+def test_the_reason_names_the_fastest_of_the_other_plans(mbit: float):
+    found = decide(question_of_four(*ALL, mbit=mbit))
+    others = [c for c in found.ranking if c.price.feasible and c.plan.method != found.chosen.plan.method]
+    second = min(others, key=lambda c: c.price.cost)
+    assert f"{second.name} on {', '.join(second.plan.devices)}" in found.reason

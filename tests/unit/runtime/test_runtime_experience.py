@@ -160,6 +160,7 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
         part = next(p for p in whole.replicas if p.version == site.work[number].plan_version)
         site.now += 3 * part.predicted_s
         answer_alone(site, part, number)
+    site.event(interface.Tick())
     model = site.session.groups.default("m")
     learned = model.methods.corrections(site.now)
     assert learned.factors == {strategy_key(whole): pytest.approx(3.0, rel=0.25)}

@@ -145,7 +145,7 @@ def test_steps_whose_reports_are_missing_are_few():
     while max(site.work) not in site.computed:
         site.step(reported=False)
     assert len(site.running) == MAX_UNREPORTED_RUNS + site.session.in_flight
-    assert len(job.generation.tokens) == len(site.running)
+    assert len(job.generation.text.tokens) == len(site.running)
     site.report(1)
     assert max(site.work) == MAX_UNREPORTED_RUNS + site.session.in_flight + 1
     while "r" not in site.answers:
@@ -174,6 +174,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
         assert max(site.work) == min(number + 1, 12)
         site.now += 0.05
         site.report(number)
+    site.event(interface.Tick())
     learned = site.session.groups.default("m").methods.corrections(site.now)
     assert learned.factor(site.plan) == pytest.approx(3.0, rel=0.1), "from its dispatch to its last report"
 
@@ -188,6 +189,7 @@ def test_steps_beside_other_requests_teach_nothing():
             site.now += 0.2
             site.output(number)
             site.report(number)
+    site.event(interface.Tick())
     assert not site.session.groups.default("m").methods.corrections(site.now).factors
 
 

@@ -485,6 +485,7 @@ def served(site: Site, compute_us: int, times: int) -> None:
         site.submit(f"r{len(site.work) + 1}", plan.predicted_tokens)
         site.now += 0.1
         site.answer(len(site.work))
+        site.event(interface.Tick())
 
 
 def test_runs_say_how_slow_devices_are_and_their_meters_are_held_against_that() -> None:

@@ -278,7 +278,6 @@ def test_what_a_busy_fast_replica_answers_sooner_waits_for_it():
         hand = next_assignment(0.0, lanes(2.0, False), queue)
         assert hand == (None if number < 2 else Assignment(lanes(0, True)[1].plan, 1)), number
     assert next_assignment(0.0, lanes(0.0, True), queue) == Assignment(lanes(0, True)[0].plan, 7)
-    assert next_assignment(0.0, lanes(0.0, True)[1:], queue) == Assignment(lanes(0, True)[1].plan)
 
 
 def test_a_batch_is_cut_into_micro_batches_in_its_order():

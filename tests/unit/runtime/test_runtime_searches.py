@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
-from scripted_site import Site, everyone
+from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.errors import PlanError
-from hepti_mqtt.planner import decide, simulate_plan
-from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan
+from hepti_mqtt.planner.decisions import Kind, Option
+from hepti_mqtt.protocol.messages import Endpoint, Status
+from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceHeartbeat, DeviceStatus, Solve, Solved, Tick
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
-from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S
+from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S, is_worth_finishing
 from hepti_mqtt.service.solver import solve
 
 
@@ -114,3 +118,114 @@ def test_three_models_that_fill_three_devices_each_get_a_plan(seed: int) -> None
             site.ready()
         site.tick(rng.choice((0.1, 0.5, 1.0)))
     assert {model: site.session.active_plan(model) is not None for model in models} == dict.fromkeys(models, True)
+
+
+def loading(*devices: str) -> Site:
+    """Return a site whose first plan is prepared by some devices, and none of them is ready."""
+    site = Site(decider=everyone)
+    site.submit("waits")
+    site.join(*devices)
+    site.tick(1.1, alive=False)
+    assert {*site.prepares()} == {*devices}
+    return site
+
+
+def test_a_device_that_joins_during_the_first_load_has_a_part_in_the_plan_that_replaces_it() -> None:
+    site = loading("a")
+    first = Plan.from_dict(site.prepares()["a"].plan)
+    site.join("b")
+    site.tick(0.2)
+    assert site.released() == [("a", first.version)]
+    site.ready()
+    assert site.plan is not None
+    assert site.plan.devices == ("a", "b")
+
+
+def test_a_search_during_a_load_that_has_nothing_better_leaves_it_alone() -> None:
+    site = loading("a", "b")
+    before = len(site.solves)
+    site.pass_by(5)
+    assert len(site.solves) > before, "a whole search follows the hurried one"
+    site.ready()
+    assert site.plan is not None
+    assert not site.released()
+
+
+def test_a_search_without_a_plan_during_a_load_refuses_no_request() -> None:
+    site = loading("a")
+    site.searches = False
+    site.join("b")
+    site.tick(0.2)
+    while site.solves[-1].kind is not SearchKind.WHOLE:
+        site.event(Solved("m", site.solves[-1].ticket, None, error=PlanError("no")))
+    site.event(Solved("m", site.solves[-1].ticket, None, error=PlanError("no")))
+    assert not site.errors
+    site.ready()
+    assert site.plan is not None
+
+
+def test_links_that_are_measured_during_the_first_load_lead_to_another_search() -> None:
+    site = loading("a", "b")
+    site.now += 1
+    site.event(Tick())
+    site.searches, before = False, len(site.solves)
+    for device in site.boots:
+        site.event(DeviceHeartbeat(device, replace(heartbeat(1), bandwidth_bytes_per_s=1e6)))
+    site.now += 1
+    site.event(Tick())
+    assert len(site.solves) == before + 1
+
+
+def test_the_first_search_waits_for_the_rates_of_links_for_a_while() -> None:
+    site = Site(decider=everyone, secret=bytes(32))
+    site.submit("waits")
+    for place, device in enumerate("ab"):
+        site.boots[device] = 1
+        endpoint = Endpoint(f"192.168.1.{place}", 1883)
+        site.event(DeviceCaps(device, replace(caps(device, 1), endpoint=endpoint)))
+        site.event(DeviceStatus(device, Status("online", 1)))
+    site.tick(0.5, alive=False)
+    assert not site.solves
+    site.event(DeviceHeartbeat("a", heartbeat(1)))
+    site.tick(0.5, alive=False)
+    assert not site.solves, "nothing is known of the link of b"
+    site.event(DeviceHeartbeat("b", heartbeat(1)))
+    site.tick(0.1, alive=False)
+    assert site.solves
+
+
+def test_a_link_that_nobody_measures_holds_up_no_first_plan() -> None:
+    site = Site(decider=everyone, secret=bytes(32))
+    site.submit("waits")
+    site.boots["a"] = 1
+    site.event(DeviceCaps("a", replace(caps("a", 1), endpoint=Endpoint("192.168.1.1", 1883))))
+    site.event(DeviceStatus("a", Status("online", 1)))
+    for _ in range(3):
+        site.tick(1.0, alive=False)
+    assert site.solves
+
+
+@pytest.mark.parametrize(
+    ("own_s", "other_s", "kind", "finishes"),
+    [
+        (10.0, 11.0, "go", True),  # the difference does not pay for another activation
+        (10.0, 13.0, "go", False),
+        (-0.1, None, "go", False),
+        (0.1, None, "go", True),
+        (-50.0, -49.0, "must", True),  # nothing serves, so waiting costs
+        (-50.0, -40.0, "must", False),
+        (-50.0, None, "must", True),
+    ],
+)
+def test_a_load_ends_early_if_another_plan_is_worth_more_with_what_is_left(
+    own_s: float, other_s: float | None, kind: Kind, finishes: bool
+) -> None:
+    _, search = unanswered("a", "b")
+    both = everyone(search.question).chosen
+    alone = everyone(replace(search.question, devices=("a",))).chosen
+
+    def assessed(candidate: Candidate, value_s: float) -> Assessment:
+        return Assessment(Option(candidate, np.ones(1), np.ones(1)), 0.1, 1.0, 10.0, 0.0, value_s, kind, "")
+
+    considered = [assessed(both, own_s), *([] if other_s is None else [assessed(alone, other_s)])]
+    assert is_worth_finishing(Verdict(None, tuple(considered)), both.plan) is finishes

@@ -29,7 +29,7 @@ from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
-from hepti_mqtt.runtime.coordinator.runs import BesideRun, Run, RunTimes
+from hepti_mqtt.runtime.coordinator.runs import BesideRun, Run, RunKind, RunTimes
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
@@ -111,6 +111,7 @@ def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
             RunTimes(begun_s),
             100,
             BesideRun(alone=True),
+            RunKind((1, 32)),
         )
         run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
         job.outputs[place] = outputs[place] if outputs else np.ones((len(chunk.shape.sizes), 32), np.float32)
@@ -214,7 +215,17 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
     jobs = [ask(desk, {"text": text}) for text in ("hello world", "more")]
     items = tuple(WorkItem(job, 0) for job in jobs)
     whole = concatenate([item.batch for item in items])
-    run = Run(1, items, whole.shape, plan_for(checkpoint), CLUSTER, RunTimes(0.0), 100, BesideRun(alone=True))
+    run = Run(
+        1,
+        items,
+        whole.shape,
+        plan_for(checkpoint),
+        CLUSTER,
+        RunTimes(0.0),
+        100,
+        BesideRun(alone=True),
+        RunKind((2, 32)),
+    )
     run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)

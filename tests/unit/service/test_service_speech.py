@@ -16,7 +16,8 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
-from hepti_mqtt.models.speech import STEP, SpeechInput
+from hepti_mqtt.models.shapes import STEP
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.runtime.coordinator.texts import TextSoFar
 from hepti_mqtt.runtime.coordinator.transcriptions import Attempt, Transcription
 from hepti_mqtt.service import sound
@@ -280,7 +281,7 @@ def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], sil
     shape = checkpoint.spec.input_spec.run(len(steering), 24)
     verdict = judge(checkpoint, tokens, scores, silence)
     text = TextSoFar(tokens, scores)
-    tried = [Attempt(text, 0.0, verdict)]
+    tried = [Attempt(text, verdict)]
     generation = Transcription(steering, 8, shape, rules, text=text, silence=silence, tried=tried)
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.3)
     return decode_output(checkpoint, prepared, np.array(tokens), None, generation)

@@ -148,7 +148,7 @@ def test_a_text_that_is_not_good_enough_is_drawn_again_in_the_same_session(divis
     assert swarm.tokens["r"] == [pair for text in texts for pair in enumerate(text)]
     (output, stats), *_ = swarm.answers["r"]
     assert output.tolist() == texts[1], "the best of them"
-    assert (generation.temperature, len(set(map(tuple, texts)))) == (0.4, 3)
+    assert (generation.text.temperature, len(set(map(tuple, texts)))) == (0.4, 3)
     assert [s.shape.encodes for s in stats] == [True] + [False] * (3 * MOST - 1)
 
 
@@ -168,21 +168,19 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
     assert swarm.tokens["r"] == list(enumerate(text))
 
 
-def test_a_step_that_does_not_follow_is_taken_back():
+def test_steps_are_taken_back_with_the_texts_behind_them():
     verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
     rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
     generation = Transcription(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
     some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
     for logits in some[:4]:
         generation.append_tokens(logits)
-    assert [(step.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
-    assert all(generation.follows(step, logits) for step, logits in zip(generation.steps, some, strict=False))
-    assert not generation.follows(generation.steps[1], -some[1])
-    first = list(generation.steps[1].tokens)
+    assert [(step.text.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
+    first = list(generation.steps[1].text.tokens)
     generation.rewind(2)
-    assert (generation.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
+    assert (generation.text.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
     generation.rewind(0)
-    assert (generation.tokens, generation.prompt) == ([], PROMPT)
+    assert (generation.text.tokens, generation.prompt) == ([], PROMPT)
 
 
 @pytest.mark.parametrize(("latency_s", "parts"), [(2.5e-4, 4), (0.05, 1)])

@@ -1,0 +1,184 @@
+"""A client's end of one MQTT connection: without I/O, and the loop that reads a socket for it.
+
+The connection to the broker (`link.py`) and the subscription at a peer's endpoint (`peer.py`) drive it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from hepti_mqtt.transport.buffers import Buffers
+from hepti_mqtt.transport.codec import (
+    MAX_CONTROL,
+    MAX_LENGTH,
+    Connack,
+    Control,
+    Decoder,
+    Event,
+    Malformed,
+    Puback,
+    Reads,
+    Suback,
+    Subscribe,
+    Unsubscribe,
+    encode,
+    publish_head,
+)
+from hepti_mqtt.transport.sockets import Connection, low_water
+
+LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
+MAX_READS: Final = 64  # of one connection before others have their turn
+
+
+class Granted(NamedTuple):
+    """The answer to a SUBSCRIBE; key: of `ClientProtocol.subscribe`. codes: one for each filter."""
+
+    key: Any
+    filters: tuple[str, ...]
+    codes: bytes
+
+
+class Acknowledged(NamedTuple):
+    """A message of QoS 1 was taken, or (MQTT 5) refused; message: of `ClientProtocol.publish`."""
+
+    message: Any
+    code: int
+
+
+class ClientProtocol:
+    """A client of MQTT 3.1.1 or 5: packet ids, what waits for an answer, and which packets may come when."""
+
+    def __init__(
+        self,
+        reads: Reads,
+        version: int = 4,
+        *,
+        limit_bytes: int = MAX_LENGTH,
+        control_bytes: int = MAX_CONTROL,
+        buffers: Buffers | None = None,
+        any_topic: bool = False,
+    ) -> None:
+        self.version = version
+        self.decoder = Decoder(
+            reads,
+            version=version,
+            limit_bytes=limit_bytes,
+            control_bytes=control_bytes,
+            buffers=buffers,
+            any_topic=any_topic,
+        )
+        #: The answer to CONNECT, None before it.
+        self.connack: Connack | None = None
+        #: Messages of QoS 1 without an acknowledgement, by packet id, in order.
+        self.inflight: dict[int, Any] = {}
+        self._subscribing: dict[int, tuple[Any, tuple[str, ...]]] = {}
+        self._id = 0
+
+    def encode(self, command: Control) -> bytes:
+        """Return a packet in the version of this connection."""
+        return encode(command, self.version)
+
+    def subscribe(self, key: Any, filters: Sequence[tuple[str, int]]) -> bytes:
+        """Return a SUBSCRIBE to (filter, QoS); `Granted` has this key."""
+        packet_id = self._next_id()
+        self._subscribing[packet_id] = (key, tuple(name for name, _ in filters))
+        return self.encode(Subscribe(packet_id, tuple(filters)))
+
+    def unsubscribe(self, names: Sequence[str]) -> bytes:
+        """Return an UNSUBSCRIBE."""
+        return self.encode(Unsubscribe(self._next_id(), tuple(names)))
+
+    def publish(self, message: Any, topic: str, nbytes: int, qos: int = 0, retain: bool = False) -> bytes:
+        """Return what stands before a payload; at QoS 1 `Acknowledged` has this message."""
+        packet_id = self._next_id() if qos else 0
+        if qos:
+            self.inflight[packet_id] = message
+        return publish_head(topic, nbytes, self.version, qos=qos, retain=retain, packet_id=packet_id)
+
+    def accept(self, event: Event) -> Event | Granted | Acknowledged | None:
+        """Return what an event of the decoder means, None for an answer that nothing waits for; raises Malformed."""
+        if (self.connack is None) is not isinstance(event, Connack):
+            raise Malformed(f"{type(event).__name__.upper()} is out of place")
+        match event:
+            case Connack():
+                self.connack = event
+            case Suback(packet_id, codes):
+                key, filters = self._subscribing.pop(packet_id, (None, ()))
+                if key is None:
+                    return None
+                if len(codes) != len(filters):
+                    raise Malformed(f"{len(codes)} answers to {len(filters)} filters")
+                return Granted(key, filters, codes)
+            case Puback(packet_id, code):
+                message = self.inflight.pop(packet_id, None)
+                return None if message is None else Acknowledged(message, code)
+        return event
+
+    def _next_id(self) -> int:
+        while True:
+            self._id = self._id % 65_535 + 1
+            if self._id not in self.inflight and self._id not in self._subscribing:
+                return self._id
+
+
+class Reader:
+    """Receives on one connection what has come; sock: its socket, whose low-water mark may be moved; None with TLS."""
+
+    def __init__(self, decoder: Decoder, connection: Connection, sock: socket.socket | None) -> None:
+        self._decoder, self._connection, self._sock = decoder, connection, sock
+        #: Bytes so far, headers included.
+        self.nbytes = 0
+        #: Bytes that must have come before the socket is readable.
+        self.low = 1
+
+    def read(self, take: Callable[[Event], None], pending: Callable[[], int] | None = None) -> bool:
+        """Take what is there, at most one large payload; return whether more may be.
+
+        pending: of TLS, how many bytes it has decrypted. Raises OSError at the end, Malformed.
+        """
+        decoder, receive = self._decoder, self._connection.recv_into
+        is_left = False
+        try:
+            for _ in range(MAX_READS):
+                room = decoder.buffer()
+                nbytes = receive(room)
+                if not nbytes:
+                    raise ConnectionResetError("it hung up")
+                self._handle(nbytes, take)
+                if pending is not None:
+                    if not decoder.missing and not pending():
+                        break
+                elif not decoder.missing or nbytes < room.nbytes:
+                    break
+            else:
+                is_left = True
+        except BlockingIOError:
+            pass
+        self._wake_for_the_rest()
+        return is_left
+
+    def take(self, data: memoryview, take: Callable[[Event], None]) -> None:
+        """Take what was read of the socket elsewhere; raises Malformed."""
+        while data.nbytes:
+            room = self._decoder.buffer()[: data.nbytes]
+            room[:] = data[: room.nbytes]
+            self._handle(room.nbytes, take)
+            data = data[room.nbytes :]
+        self._wake_for_the_rest()
+
+    def _handle(self, nbytes: int, take: Callable[[Event], None]) -> None:
+        """Handle what has come into the decoder's buffer."""
+        self.nbytes += nbytes
+        event = self._decoder.received(nbytes)
+        while event is not None:
+            take(event)
+            event = self._decoder.next_event()
+
+    def _wake_for_the_rest(self) -> None:
+        """Wake up once for the rest of a payload instead of once for every few segments."""
+        low = min(max(self._decoder.missing, 1), LOW_WATER)
+        if self._sock is not None and low != self.low:
+            low_water(self._sock, low)
+            self.low = low

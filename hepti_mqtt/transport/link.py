@@ -1,0 +1,408 @@
+"""One connection to a broker, from CONNECT to its loss, on a socket that never blocks.
+
+A message goes out as it lies, on the thread that sends it if the kernel takes it. What comes is received where it
+stays, in memory that is used again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from math import inf
+from typing import Final
+
+from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.transport.base import (
+    KEEPALIVE_S,
+    UNAVAILABLE,
+    absent,
+    hung_up,
+    refused,
+    silent,
+    unavailable,
+    wrong_version,
+)
+from hepti_mqtt.transport.client_protocol import Acknowledged, ClientProtocol, Granted, Reader
+from hepti_mqtt.transport.codec import (
+    FROM_BROKER,
+    MAX_CONTROL,
+    MAX_LENGTH,
+    MAXIMUM_PACKET_SIZE,
+    Connack,
+    Connect,
+    Disconnect,
+    Event,
+    Malformed,
+    Pingreq,
+    Pingresp,
+    Publish,
+    reason,
+)
+from hepti_mqtt.transport.sockets import (
+    Connection,
+    TlsConnection,
+    acknowledge_soon,
+    connect_any,
+    linger,
+    local,
+    tune,
+    tune_receiver,
+    tune_sender,
+    unacknowledged,
+)
+from hepti_mqtt.transport.url import BrokerUrl
+
+TURN_S: Final = 1.0
+CONTROL_BYTES: Final = 70_000  # the longest topic that MQTT allows, with its header
+SENT_TOGETHER: Final = 64  # pieces for one call of the kernel
+_WRONG_VERSION: Final = frozenset({1, 132})
+_LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
+
+Taken = Publish | Granted | Acknowledged
+
+
+class Lost(Exception):
+    """The connection ended; the text says why."""
+
+    def __init__(self, text: str, *, hung_up: bool = False, malformed: bool = False) -> None:
+        super().__init__(text)
+        #: The broker closed it, without saying that it has to.
+        self.hung_up = hung_up
+        #: The broker sent what cannot be read.
+        self.malformed = malformed
+
+
+class Link:
+    """One connection: `open` it, then `turn` on one thread until `Lost`.
+
+    lock: its holder may send, from any thread. take(link, event): called with what comes after CONNACK. bulk: for
+    tensors: the kernel gets large buffers, and only short topics are read.
+    """
+
+    def __init__(
+        self,
+        url: BrokerUrl,
+        connect: Connect,
+        lock: threading.RLock,
+        wake: Wake,
+        take: Callable[[Link, Taken], None],
+        *,
+        bulk: bool = False,
+    ) -> None:
+        self._url, self._connect_packet, self._lock, self._wake, self._take = url, connect, lock, wake, take
+        self._bulk = bulk
+        control_bytes = MAX_CONTROL if bulk else CONTROL_BYTES
+        self.protocol = ClientProtocol(FROM_BROKER, connect.version, control_bytes=control_bytes, any_topic=True)
+        #: When CONNACK came, and when bytes last came, by `time.monotonic`.
+        self.up_at = self.heard_at = -inf
+        self._is_up = False
+        self._early: list[Taken] = []  # came together with CONNACK
+        self._ended = Lost("the socket is closed")
+        self._out: deque[memoryview] = deque()
+        #: Where messages of QoS 0 end among the bytes of all packets, and their bytes.
+        self._ends: deque[tuple[int, int]] = deque()
+        #: Bytes of messages of QoS 0 that the kernel has not taken.
+        self.unwritten_bytes = 0
+        self._queued = self._written = 0  # bytes of all packets, and those that the kernel has taken
+        self._sock: socket.socket | None = None
+        self._connection: Connection | None = None
+        self._secured: TlsConnection | None = None
+        self._reader: Reader | None = None
+        self._poll = select.poll()
+        self._poll.register(wake.fileno(), select.POLLIN)
+        self._events = 0
+        self._ping_at = self._answer_by = inf
+        self._ping_end = self._gone = 0  # where PINGREQ ends, and how far the broker's kernel was at the last look
+        self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
+
+    @property
+    def local(self) -> bool:
+        """Return whether the broker is on this machine."""
+        return local(self._sock)
+
+    @property
+    def unwritten(self) -> int:
+        """Return how many messages of QoS 0 the kernel has not taken."""
+        return len(self._ends)
+
+    def open(self, timeout_s: float, patience_s: float, stop: Callable[[], bool]) -> None:
+        """Connect within `timeout_s` and wait for the CONNACK, for `patience_s`.
+
+        Raises NetworkError, of it VersionRefused where another version may help, or RefusedError.
+        """
+        until = time.monotonic() + timeout_s
+        self._connect(timeout_s)
+        deadline = min(until, time.monotonic() + patience_s)
+        while (connack := self.protocol.connack) is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or stop():
+                self.close()
+                raise silent(self._url, self.protocol.version, patience_s)
+            try:
+                self.turn(left)
+            except Lost as error:
+                self._ended = error
+                if self.protocol.connack is None:
+                    self.close()
+                    raise hung_up(self._url, error, is_sure=error.hung_up) from error
+        if connack.code:
+            self.close()
+            raise self._not_let_in(connack.code)
+        self._is_up, self.up_at = True, time.monotonic()
+        self.heard_at = self.up_at
+        self._ping_at = self.up_at + KEEPALIVE_S / 2
+
+    def _not_let_in(self, code: int) -> HeptiError:
+        if code in _WRONG_VERSION:
+            return wrong_version(self._url, self.protocol.version)
+        return (unavailable if code in UNAVAILABLE else refused)(self._url, reason(code))
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for the socket or a wake-up, read and write. Raises `Lost`."""
+        if self._is_up:
+            early, self._early = self._early, []
+            for taken in early:
+                self._take(self, taken)
+        if self._connection is None:
+            raise self._ended
+        events = select.POLLIN | (select.POLLOUT if self._out else 0)
+        if events != self._events:
+            self._poll.register(self._connection.fileno(), events)
+            self._events = events
+        pending = self._secured is not None and self._secured.pending() > 0
+        # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
+        readable = pending or self._answer_by < inf
+        for fd, occurred in self._poll.poll(0 if pending else min(timeout_s, TURN_S) * 1000):
+            if fd == self._wake.fileno():
+                self._wake.clear()
+            else:
+                self._flowed |= bool(occurred & select.POLLOUT)
+                readable = readable or bool(occurred & ~select.POLLOUT)  # hang-ups and errors show when reading
+        if readable:
+            self._guarded(self._read)
+            acknowledge_soon(self._sock)
+        self._flush()
+        self._keep_alive()
+
+    def send(self, parts: list[memoryview], copied: bool, counted: bool = True) -> None:
+        """Send a message, on this thread if nothing waits before it.
+
+        copied: its payload is the caller's again on return. counted: its loss counts, as it is of QoS 0. Over TLS the
+        network thread sends everything: one connection cannot read and write at once. A loss is seen by that thread.
+        """
+        nbytes = sum(part.nbytes for part in parts)
+        self._queued += nbytes
+        if counted:
+            self._ends.append((self._queued, nbytes))
+            self.unwritten_bytes += nbytes
+        if self._out or self._secured is not None or self._connection is None:
+            self._out.extend((memoryview(b"".join(parts)),) if copied else parts)
+            self._wake.set()
+            return
+        self._out.extend(parts)
+        try:
+            self._write()
+        except BlockingIOError:
+            if copied:
+                self._out = deque((memoryview(b"".join(self._out)),))
+            self._wake.set()
+        except OSError:
+            self._out.clear()
+
+    def say(self, data: bytes) -> None:
+        """Send a control packet, from any thread."""
+        with self._lock:
+            self._queued += len(data)
+            self._out.append(memoryview(data))
+            self._wake.set()
+
+    def disconnect(self, deadline: float) -> None:
+        """Write what is queued, until the deadline, and DISCONNECT, and let the broker read it."""
+        self.say(self.protocol.encode(Disconnect()))
+        while self._out and time.monotonic() < deadline:
+            self.turn(max(deadline - time.monotonic(), 0.0))
+        linger(self._sock, deadline)
+
+    def close(self) -> int:
+        """Close the socket without a word; return how many messages of QoS 0 had not all been written."""
+        with self._lock:
+            if self._connection is not None:
+                with suppress(KeyError):
+                    self._poll.unregister(self._connection.fileno())
+                self._connection.close()
+            elif self._sock is not None:
+                self._sock.close()
+            self._sock = self._connection = self._secured = self._reader = None
+            lost = len(self._ends)
+            self._out.clear()
+            self._ends.clear()
+            return lost
+
+    def _connect(self, timeout_s: float) -> None:
+        url = self._url
+        try:
+            self._sock = sock = connect_any(url.host, url.port, timeout_s)
+            context = url.ssl_context()
+            if context is not None:  # shakes hands at once, within the same time
+                self._sock = secured = context.wrap_socket(sock, server_hostname=url.host)
+                self._connection = self._secured = TlsConnection(secured)
+            else:
+                self._connection = sock
+            tune(self._sock)
+            if self._bulk:
+                tune_sender(self._sock)
+                tune_receiver(self._sock)
+        except (OSError, UnicodeError) as error:
+            self.close()
+            raise absent(url, error) from error
+        plain = self._sock if self._secured is None else None
+        self._reader = Reader(self.protocol.decoder, self._connection, plain)
+        self.say(self.protocol.encode(self._connect_packet))
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except BlockingIOError:
+            return
+        except Lost:
+            self._shut()
+            raise
+        except (Malformed, MemoryError, OSError) as error:
+            self._shut()
+            by_broker = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+            raise Lost(str(error) or repr(error), hung_up=by_broker, malformed=isinstance(error, Malformed)) from error
+
+    def _shut(self) -> None:
+        """Hang up; what was queued is counted by `close`."""
+        assert self._connection is not None
+        with self._lock, suppress(KeyError):
+            self._poll.unregister(self._connection.fileno())
+            self._connection.close()
+            self._connection = None
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._out:
+                self._guarded(self._write)
+
+    def _write(self) -> None:
+        assert self._connection is not None
+        out = self._out
+        while out:
+            sent = self._connection.sendmsg(list(islice(out, SENT_TOGETHER)))
+            self._written += sent
+            while out and sent >= out[0].nbytes:
+                sent -= out.popleft().nbytes
+            if sent:
+                out[0] = out[0][sent:]
+            while self._ends and self._ends[0][0] <= self._written:
+                self.unwritten_bytes -= self._ends.popleft()[1]
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if self._answer_by < inf and (self._goes_out() or self._flowed):
+            # PINGREQ waits behind what we send, and PINGRESP behind what the broker has for us: both may take long.
+            self._answer_by = now + KEEPALIVE_S
+        self._flowed = False
+        if now >= self._answer_by:
+            self._shut()
+            raise Lost(f"the broker has not answered for {KEEPALIVE_S} s")
+        if now >= self._ping_at:
+            self._ping_at = now + KEEPALIVE_S / 2
+            with self._lock:
+                self.say(self.protocol.encode(Pingreq()))
+                if self._answer_by == inf:
+                    self._answer_by, self._ping_end = now + KEEPALIVE_S, self._queued
+                self._flush()
+            self._goes_out()
+
+    def _goes_out(self) -> bool:
+        """Return whether the broker's kernel has taken more of what ends with PINGREQ since the last look.
+
+        It may lie behind megabytes in our own, which asks for nothing more meanwhile. What is sent after it proves
+        nothing: kernels take that for long after a broker has stopped.
+        """
+        left = None if self._connection is None else unacknowledged(self._connection)
+        if left is None:
+            return False
+        before, self._gone = self._gone, min(self._written - left, self._ping_end)
+        return self._gone > before
+
+    def _read(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        before = reader.nbytes
+        try:
+            reader.read(self._accept, None if self._secured is None else self._secured.pending)
+        finally:
+            if reader.nbytes > before:
+                self._flowed, self.heard_at = True, time.monotonic()
+
+    def _accept(self, event: Event) -> None:
+        match self.protocol.accept(event):
+            case Publish() | Granted() | Acknowledged() as taken:
+                if self._is_up:
+                    self._take(self, taken)
+                else:
+                    self._early.append(taken)
+            case Pingresp():
+                self._answer_by = inf
+            case Disconnect(code):
+                text = f"the broker closed the connection: {reason(code)}"
+                raise Lost(text, hung_up=code not in _LEAVING)
+            case Connack(properties=properties):
+                largest = properties.get(MAXIMUM_PACKET_SIZE, 1)
+                if not isinstance(largest, int) or not 0 < largest <= MAX_LENGTH:
+                    self.protocol.connack = None
+                    raise Malformed(f"a broker that takes packets of at most {largest!r} bytes")
+
+
+class Wake:
+    """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """Wake the poller; from any thread, also after `close`."""
+        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
+            if self._write >= 0:
+                os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """Take the wake-up; call it before looking for what it announces."""
+        with suppress(BlockingIOError):
+            os.read(self._read, 65_536)
+
+    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
+        """Sleep for `delay_s`, however often woken, unless `stop()`."""
+        until, poller = time.monotonic() + delay_s, select.poll()
+        poller.register(self._read, select.POLLIN)
+        while not stop() and (left := until - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                self.clear()
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        with self._lock:
+            if self._write >= 0:
+                os.close(self._read)
+                os.close(self._write)
+                self._read = self._write = -1
+
+    def __del__(self) -> None:
+        self.close()

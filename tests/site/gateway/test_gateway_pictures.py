@@ -1,0 +1,72 @@
+"""Pictures in chats over a real broker and processes: transformers' tokens by MQTT, and one text by every interface."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from picture_cases import CASES, TOKENS, encoded
+from site_processes import PATIENCE_S, Site, poll, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+CASE = CASES[0]
+URL = f"data:image/png;base64,{encoded(*CASE.sizes[0])}"
+JSON = {"Content-Type": "application/json"}
+QUESTION = "what is in the room"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    model: Path = make_model(CASE.kind, directory / "model", CASE.seed)
+    yield from running_site(directory, {"seer": model}, {"a": "100MiB", "b": "100MiB"})
+
+
+def asked(site: Site, **request: object) -> dict:
+    with Hepti.connect(site.url, site.name) as hepti:
+        hepti.wait_ready("seer", PATIENCE_S)
+        return dict(hepti.infer("seer", timeout_s=PATIENCE_S, **request).raw)
+
+
+def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> None:
+    want = np.load(CASE.file)["tokens"].tolist()
+    answer = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
+    ids = answer["result"]["ids"]
+    assert ids == want[: len(ids)]
+    again = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
+    assert again["result"]["ids"] == ids
+    assert again["cached_tokens"] > 0
+    other = asked(site, text=CASE.text, image=encoded(21, 20), max_new_tokens=TOKENS)
+    assert other["cached_tokens"] == 0
+
+
+def test_one_text_by_every_interface(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = int(found.getsockname()[1])
+    site.start("gateway", "gateway", "--port", str(port))
+    poll(lambda: "listening" in site.log("gateway"), "the start of gateway")
+    messages = [{"role": "user", "content": QUESTION}]
+    text = asked(site, messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S)
+    part = {"type": "image_url", "image_url": {"url": URL}}
+    content = [part, {"type": "text", "text": QUESTION}]
+    chat = client.chat.completions.create(
+        model="seer", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+    )
+    assert chat.choices[0].message.content == text
+    body = {"model": "seer", "stream": False, "options": {"num_predict": 8, "temperature": 0}}
+    body["messages"] = [{"role": "user", "content": QUESTION, "images": [encoded(*CASE.sizes[0])]}]
+    sent = urllib.request.Request(f"http://127.0.0.1:{port}/api/chat", json.dumps(body).encode(), JSON)
+    with urllib.request.urlopen(sent, timeout=PATIENCE_S) as answer:
+        assert json.load(answer)["message"]["content"] == text
+    part["image_url"]["url"] = "https://example.org/a.jpg"
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="seer", messages=[{"role": "user", "content": content}])

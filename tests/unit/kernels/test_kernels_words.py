@@ -1,0 +1,68 @@
+"""Embeddings of words in every storage are the values of the matrix; only words of a range are there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf_writer import quantised
+from kernels_support import RNG, array, pool
+
+from hepti_mqtt.kernels import KERNELS, allocate
+from hepti_mqtt.kernels.jit import JIT, signature_of
+from hepti_mqtt.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, StoredRows
+
+H = 512
+WORDS, VOCABULARY, FIRST = 150, 200, 30
+STORED = ["f32", "f16", "w8a32", "w8a8", *BLOCK_STORAGES]
+
+
+def matrix(storage):
+    """Return a matrix of H rows and WORDS columns."""
+    buffer = allocate(WeightRef("w", (0, H), (0, WORDS), "packed", storage))
+    values = array(WORDS, H)
+    is_in_blocks = storage in BLOCK_STORAGES
+    buffer.put(StoredRows(STORAGES[storage], quantised(values, storage)) if is_in_blocks else values.T, 0, 0)
+    return buffer.finish()
+
+
+def embedded(ids, word, first=0, vocabulary=WORDS):
+    attrs = {"parts": ("word",), "lengths": (len(ids),), "position_offset": 0, "words": (first, vocabulary)}
+    op = Compute("embed_tokens", (0,), (1,), (), attrs)
+    slots, out = [SlotSpec((len(ids),), "i32"), SlotSpec((len(ids), H))], np.full((len(ids), H), np.nan, np.float32)
+    with pool(1) as workers:
+        run = KERNELS["embed_tokens"].checked(op, slots, [word], workers)
+        run([np.asarray(ids, np.int32)], [out])
+    return out
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_embeddings_are_the_values_of_the_matrix(storage):
+    word = matrix(storage)
+    ids = RNG.randint(0, WORDS, 17)
+    np.testing.assert_array_equal(embedded(ids, word), word.plain().T[ids])
+
+
+@pytest.mark.parametrize("storage", ["f32", "q4_1"])
+def test_words_beyond_a_range_are_zeros(storage):
+    word = matrix(storage)
+    ids = np.array([0, FIRST - 1, FIRST, FIRST + WORDS - 1, FIRST + WORDS, VOCABULARY - 1])
+    want = np.zeros((len(ids), H), np.float32)
+    want[2:4] = word.plain().T[[0, WORDS - 1]]
+    np.testing.assert_array_equal(embedded(ids, word, FIRST, VOCABULARY), want)
+
+
+@pytest.mark.parametrize("storage", ["f32", "f16", "q6_k"])
+def test_an_id_outside_the_vocabulary_is_refused(storage):
+    with pytest.raises(ValueError, match=f"token id {WORDS} is outside the vocabulary"):
+        embedded([3, WORDS], matrix(storage))
+
+
+@pytest.mark.skipif(not JIT, reason="without the compiler all rows are plain Python")
+@pytest.mark.parametrize("storage", STORED)
+def test_embeddings_run_compiled(storage):
+    attrs = {"parts": ("word",), "lengths": (3,), "position_offset": 0}
+    op = Compute("embed_tokens", (0,), (1,), (), attrs)
+    with pool(1) as workers:
+        bound = KERNELS["embed_tokens"].bind(op, [SlotSpec((3,), "i32"), SlotSpec((3, H))], [matrix(storage)], workers)
+    assert all(signature_of(call.function) is not None for call in bound.calls)

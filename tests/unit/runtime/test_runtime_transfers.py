@@ -1,0 +1,136 @@
+"""Compiled code exchanges over real sockets what Python has exchanged before, and leaves to Python all else."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exchanging import MODEL, PATIENCE_S, TOPICS, Site
+from sites import EVERY_FAMILY, plan, request, tensors
+from together import bound, run_together
+
+from hepti_mqtt import models
+from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.protocol import frames
+from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.transport.mesh import mesh_possible
+
+pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
+IN_LINE = [("bert-embedding", "megatron"), ("tiny-gpt2", "decoder"), ("tiny-qwen3", "megatron")]
+LEARNING = 2  # runs: Python checks frames in the first one, and knows their exchanges in the second
+
+
+def programs(family: str, name: str, devices: int = 2, lengths: tuple[int, ...] = (5,)):
+    spec, method = EVERY_FAMILY[family], STRATEGIES[name]
+    shape, inputs = request(spec, lengths)
+    made = plan(spec, (name, method.options[0]), (1.0,) * devices)
+    made = replace(made, route="mesh").executables[0]
+    parts = device_programs(spec, made, shape)
+    pools = {name: Workers(1) for name in parts}  # each is made for one thread
+    made = {name: bound({name: part}, tensors(spec), pools[name])[name] for name, part in parts.items()}
+    return made, inputs, pools
+
+
+def cases():
+    for family, spec in EVERY_FAMILY.items():
+        for name, method in STRATEGIES.items():
+            of_family = method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
+            if of_family and method.max_devices != 1 and not method.task_count(method.options[0]):
+                yield family, name
+
+
+@pytest.mark.parametrize(("family", "name"), list(cases()))
+def test_each_method_answers_as_without_sockets(family, name):
+    made, inputs, _ = programs(family, name)
+    expected = run_together(made, inputs)
+    with Site(made) as site:
+        for run in range(1, LEARNING + 3):
+            answers = site.run({run: inputs})
+            np.testing.assert_array_equal(answers[run], expected)
+        in_line = [device for device in site.devices.values() if device.bound.in_line and device.bound.received]
+        assert not JIT or all(device.compiled for device in in_line)
+
+
+def stop_everywhere(pools) -> None:
+    """Let tapes stop before each of their rows."""
+    for pool in pools.values():
+        pool.interrupt()
+
+
+@pytest.mark.parametrize("often", [False, True])
+@pytest.mark.parametrize(("family", "name"), IN_LINE)
+def test_runs_at_once_answer_as_alone(family, name, often):
+    made, inputs, pools = programs(family, name, devices=3)
+    expected = run_together(made, inputs)
+    with Site(made) as site:
+        for first in (1, 4, 7, 10):
+            if often and first > 1:
+                stop_everywhere(pools)
+            answers = site.run(dict.fromkeys(range(first, first + 3), inputs), limit_s=3e-4)
+            for answer in answers.values():
+                np.testing.assert_array_equal(answer, expected)
+        assert not JIT or all(device.compiled for device in site.devices.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("family", "name"), IN_LINE)
+def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
+    made, inputs, pools = programs(family, name)
+    expected, rng = run_together(made, inputs), random.Random(seed)
+
+    def disturb(device) -> None:
+        (peer,) = (other for other in site.devices if other != device.name)
+        name = TOPICS.activation(MODEL, rng.randrange(3), device.name, peer)
+        body = rng.randbytes(rng.choice((0, 1, 7, 300, 20_000)))
+        sent = device.sent[-1] if device.sent else body
+        cut = bytearray(sent)
+        if cut:
+            cut[rng.randrange(len(cut))] ^= 1 << rng.randrange(8)
+        device.links.mesh.publish(name, rng.choice((body, frames.MAGIC + body, sent, bytes(cut)[:256] + body)))
+
+    with Site(made) as site:
+        for run in range(1, LEARNING + 6):
+            if run > LEARNING:
+                stop_everywhere(pools)
+                for device in site.devices.values():
+                    device.before_step = disturb
+            np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
+        assert not JIT or all(device.compiled for device in site.devices.values())
+
+
+@pytest.mark.parametrize(("family", "name"), IN_LINE)
+def test_a_run_may_end_before_any_row(family, name):
+    made, inputs, pools = programs(family, name)
+    expected = run_together(made, inputs)
+    with Site(made) as site:
+        for run in range(1, LEARNING + 1):
+            site.run({run: inputs})
+        stop_everywhere(pools)
+        run, ended, steps = LEARNING + 1, True, 0
+        while ended:
+            steps += 1
+            ended = site.end_after(run, inputs, steps)
+            np.testing.assert_array_equal(site.run({run + 1: inputs})[run + 1], expected)
+            run += 2
+        assert steps > 5
+
+
+def test_a_peer_that_leaves_is_noticed_within_a_run():
+    made, inputs, _ = programs(*IN_LINE[0])
+    with Site(made) as site:
+        for run in range(1, LEARNING + 2):
+            site.run({run: inputs})
+        one, other = site.devices.values()
+        one.admit(99, inputs)
+        until = time.monotonic() + PATIENCE_S
+        site.devices.pop(other.name).links.close()
+        while not one.lost:
+            assert time.monotonic() < until
+            one.turn(0.02)
+        assert one.lost == [other.name]
+        assert 99 in one.executor

@@ -1,0 +1,135 @@
+"""Prompts with pictures: the tower's request, then the text's, and an answer like that of transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from picture_cases import CASES, TOKENS, encoded
+from sites import everyone
+from swarm import Swarm
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import reference
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.runtime.coordinator.interface import AnswerRequest
+from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service.decoder import RawRequest
+from hepti_mqtt.service.forecast import Forecasts
+from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
+from hepti_mqtt.strategies import STRATEGIES
+
+TOLERANCE = 1e-4
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.file.stem)
+
+
+@pytest.fixture
+def parts(tmp_path, case):
+    path = make_model(case.kind, tmp_path / "model", case.seed)
+    opened = [Checkpoint.open(path, "seer", part) for part in model_parts(path)]
+    yield opened
+    for checkpoint in opened:
+        checkpoint.close()
+
+
+@pytest.fixture
+def desk(parts):
+    models = {one.name: OpenModel(one.name, one, Pins()) for one in parts}
+    return RequestHandler("home", models, Forecasts("home", {n: m.checkpoint.spec for n, m in models.items()}))
+
+
+def sent(desk, name="1", **request):
+    return desk.read_request(RawRequest("seer", "me", json.dumps({"id": name, **request}).encode()), 0.0)
+
+
+def answered(request):
+    plan = Plan(request.key.model, PlanVersion(1, 1), "single", ("d",), "d")
+    return AnswerRequest(request, plan, ())
+
+
+def looked(eyes, request):
+    """Compute the rows of a request's pictures."""
+    for i, batch in enumerate(request.batches):
+        _, request.outputs[i] = reference(eyes.spec, eyes.tensors(), batch.inputs, batch.shape)
+    return answered(request)
+
+
+@by_case
+def test_the_prompt_is_that_of_the_processor(case, parts, desk):
+    golden = np.load(case.file)
+    first = sent(desk, text=case.text, images=[encoded(*size) for size in case.sizes], max_new_tokens=TOKENS)
+    assert not isinstance(first, Reply), first
+    assert first.key.model == "seer.image"
+    assert desk.parts_of(first) == (first,)
+    text = desk.following(looked(parts[1], first))
+    assert text.generation.prompt == tuple(golden["ids"])
+    assert desk.encode_answer(answered(first), 1.0) is None
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+@by_case
+def test_devices_write_what_transformers_writes(case, parts, desk, hosts):
+    """The tower and the text are divided by plans of their own."""
+    golden, devices = np.load(case.file), {f"d{i}": (1e9, 1 << 30) for i in range(hosts)}
+    reduce = dict(STRATEGIES["megatron"].options[0])
+    divided = (
+        [everyone(("single", {}))] * 2 if hosts == 1 else [everyone(("megatron", reduce)), everyone(("decoder", {}))]
+    )
+    first = sent(desk, text=case.text, images=[encoded(*size) for size in case.sizes], max_new_tokens=TOKENS)
+    words, eyes = parts
+    tower = Swarm(eyes.spec, eyes.tensors(), devices, decider=divided[0])
+    for i, batch in enumerate(first.batches):
+        tower.submit(i, batch.shape, batch.inputs)
+        tower.run(600, until=lambda i=i: tower.answers.get(i))
+        ((first.outputs[i], _),) = tower.answers[i]
+    assert np.abs(first.output() - golden["rows"]).max() < TOLERANCE
+    text = desk.following(answered(first))
+    text.generation.rules = replace(text.generation.rules, end=())
+    site = Swarm(words.spec, words.tensors(), devices, decider=divided[1])
+    site.begin("t", text.batches[0], text.generation)
+    site.run(600, until=lambda: site.answers.get("t"))
+    ((tokens, _),) = site.answers["t"]
+    assert tokens.tolist() == golden["tokens"].tolist()
+
+
+PICTURE = encoded(20, 20)
+
+
+@pytest.mark.parametrize("case", CASES[:1])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"text": "<image> <image> and", "image": PICTURE},
+        {"text": "a room <global-img>", "image": PICTURE},
+        {"text": "a room", "image": PICTURE, "truncate": True},
+        {"text": "a room", "image": PICTURE, "want": "hidden"},
+        {"text": "a room", "image": PICTURE, "images": [PICTURE]},
+        {"image": PICTURE},
+        {"messages": [{"role": "assistant", "content": "a room"}], "image": PICTURE},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": PICTURE, "alt": "x"}]}]},
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_is_refused(case, desk, request_):
+    reply = sent(desk, **request_)
+    assert isinstance(reply, Reply)
+    assert reply.outcome == "bad_request"
+
+
+@pytest.mark.parametrize("case", CASES[:1])
+def test_a_picture_has_its_place_in_messages(case, desk):
+    image = {"type": "image", "image": PICTURE}
+    text = {"type": "text", "text": "what is in the room"}
+    first, beside = (
+        sent(desk, messages=[{"role": "user", "content": content}], **more)
+        for content, more in (([image, text], {}), ("what is in the room", {"image": PICTURE}))
+    )
+    last = sent(desk, messages=[{"role": "user", "content": [text, image]}])
+    low = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}", "detail": "low"}}
+    whole = sent(desk, messages=[{"role": "user", "content": [low, text]}])
+    assert (len(first.batches), len(beside.batches), len(last.batches), len(whole.batches)) == (5, 5, 5, 1)
