@@ -378,7 +378,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     heads = config.positive("num_attention_heads") if is_free else config.heads(hidden)
     d = config.positive("head_dim", of.head_dim or hidden // heads)
     if of.block.row_norms and d * heads != hidden:
-        raise config.bad_value("head_dim", f"hidden_size {hidden} / {heads} heads, by whose rows it is normed", d)
+        raise config.bad_value("head_dim", f"hidden_size {hidden} / {heads} heads: its norms take whole rows", d)
     sees_before = config.flag("is_causal", True) and not config.flag("use_bidirectional_attention", False)
     ropes = of.ropes(config, d, of)
     block = replace(
