@@ -198,12 +198,14 @@ class GgufFile(RowsFile):
     def _refuse(self) -> None:
         """Raise UnsupportedModelError for what is not read here: another architecture, options, a part of a model."""
         name = str(self._metadata.get("general.architecture"))
-        if name not in ARCHITECTURES:
+        original = ARCHITECTURES.get((name, bool(self._metadata.get(f"{name}.expert_count"))))
+        if original is None:
+            names = ", ".join(dict.fromkeys(known for known, _ in ARCHITECTURES))
             raise UnsupportedModelError(
-                f"{self.path} is of the architecture {name[:40]!r}; of GGUF {', '.join(ARCHITECTURES)} are read, "
-                "of others the original with model.safetensors"
+                f"{self.path} is of the architecture {name[:40]!r}; of GGUF {names} are read, of others the original "
+                "with model.safetensors"
             )
-        self._of = DECODERS[ARCHITECTURES[name]]
+        self._architecture, self._of = original, DECODERS[original]
         assert self._of.gguf is not None
         self._gguf = self._of.gguf
         for key, value in self._metadata.items():
@@ -221,7 +223,7 @@ class GgufFile(RowsFile):
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[name]],
+            "architectures": [self._architecture],
             "model_type": self._of.model_type,
             **of.config,
             "tie_word_embeddings": "output.weight" not in self._found,

@@ -54,12 +54,15 @@ _PARTS: Final[Mapping[str, str]] = {
     "ffn_down": "mlp_down",
     "post_ffw_norm": "mlp_down_norm",
     "ffn_gate_inp": "router",
-    "ffn_gate_exps": "mlp_gate",
-    "ffn_up_exps": "mlp_up",
-    "ffn_down_exps": "mlp_down",
+    "ffn_gate_exps": "expert_gate",
+    "ffn_up_exps": "expert_up",
+    "ffn_down_exps": "expert_down",
 }
-ARCHITECTURES: Final[Mapping[str, str]] = {  # of GGUF, and of the original that generates
-    row.gguf.name: name for name, row in DECODERS.items() if row.gguf is not None and name.endswith("ForCausalLM")
+# Originals that generate, by the architecture in GGUF and whether the file has experts.
+ARCHITECTURES: Final[Mapping[tuple[str, bool], str]] = {
+    (row.gguf.name, row.experts is not None): name
+    for name, row in DECODERS.items()
+    if row.gguf is not None and name.endswith("ForCausalLM")
 }
 # Flags of config.json that are true if the first layer's tensor has a bias.
 BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn_down"}
@@ -73,5 +76,5 @@ def layer_names(row: Decoder) -> Mapping[str, str]:
         part: row.layer[own]
         for part, own in _PARTS.items()
         if own in row.layer and (own not in together or part in ("attn_qkv", "ffn_up"))
-        if (part != "attn_qkv" or own in together) and part.endswith("_exps") == ("{}" in row.layer[own])
+        if part != "attn_qkv" or own in together
     }

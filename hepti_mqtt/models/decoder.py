@@ -63,13 +63,36 @@ def _sees_all(_config: JsonConfig, _causal: bool) -> tuple[int, ...]:
 
 
 class Experts(NamedTuple):
-    """How config.json describes a mixture of experts: keys of their number, the chosen ones and their width."""
+    """How config.json describes a mixture of experts."""
 
+    #: Keys of the number of experts, of how many a row chooses, and of their width.
     number: str
     chosen: str = "num_experts_per_tok"
     width: str = "intermediate_size"
     #: The flag that says whether the weights of chosen experts add up to 1; empty: they do.
     normed: str = ""
+    #: Return the layers that have an MLP instead.
+    dense_layers: Callable[[JsonConfig], tuple[int, ...]] = lambda _: ()
+
+
+def _qwen_dense_layers(config: JsonConfig) -> tuple[int, ...]:
+    named, step = config.get("mlp_only_layers", []), config.positive("decoder_sparse_step", 1)
+    if not isinstance(named, list) or not all(type(i) is int for i in named):
+        raise config.bad_value("mlp_only_layers", "a list of numbers of layers", named)
+    return tuple(i for i in range(config.positive("num_hidden_layers")) if i in named or (i + 1) % step)
+
+
+def _mixture(layer: Mapping[str, str], router: str, *experts: str) -> Mapping[str, str]:
+    """Return what a checkpoint calls the parts of a layer that has experts.
+
+    experts: names of their gate, up and down matrices, of one expert each where they have `{}`.
+    """
+    return {**layer, "router": router, **dict(zip(("expert_gate", "expert_up", "expert_down"), experts, strict=True))}
+
+
+_QWEN_MIXTURE: Final = _mixture(
+    _NORMED, "mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down"))
+)
 
 
 class Decoder(NamedTuple):
@@ -227,6 +250,26 @@ _GEMMA3: Final = Decoder(
         derived=_gemma_scalar,
     ),
 )  # fmt: skip
+_GRANITE: Final = Decoder(
+    "granite",
+    biases=_LLAMA.biases,
+    reads=("attention_multiplier",),
+    only=_WINDOWS,
+    scale=lambda config, _: config.number("attention_multiplier", 1.0),
+    multiplied=True,
+    gguf=Gguf(
+        "granite",
+        {"hidden_act": "silu"},
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        pairs_together=True,
+    ),
+)
+_EXPERT_COUNTS: Final = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 DECODERS: Final[Mapping[str, Decoder]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": Decoder(
@@ -258,32 +301,49 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "Qwen3MoeForCausalLM": _QWEN3._replace(
         model_type="qwen3_moe",
-        layer={part: name for part, name in _NORMED.items() if not part.startswith("mlp_")}
-        | {"mlp_norm": _NORMED["mlp_norm"], "router": "mlp.gate"}
-        | {f"mlp_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
-        only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+        layer=_QWEN_MIXTURE,
+        only={},
         head_dim=0,
         kv_heads=4,
-        experts=Experts("num_experts", width="moe_intermediate_size", normed="norm_topk_prob"),
+        experts=Experts(
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", _qwen_dense_layers
+        ),
         gguf=Gguf(
             "qwen3moe",
             {"hidden_act": "silu", "norm_topk_prob": True},
-            {
-                "expert_count": "num_experts",
-                "expert_used_count": "num_experts_per_tok",
-                "expert_feed_forward_length": "moe_intermediate_size",
-            },
+            _EXPERT_COUNTS | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         ),
     ),
     "MixtralForCausalLM": Decoder(
         "mixtral",
-        {part: name for part, name in _LAYER.items() if not part.startswith("mlp_")}
-        | {"mlp_norm": _LAYER["mlp_norm"], "router": "block_sparse_moe.gate"}
-        | {f"mlp_{part}": f"block_sparse_moe.experts.{{}}.w{n}" for part, n in (("gate", 1), ("up", 3), ("down", 2))},
+        _mixture(_LAYER, "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2))),
         only=_WINDOWS,
         kv_heads=8,
         theta=1_000_000.0,
         experts=Experts("num_local_experts"),
+        gguf=Gguf("llama", {"hidden_act": "silu"}, _EXPERT_COUNTS, pairs_together=True),
+    ),
+    "OlmoeForCausalLM": Decoder(
+        "olmoe",
+        _QWEN_MIXTURE,
+        replace(_BLOCK, row_norms=True),
+        {"attention_bias": _OUT},
+        only={**_WINDOWS, "clip_qkv": ()},
+        experts=Experts("num_experts", normed="norm_topk_prob"),
+        gguf=Gguf(
+            "olmoe", {"hidden_act": "silu", "norm_topk_prob": False}, _EXPERT_COUNTS | {"expert_count": "num_experts"}
+        ),
+    ),
+    "GraniteMoeForCausalLM": _GRANITE._replace(
+        model_type="granitemoe",
+        layer=_mixture(
+            _LAYER,
+            "block_sparse_moe.router.layer",
+            *["block_sparse_moe.input_linear"] * 2,
+            "block_sparse_moe.output_linear",
+        ),
+        experts=Experts("num_local_experts"),
+        gguf=None,
     ),
     "SmolLM3ForCausalLM": Decoder(
         "smollm3",
@@ -296,25 +356,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         ropes=_smollm3_ropes,
         gguf=Gguf("smollm3", {"hidden_act": "silu"}, pairs_together=True),
     ),
-    "GraniteForCausalLM": Decoder(
-        "granite",
-        biases=_LLAMA.biases,
-        reads=("attention_multiplier",),
-        only=_WINDOWS,
-        scale=lambda config, _: config.number("attention_multiplier", 1.0),
-        multiplied=True,
-        gguf=Gguf(
-            "granite",
-            {"hidden_act": "silu"},
-            {
-                "attention.scale": "attention_multiplier",
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "logit_scale": "logits_scaling",
-            },
-            pairs_together=True,
-        ),
-    ),
+    "GraniteForCausalLM": _GRANITE,
 }
 # Those of a model below its head embed, and the others in a directory of sentence-transformers.
 ARCHITECTURES: Final = {name: "generation" if name.endswith("ForCausalLM") else "embedding" for name in DECODERS}
@@ -335,6 +377,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     is_free = of.head_dim or (of.experts and config.get("head_dim", 0))  # d need not be h / a
     heads = config.positive("num_attention_heads") if is_free else config.heads(hidden)
     d = config.positive("head_dim", of.head_dim or hidden // heads)
+    if of.block.row_norms and d * heads != hidden:
+        raise config.bad_value("head_dim", f"hidden_size {hidden} / {heads} heads: its norms take whole rows", d)
     sees_before = config.flag("is_causal", True) and not config.flag("use_bidirectional_attention", False)
     ropes = of.ropes(config, d, of)
     block = replace(
@@ -355,6 +399,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
             raise ModelError(f"config.json: {of.experts.chosen} {chosen} of {number} experts cannot be chosen")
         normed = config.flag(of.experts.normed, False) if of.experts.normed else True
         block = replace(block, experts=number, chosen=chosen, normed_experts=normed)
+        if dense := of.experts.dense_layers(config):
+            block = replace(block, dense_layers=dense, dense_mlp=config.positive("intermediate_size"))
     head = _head(architecture, config, extras, of)
     if head.task == "generation" and not block.causal:
         raise UnsupportedModelError("config.json: a model that generates must see only tokens before")
@@ -393,6 +439,13 @@ def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], of: 
     return TaskHead("generation", "last", outputs=vocab, tied=tied, logits_scaling=scaling)
 
 
+def _parts(spec: ModelSpec, layer: int) -> Mapping[str, str]:
+    """Return what a checkpoint calls the parts of a layer."""
+    is_sparse = spec.block.experts > 0 and layer not in spec.block.dense_layers
+    without = ("mlp_gate", "mlp_up", "mlp_down") if is_sparse else ("router", "expert_gate", "expert_up", "expert_down")
+    return {part: name for part, name in DECODERS[spec.architecture].layer.items() if part not in without}
+
+
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoder, from the stem to the head."""
     base = ("model.", "")
@@ -400,7 +453,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     stored = (*words, causal.LOGITS) if spec.head.tied else words
     yield table("stem.word", stored, text.stem_of(spec).vocab, spec.hidden)
     for i in range(spec.layers):
-        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"layers.{i}.", DECODERS[spec.architecture].layer)
+        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"layers.{i}.", _parts(spec, i))
     yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
     yield from causal.head_tensors(spec, words)
 

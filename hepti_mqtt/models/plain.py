@@ -196,6 +196,8 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
             norm(tensors, f"{here}{part}_norm", z.reshape(len(z), -1, n.head_dim), n.norm).reshape(z.shape)
             for part, z in (("query", q), ("key", k))
         )
+    if n.block.row_norms:
+        q, k = norm(tensors, f"{here}query_norm", q, n.norm), norm(tensors, f"{here}key_norm", k, n.norm)
     if n.theta:
         q, k = (rotate(z, n.head_dim, n.theta, n.lengths, n.divisors) for z in (q, k))
     bias, positions = None, None
@@ -224,7 +226,7 @@ def _experts(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
 
 
 def _mlp(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
-    if n.block.experts:
+    if n.experts:
         return _experts(tensors, here, x, n)
     up = linear(tensors, f"{here}mlp_up", x)  # [m, f]
     if n.block.gated:

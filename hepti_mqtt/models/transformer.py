@@ -67,6 +67,8 @@ class BlockSpec:
     kv_heads: int = 0
     head_dim: int = 0
     head_norms: bool = False
+    #: All heads of queries are normed together, and those of keys.
+    row_norms: bool = False
     scale: float = 0.0
     causal: bool = False
     buckets: int = 0
@@ -80,6 +82,9 @@ class BlockSpec:
     experts: int = 0
     chosen: int = 0
     normed_experts: bool = True
+    #: Layers of a mixture that have an MLP instead, and its width.
+    dense_layers: tuple[int, ...] = ()
+    dense_mlp: int = 0
     #: rows of a picture, which see each other in a causal model; 0: they see earlier rows only
     picture_rows: int = 0
 
@@ -303,6 +308,8 @@ class Layer(NamedTuple):
     cache: int = 0
     at: str = ""
     kept: CacheDtype = "f32"
+    #: Number of experts, 0 for an MLP.
+    experts: int = 0
     #: all rows of a session's run see each other
     together: bool = False
 
@@ -310,10 +317,13 @@ class Layer(NamedTuple):
     def of(cls, spec: ModelSpec, shape: PackedBatch, i: int = 0, bias: tuple[WeightRef, ...] = ()) -> Layer:
         """Return the sizes of layer i of a model in a request."""
         block = spec.block
+        is_dense = i in block.dense_layers
+        mlp = block.dense_mlp if is_dense else spec.mlp
         return cls(
-            spec.hidden, spec.heads, spec.mlp, spec.activation, spec.norm, shape.lengths, spec.head_dim,
+            spec.hidden, spec.heads, mlp, spec.activation, spec.norm, shape.lengths, spec.head_dim,
             spec.heads // spec.kv_heads, block, _of_layer(block.thetas, i, 0.0), _of_layer(block.windows, i, -1),
             _of_layer(block.rope_divisors, i, ()), i < block.bare, bias,
+            experts=0 if is_dense else block.experts,
         )  # fmt: skip
 
 
@@ -380,11 +390,14 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
     kv = q // n.group
     matrices = {f"{stored}query": q, f"{stored}key": kv, f"{stored}value": kv}
     bias = "qkv" in block.biases
+    if block.row_norms:
+        projected = _normed_rows(net, name, x, n, matrices)  # [m, q + 2 kv]
+    elif n.theta:
+        projected = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
     if n.theta:
         gammas = (f"{stored}query_norm.weight", f"{stored}key_norm.weight") if block.head_norms else ()
-        qkv = net.linear(f"{name}projection", x, roles.PROJECTION, matrices, bias=bias)  # [m, q + 2 kv]
         qkv = net.rotate(
-            f"{name}qkv", qkv, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
+            f"{name}qkv", projected, roles.QKV, d=d, columns=(q, kv), theta=n.theta,
             lengths=n.lengths, places=n.cache if n.at else 0,
             norm=n.norm if block.head_norms and isinstance(n.norm, Norm) else None, gammas=gammas, at=n.at,
             divisors=n.divisors,
@@ -394,6 +407,19 @@ def _attention(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> s
     attention = _attend(net, name, stored, qkv, n, q, kv)  # [m, q]
     out = {f"{stored}attention_out": width}
     return net.linear(f"{name}o", attention, roles.ATTENTION_OUT, out, bias="attention_out" in block.biases)
+
+
+def _normed_rows(net: GraphBuilder, name: str, x: str, n: Layer, matrices: Mapping[str, int]) -> str:
+    """Add queries and keys, each normed over all heads, and values: x [m, h] -> [m, q + 2 kv].
+
+    A norm needs whole rows, so every device computes all queries and keys.
+    """
+    bias, parts = "qkv" in n.block.biases, list[str]()
+    for part, (matrix, width) in zip(("query", "key", "value"), matrices.items(), strict=True):
+        rows = net.linear(f"{name}{part}", x, roles.PROJECTION, {matrix: width}, bias=bias)
+        is_normed = part != "value"
+        parts.append(_norm(net, f"{name}{part}n", rows, roles.PROJECTION, f"{matrix}_norm", n) if is_normed else rows)
+    return net.join(f"{name}projection", parts, roles.PROJECTION)
 
 
 def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: int, kv: int) -> str:
@@ -419,8 +445,8 @@ def expert_names(stored: str, experts: int, *parts: str) -> tuple[str, ...]:
 
 
 def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
-    if n.block.experts:
-        count, top, width = n.block.experts, n.block.chosen, net.shape_of(x)[1]
+    if n.experts:
+        count, top, width = n.experts, n.block.chosen, net.shape_of(x)[1]
         logits = net.linear(f"{name}router", x, roles.ROUTER, {f"{stored}router": count}, bias=False)  # [m, E]
         matrices = expert_names(stored, count, "gate", "up")
         hidden = net.experts_up(f"{name}up", x, logits, roles.MLP_UP, matrices, n.mlp, top, n.activation)

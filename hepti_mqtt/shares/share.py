@@ -35,6 +35,8 @@ class Share:
     dim: int
     by_length: bool = False
     unit: int = 1
+    #: Layers with another extent than the first are divided in proportion.
+    in_proportion: bool = False
 
     def unit_count(self, graph: Graph) -> int:
         """Return how many indices there are to share."""

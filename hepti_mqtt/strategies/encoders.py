@@ -30,7 +30,7 @@ from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.shares import DeviceResources, Options, Shares, Speeds
 from hepti_mqtt.shares.share import PLACEMENTS, assign_sub_blocks, balanced_groups
 from hepti_mqtt.shares.stages import offload_rows
-from hepti_mqtt.strategies.method import BRANCHES, COLUMNS, HEADS, MLP, ROWS, Division, Method
+from hepti_mqtt.strategies.method import BRANCHES, COLUMNS, HEADS, MLP, MLP_IN_PROPORTION, ROWS, Division, Method
 
 
 def single_table(_: Division) -> Table:
@@ -351,7 +351,7 @@ def decoder_table(division: Division) -> Table:
         {
             roles.CACHE: cache,
             roles.ATTENTION_OUT: split_along(heads, 2),
-            roles.MLP_DOWN: split_along(division.device_sets(MLP), 2),
+            roles.MLP_DOWN: division.split(MLP_IN_PROPORTION, 2),
         },
         between_blocks(rows, embedded) if division.layout == "block" else {},
     )
@@ -361,7 +361,7 @@ DECODER: Final = Method(
     "decoder",
     "own heads with their cache, and own MLP columns; many rows: sums on own ones, or own rows with all weights",
     decoder_table,
-    shares=(ROWS, HEADS, MLP),
+    shares=(ROWS, HEADS, MLP_IN_PROPORTION),
     needs=(roles.CACHE, roles.ATTENTION, roles.AFTER_MLP),
     keeps_cache=True,
     layouts=("block", "row"),

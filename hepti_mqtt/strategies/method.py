@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, get_args
 
 from hepti_mqtt.lowering import Graph, IndexSet, Rewrite, Table, roles, span
+from hepti_mqtt.lowering.layouts import Piece, Rule, split_along
+from hepti_mqtt.lowering.ops import Op
+from hepti_mqtt.lowering.regions import index_count
 from hepti_mqtt.plan import Plan, Range, WeightDtype, apportion
 from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares, Speeds
@@ -15,6 +18,7 @@ from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares,
 ROWS: Final = Share("rows", roles.AFTER_MLP, 0, by_length=True)
 HEADS: Final = Share("heads", roles.ATTENTION, 1)
 MLP: Final = Share("mlp", roles.MLP_UP, 1)
+MLP_IN_PROPORTION: Final = replace(MLP, in_proportion=True)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
@@ -50,6 +54,19 @@ class Division(NamedTuple):
         if share.by_length:
             return [span(*r) for r in apportion(share.unit_count(self.graph), self.plan.shares[share.kind])]
         return [span(*r) for r in self.plan.ranges[share.kind]]
+
+    def split(self, share: Share, dim: int) -> Rule:
+        """Return the layout in which a dimension is shared out; in proportion where it has another extent."""
+        parts, whole = self.device_sets(share), share.unit_count(self.graph)
+
+        def rule(op: Op) -> list[Piece] | None:
+            extent, unit = op.space[dim], op.share_unit(dim)
+            if extent == whole:
+                return split_along(parts, dim)(op)
+            units = apportion(-(-extent // unit), [index_count(part) for part in parts])
+            return split_along([span(a * unit, min(z * unit, extent)) for a, z in units], dim)(op)
+
+        return rule
 
     @property
     def layout(self) -> str:
@@ -176,7 +193,7 @@ class Method:
             return f"{self.name} does not say which device keeps the cache of a decoder"
         for share in self.shares:
             sizes = {op.space[share.dim] for op in graph.ops if op.role == share.role}
-            if len(sizes) > 1:
+            if len(sizes) > 1 and not share.in_proportion:
                 return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
         return None
 

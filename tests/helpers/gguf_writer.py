@@ -200,7 +200,8 @@ def converted(
             _, layer, _, expert, part = own.split(".")
             whole = stored.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", (np.empty((0, *values.shape)), storage))
             assert len(whole[0]) == int(expert)
-            stored[f"blk.{layer}.ffn_{part}_exps.weight"] = np.concatenate([whole[0], values[None]]), storage
+            how = "f16" if values.shape[1] % STORAGES[storage].block else storage
+            stored[f"blk.{layer}.ffn_{part}_exps.weight"] = np.concatenate([whole[0], values[None]]), how
             continue
         if own.startswith("layers."):
             _, layer, part = own.split(".")

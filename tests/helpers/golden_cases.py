@@ -49,6 +49,8 @@ CANDIDATES = (
 )
 CASES = tuple(case for case in CANDIDATES if case.file.exists())
 MINILM = GOLDEN / "minilm.npz"
+# Tokens that follow the first `PROMPT` ids of each decoder's case, by kind.
+GREEDY, PROMPT, STEPS = GOLDEN / "greedy.json", 10, 20
 
 
 def request(spec):

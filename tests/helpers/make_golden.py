@@ -1,4 +1,4 @@
-"""Writes the tests/golden/*.npz that are missing, with PyTorch, transformers and torchvision:
+"""Writes what is missing in tests/golden, with PyTorch, transformers and torchvision:
 `python tests/helpers/make_golden.py`.
 
 The weights come from `make_model` and a seed, so a file holds inputs, samples of the final hidden states, outputs and
@@ -7,13 +7,14 @@ a checksum of the weights.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import transformers
-from golden_cases import CANDIDATES, GOLDEN, MINILM, TEXTS, checksum, request
-from torch_oracle import known, outputs
+from golden_cases import CANDIDATES, GOLDEN, GREEDY, MINILM, PROMPT, STEPS, TEXTS, checksum, request
+from torch_oracle import greedy, known, outputs
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models.shapes import TokenBatch
@@ -40,8 +41,24 @@ def main() -> None:
             output,
             weights_sha256=np.array(weights),
         )
+    texts()
     if not MINILM.exists():
         minilm()
+
+
+def texts() -> None:
+    written = json.loads(GREEDY.read_text()) if GREEDY.exists() else {}
+    for case in CANDIDATES:
+        if not known(KINDS[case.kind].config) or case.kind in written:
+            continue
+        with tempfile.TemporaryDirectory() as root:
+            path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)
+            with Checkpoint.open(path) as checkpoint:
+                spec = checkpoint.spec
+            if spec.head.task == "generation":
+                written[case.kind] = greedy(path, spec.architecture, request(spec)[0][1 : 1 + PROMPT], STEPS)
+    lines = [f"{json.dumps(kind)}: {written[kind]}" for kind in sorted(written)]
+    GREEDY.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def minilm() -> None:

@@ -53,6 +53,17 @@ def outputs(path, architecture, inputs, shape, pooling=None):
     return np.concatenate(hidden), np.concatenate(output)
 
 
+def greedy(path, architecture, ids, steps):
+    """Return the `steps` likeliest tokens behind ids, one after the other."""
+    model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").double().eval()
+    model.set_experts_implementation("eager")
+    tokens = [int(token) for token in ids]
+    with torch.no_grad():
+        for _ in range(steps):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
 def of_speech(model, inputs, shape):
     """Return (the encoder's states, logits behind the first and the last token)."""
     bands = model.config.num_mel_bins

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_changes import ANSWERS
-from golden_cases import CASES, GOLDEN, MINILM, TEXTS, checksum, request
+from golden_cases import CASES, GOLDEN, GREEDY, MINILM, PROMPT, TEXTS, checksum, request
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.models import reference
+from hepti_mqtt.models import reference, single_sequence
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
@@ -39,6 +40,17 @@ def test_the_oracle_computes_what_transformers_computed(case):
             hidden, output = reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
     for got, want in ((hidden[:: case.stride], golden["hidden"]), (output, golden["output"])):
         assert np.abs(got - want).max() < TOLERANCE * max(1, np.abs(want).max() / 20)
+
+
+@pytest.mark.parametrize(("kind", "expected"), json.loads(GREEDY.read_text()).items())
+def test_the_oracle_writes_what_transformers_wrote(kind, expected, tmp_path):
+    with Checkpoint.open(make_model(kind, tmp_path / "model", 7)) as checkpoint:
+        spec, tensors = checkpoint.spec, dict(checkpoint.tensors())
+        tokens = request(spec)[0][1 : 1 + PROMPT].tolist()
+        for _ in expected:
+            shape, inputs = single_sequence(spec, np.array(tokens, np.int32))
+            tokens.append(int(reference(spec, tensors, inputs, shape)[1].argmax()))
+    assert tokens[PROMPT:] == expected
 
 
 def test_real_sentence_embeddings_are_those_of_transformers():

@@ -17,11 +17,12 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs, resident_weights
 from hepti_mqtt.program import Compute
 
+MIXTURES = [f"tiny-{name}" for name in ("qwen3-moe", "qwen3-moe-mixed", "mixtral", "olmoe", "granite-moe")]
 WEIGHTS = [(1.0,), (1.0, 2.0), (1.0, 3.0, 2.0), (2.0, 1.0, 0.0, 1.0)]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-mixtral"])
+@pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("length", [1, 13])
 def test_devices_with_columns_of_all_experts_are_the_whole_model(kind, weights, length):
     spec = spec_of_kind(kind)
@@ -32,10 +33,16 @@ def test_devices_with_columns_of_all_experts_are_the_whole_model(kind, weights, 
 
 
 @pytest.mark.parametrize("storage", ["q4_0", "q8_0"])
-def test_experts_in_blocks_are_divided_between_blocks(tmp_path: Path, storage: str) -> None:
-    original = make_model("tiny-qwen3-moe", tmp_path / "original")
-    keys = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64}
-    path = converted(original, tmp_path / "m.gguf", storage, storage, "qwen3moe", **_keys(keys))
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more"),
+    [("tiny-qwen3-moe", "qwen3moe", {"expert_feed_forward_length": 64}), ("tiny-olmoe", "olmoe", {})],
+)
+def test_experts_in_blocks_are_divided_between_blocks(
+    tmp_path: Path, storage: str, kind: str, architecture: str, more: dict[str, int]
+) -> None:
+    original = make_model(kind, tmp_path / "original")
+    keys = {f"{architecture}.{k}": n for k, n in {"expert_count": 6, "expert_used_count": 2, **more}.items()}
+    path = converted(original, tmp_path / "m.gguf", storage, storage, architecture, **keys)
     with Checkpoint.open(path) as model:
         spec, held, values = model.spec, model.weights(), model.tensors()
         shape, inputs = request(spec, (9,))
@@ -47,10 +54,6 @@ def test_experts_in_blocks_are_divided_between_blocks(tmp_path: Path, storage: s
             refs = [ref for device in made.devices for ref in resident_weights(spec, made, device)]
             own = [ref for ref in refs if ".experts." in ref.tensor]
             assert {ref.weight_dtype for ref in own} == {storage}
-
-
-def _keys(keys: dict[str, int]) -> dict[str, int]:
-    return {f"qwen3moe.{key}": value for key, value in keys.items()}
 
 
 def test_a_price_counts_chosen_experts_and_memory_all() -> None:
