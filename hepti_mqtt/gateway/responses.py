@@ -130,10 +130,14 @@ def _part(place: int, part: Any) -> Fields:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in _TEXTS:
         return {"type": "text", "text": part.get("text")}
-    if kind == "input_image" and not part.get("file_id"):
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
         detail = {"detail": part["detail"]} if part.get("detail") else {}
-        return {"type": "image_url", "image_url": {"url": part.get("image_url"), **detail}}
-    raise RequestError(f"input[{place}] has a part that is neither a text nor a picture; send input_text", "input")
+        return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+    raise RequestError(
+        f"input[{place}] has a part that is neither a text nor a picture; send input_text, or input_image with the "
+        "picture in image_url",
+        "input",
+    )
 
 
 async def respond(site: Site, body: ResponseBody) -> Any:

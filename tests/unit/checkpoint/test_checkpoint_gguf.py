@@ -217,7 +217,7 @@ def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Pat
     "more",
     [
         {"general.architecture": "gemma2"},
-        {"llama.expert_count": 8},
+        {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.0},
         {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
         {"llama.attention.sliding_window": 16},
         {"tokenizer.ggml.pre": "an unknown one"},

@@ -232,7 +232,7 @@ def test_ollamas_lines_have_what_its_whole_answer_has(tokens, content, calls):
     assert lines[-1]["eval_count"] == len(tokens)
     prompt = {"model": "m", "prompt": "hello", "stream": False}
     assert http.post("/api/generate", json=prompt).json()["response"] == "".join(tokens)
-    for wrong in ({"format": "xml"}, {"think": "much"}, {"options": {"mirostat": 1}}, {"images": ["x"]}):
+    for wrong in ({"format": "xml"}, {"think": "much"}, {"options": {"mirostat": 1}}, {"images": "x"}):
         assert http.post("/api/generate", json=prompt | wrong).status_code == 400
 
 

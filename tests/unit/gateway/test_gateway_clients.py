@@ -161,8 +161,8 @@ def test_what_would_change_the_answer_is_refused_by_its_key(path: str, body: dic
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (GENERATE, {"images": ["aGVsbG8="]}),
-        (OLLAMA, {"messages": [{**HELLO[0], "images": ["aGVsbG8="]}]}),
+        (GENERATE, {"images": "aGVsbG8="}),
+        (OLLAMA, {"messages": [{**HELLO[0], "images": "aGVsbG8="}]}),
         (GENERATE, {"suffix": "x"}),
         (GENERATE, {"context": [1]}),
         (OLLAMA, {"options": {"mirostat": 1}}),

@@ -22,7 +22,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput
 from hepti_mqtt.plan_programs import device_programs, resident_weights
-from hepti_mqtt.program import Compute
+from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import DecoderSession, encode_work
 from hepti_mqtt.protocol.messages import Endpoint, Peer
@@ -160,9 +160,13 @@ class Driven:
                 self.now += self.profile.frame_seconds(1, frame.nbytes, frame.route)
                 self.publish(self.handle(FrameIn(frames.decode(payload))), sent)
             elif (step := self.session.next_step()) is not None:
-                self.ran.append((step.run_id, step.place))
-                self.now += self.seconds(step)
-                self.publish(self.session.finish_step(step, step.run(ops=1), 0.0, self.now), sent)
+                ran, seconds = (step.run_id, step.place), self.seconds(step)
+                outgoing = step.run(ops=1)
+                # A stretch may only wait for, or take, what it receives: in the simulation that is no op.
+                if not any(isinstance(self.op(step.run_id, place), Recv) for place in (ran[1], step.place)):
+                    self.ran.append(ran)
+                    self.now += seconds
+                self.publish(self.session.finish_step(step, outgoing, 0.0, self.now), sent)
             elif self.arrivals:
                 self.now = self.arrivals[0].seconds
             else:
@@ -175,9 +179,13 @@ class Driven:
         sessions = (DecoderSession(frame.run_id, final=True),) if shape.session_rows else ()
         return encode_work("m", EPOCH, frame.run_id, shape, inputs, sessions)
 
+    def op(self, run_id, place):
+        return self.programs[run_id - 1].ops[place]
+
     def seconds(self, step):
-        program = self.programs[step.run_id - 1]
-        op = program.ops[step.place]
+        program, op = self.programs[step.run_id - 1], self.op(step.run_id, step.place)
+        if isinstance(op, Recv):
+            return 0.0
         if isinstance(op, Compute):
             return self.profile.seconds(*works(op, program.slots))
         sizes = send_bytes(NAMING, self.name, op, program.slots[op.slot])
