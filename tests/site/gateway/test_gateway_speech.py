@@ -58,11 +58,11 @@ def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray
         prompt, frames = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
         found = Transcription(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
         while not found.done:
-            ids = [*found.prompt, *found.tokens]
+            ids = [*found.prompt, *found.text.tokens]
             inputs = np.concatenate([[0], ids, frames]).astype(np.int32)
             states, logits = models.reference(spec, tensors, inputs, spec.input_spec.run(len(ids), spec.rows))
             found.append_tokens(logits)
-        return str(decode_output(checkpoint, prepared, logits, None, found)["text"]), list(found.tokens), states
+        return str(decode_output(checkpoint, prepared, logits, None, found)["text"]), list(found.text.tokens), states
 
 
 def port_of(site: Site, command: str) -> int:
