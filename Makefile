@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
-	test-soak test-chats test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
+	test-soak test-starts test-chats test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 # Every target with the comment above it.
 help:
@@ -82,6 +82,12 @@ TURNS ?= 10000
 
 test-chats: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/chat_soak.py --turns $(TURNS) --seed $(SEED)
+
+# Starts of three models on three agents with little memory, beside two processes that compute: make test-starts STARTS=20.
+STARTS ?= 20
+
+test-starts: $(VENV)/.dev kernels
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/starts_run.py --starts $(STARTS)
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=

@@ -70,6 +70,7 @@ _EXTRAS: Final = (
     "generation_config.json",
     "*/config.json",
 )
+_DESCRIBED: Final = "config.json"  # how errors of a spec begin
 _ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
 
@@ -162,8 +163,11 @@ class Checkpoint:
                 opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
                 opened._refuse_unread()
                 opened.widened = file.widened
-            except BaseException:
+            except BaseException as error:
                 file.close()
+                if isinstance(error, ModelError) and str(error).startswith(_DESCRIBED):
+                    said = str(error).removeprefix(_DESCRIBED)
+                    raise type(error)(f"{gguf}: its metadata, in the words of config.json{said}") from error
                 raise
             return opened
         if (path / _ADAPTER).is_file():

@@ -1,7 +1,6 @@
 """A connection to a broker that restores itself: network thread, reconnection, subscriptions, unacknowledged messages.
 
-What brokers need is kept apart: the version of MQTT that one speaks (`_Versions`), and a message on which one hangs up
-(`_HangUps`). One connection is a `Link`.
+A message on which a broker hangs up is kept apart (`_HangUps`). One connection is a `Link`.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class BrokerConnection:
         self._thread: threading.Thread | None = None
         self._wake = Wake()
         # The network thread's alone:
-        self._versions = _Versions((5, 4) if protocol is None else (protocol,))
+        self._versions: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)  # to try, in this order
         self._backoff, self._hang_ups = Backoff(), _HangUps()
         self._awaited: set[int] = set()  # tokens whose SUBACK comes before `_connected` is reported
         self._connected: Connected | None = None
@@ -357,21 +356,31 @@ class BrokerConnection:
         self._wake.close()
 
     def _open(self, timeout_s: float, stop: Callable[[], bool]) -> Link:
-        """Connect in the first version of MQTT that the broker speaks; raises as `connect`."""
-        until, versions = time.monotonic() + timeout_s, self._versions
-        versions.begin()
-        while True:
+        """Connect in the first version of MQTT that the broker speaks; raises as `connect`.
+
+        A version that it took when it had refused another, and was not only silent as a slow broker is, comes first in
+        later attempts.
+        """
+        until, is_refused, versions = time.monotonic() + timeout_s, False, self._versions
+        for version in versions[:-1]:
             left = max(until - time.monotonic(), 0.001)
-            link = Link(self.url, self._greeting(versions.current), self._lock, self._wake, self._take, bulk=self.bulk)
             try:
-                link.open(left, left if versions.is_last else min(ANSWER_S, left / 2), stop)
+                link = self._open_in(version, left, min(ANSWER_S, left / 2), stop)
             except VersionRefused as error:
-                versions.refused |= error.is_sure
-                if not versions.another():
-                    raise
+                is_refused |= error.is_sure
             else:
-                versions.accepted()
-                return link
+                break
+        else:
+            version, left = versions[-1], max(until - time.monotonic(), 0.001)
+            link = self._open_in(version, left, left, stop)
+        if is_refused:
+            self._versions = (version, *(other for other in versions if other != version))
+        return link
+
+    def _open_in(self, version: int, timeout_s: float, patience_s: float, stop: Callable[[], bool]) -> Link:
+        link = Link(self.url, self._greeting(version), self._lock, self._wake, self._take, bulk=self.bulk)
+        link.open(timeout_s, patience_s, stop)
+        return link
 
     def _greeting(self, version: int) -> Connect:
         will, options = None, 0
@@ -462,7 +471,8 @@ class BrokerConnection:
         self._backoff.lost(up_s)
         if lost.malformed:
             _log.info("%s: the broker sent what cannot be read: %s", self.name, lost)
-            self._versions.distrust(link.protocol.version)
+            bad = link.protocol.version  # the last to try
+            self._versions = (*(version for version in self._versions if version != bad), bad)
         if not self._is_closed():
             self._emit(Disconnected(str(lost)))
 
@@ -558,47 +568,6 @@ class DataConnection(BrokerConnection):
             name=name,
             max_queued_bytes=max_queued_bytes,
         )
-
-
-class _Versions:
-    """The versions to try, first the one that the broker took when it had refused another.
-
-    refused: since `begin` the broker has refused a version, and was not only silent, as a slow one is.
-    """
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        self.order, self._at, self.refused = order, 0, False
-
-    @property
-    def current(self) -> int:
-        """Return the version to try now."""
-        return self.order[self._at]
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether there is no other version to try after this one."""
-        return self._at == len(self.order) - 1
-
-    def begin(self) -> None:
-        """Begin with the first version again."""
-        self._at, self.refused = 0, False
-
-    def another(self) -> bool:
-        """Go on to the next version; return whether there is one."""
-        if self.is_last:
-            return False
-        self._at += 1
-        return True
-
-    def accepted(self) -> None:
-        """The broker speaks this version."""
-        if self.refused:
-            self.order = (self.current, *(p for p in self.order if p != self.current))
-        self.begin()
-
-    def distrust(self, version: int) -> None:
-        """Try this version last: what came in it could not be read."""
-        self.order = (*(p for p in self.order if p != version), version)
 
 
 class _HangUps:

@@ -231,6 +231,13 @@ def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: d
         Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
 
 
+def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(original: Path, tmp_path: Path) -> None:
+    path = converted(original, tmp_path / "m.gguf", "f16", **{"llama.attention.head_count_kv": 3})
+    with pytest.raises(ModelError) as error:
+        Checkpoint.open(path)
+    assert str(error.value).startswith(str(path))
+
+
 @pytest.mark.parametrize(
     "more",
     [
