@@ -402,9 +402,11 @@ class GraphBuilder:
         )  # fmt: skip
 
     def rows(self, name: str, x: str, role: str, rows: Sequence[int] | None = None) -> str:
-        """x [m, h] -> some of its rows, in order; None: all."""
+        """x [m, h] -> some of its rows, ascending; None: all. Raises ValueError for rows in another order."""
         m, h = self.shape_of(x)
         chosen = None if rows is None else tuple(rows)
+        if chosen is not None and any(row >= after for row, after in pairwise(chosen)):  # regions are sets of indices
+            raise ValueError(f"{name}: rows must ascend, got {chosen[:8]}")
         space = (m if chosen is None else len(chosen), h)
         return self._add(name, (x,), role, (), Rows, space=space, rows=chosen)
 

@@ -216,6 +216,14 @@ class Topics:
         """Return the filter for every topic of the site."""
         return f"{self._root}/#"
 
+    def swept(self) -> tuple[str, ...]:
+        """Return filters of all topics of the site that may have retained messages, but those of answers.
+
+        Who subscribes to answers makes the broker say that somebody hears them.
+        """
+        branches = ("dev", PLANNER, "plan", "work", "weights", "x", "evt", "home", "infer/+/req", "infer/+/text")
+        return tuple(f"{self._root}/{branch}/#" for branch in branches)
+
     def all_plans(self) -> str:
         """Return the filter for the plans of every model."""
         return f"{self._root}/plan/+"

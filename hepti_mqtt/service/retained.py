@@ -106,7 +106,7 @@ class RetainedSweep:
 
     def sweep(self) -> int:
         """Clear once; return how many topics were cleared that the last sweep did not clear. Raises NetworkError."""
-        filters = [self._topics.everything()]
+        filters = self._topics.swept()
         unread = unread_topics(self._topics, retained_topics(self._url, self._topics, filters, most_bytes=SWEPT_BYTES))
         fresh, self._cleared = set(unread) - self._cleared, set(unread)
         if fresh:

@@ -17,6 +17,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
+    GraphBuilder,
     Lowered,
     Rule,
     Table,
@@ -184,6 +185,14 @@ def test_a_device_keeps_as_much_of_many_plans_as_of_few() -> None:
 def test_a_table_that_is_wrong_is_refused_with_tensor_and_device(lines, named):
     with pytest.raises(ValueError, match=named):
         lowered(lines)
+
+
+@pytest.mark.parametrize("rows", [(2, 1), (1, 1)])
+def test_rows_that_do_not_ascend_are_refused(rows):
+    net = GraphBuilder()
+    x = net.input("x", (4, 2), "f32")
+    with pytest.raises(ValueError, match="ascend"):
+        net.rows("rows", x, roles.TASK, rows)
 
 
 @pytest.mark.parametrize("kind", ["tiny-vgg", "tiny-resnet"])
