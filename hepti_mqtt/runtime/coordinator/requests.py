@@ -16,10 +16,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.runtime.coordinator.batches import (
-    Array,
-    Batch,
-)
+from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.spec import RequestShape, Spec
 
