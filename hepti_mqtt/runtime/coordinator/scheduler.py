@@ -264,12 +264,11 @@ class Scheduler:
         return run
 
     def cancel(self, key: RequestKey, now: float) -> list[CoordinatorCommand]:
-        """End a request that its client cancels; one that has not come yet, when it does."""
-        if (cancelled := self.admission.find_cancelled(key, now)) is None:
-            return []
-        group, request = cancelled
-        out = self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
-        group.queue.discard_finished()
+        """End a request that its client cancels, or refuse it when it comes."""
+        out: list[CoordinatorCommand] = []
+        for group, request in self.admission.find_cancelled(key, now):
+            out += self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
+            group.queue.discard_finished()
         return out
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
