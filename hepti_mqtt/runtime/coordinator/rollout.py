@@ -291,6 +291,8 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         self._note_trial(group, record, now)
+        if group.unserved:
+            group.pace.begin_service(now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan

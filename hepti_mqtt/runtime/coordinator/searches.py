@@ -175,7 +175,11 @@ class Searches:
                 plans.active.reprice(event.active, decision.cluster)
             out = self._move(group, search, decision, now)
         rules = SEARCHES[search.origin]
-        if rules.whole_after_s < inf and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED):
+        if (
+            rules.whole_after_s < inf
+            and not event.is_whole
+            and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED)
+        ):
             forced = search.forced and plans.preparing is None
             why = f"the search was {search.origin}"
             plans.request_search(now + rules.whole_after_s, now, why, forced=forced, origin=search.origin)
@@ -291,9 +295,10 @@ class Searches:
 def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
     """Return whether a load that was decided is carried out: its remaining cost falls with each second.
 
-    Another plan replaces it if that is worth more by what an activation costs.
+    Another plan replaces it if that is worth more by what an activation costs, and by more than prices are off.
     """
     own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
-    least_s = max(others, default=-inf) - RULE.cost_factor * RULE.activation_s
+    doubt_s = 0.0 if own is None else RULE.least_gain * abs(own.value_s)
+    least_s = max(others, default=-inf) - max(RULE.cost_factor * RULE.activation_s, doubt_s)
     return own is not None and own.value_s >= (least_s if own.kind == "must" else max(least_s, 0.0))
