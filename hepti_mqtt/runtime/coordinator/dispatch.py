@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -116,9 +116,6 @@ class Dispatcher:
     def due_s(self) -> float:
         """Return when the next delayed batch is due; infinity if there is none."""
         return min(self._held.values(), default=inf)
-
-    def _runs(self) -> Iterator[Run]:
-        return (run for group in self._groups for run in group.runs.values())
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch queued requests of a model while a plan is active and the limit of concurrent runs allows."""
@@ -276,7 +273,7 @@ class Dispatcher:
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MAX_S)
-        others = [run for run in self._runs() if run.is_computing]
+        others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
             run.beside.alone = False
         ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())

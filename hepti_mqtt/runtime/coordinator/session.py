@@ -282,7 +282,7 @@ class CoordinatorSession:
         if not self._admit_device(device):
             return []
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
-        runs = [run for group in self.groups for run in group.runs.values() if device in run.plan.devices]
+        runs = [run for run in self.groups.runs() if device in run.plan.devices]
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
@@ -319,7 +319,7 @@ class CoordinatorSession:
     def _mark_runs_beside_work(self) -> None:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
-        for run in (run for group in self.groups for run in group.runs.values()):
+        for run in self.groups.runs():
             run.beside.loads |= is_loading  # of any device, because the hub sends its tiles
             run.beside.search |= searching
             run.beside.only_search &= searching
@@ -493,7 +493,7 @@ class CoordinatorSession:
                 continue
             verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
             if active is not None and verdict is not None:
-                is_first, text.judged_for = text.judged_for != active.version, active.version
+                is_first, text.session.judged_for = text.session.judged_for != active.version, active.version
                 yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
                 text.session.leave()
