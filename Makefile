@@ -89,11 +89,9 @@ STARTS ?= 20
 test-starts: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/starts_run.py --starts $(STARTS)
 
-# 3,000 heartbeats a second by one login, beside a client that asks ten times a second: make test-flood FLOOD="--rate 3000".
-FLOOD ?=
-
+# 3,000 heartbeats a second by one login, beside a client that asks ten times a second.
 test-flood: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/flood_run.py $(FLOOD)
+	$(BIN)/python -m benchmarks broker_load scenario=heartbeats every=0.1 seconds=20
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=
