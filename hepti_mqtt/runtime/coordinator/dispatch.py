@@ -229,9 +229,6 @@ class Dispatcher:
             *(self._orders.command(device, left) for device in run.plan.devices if device not in plan.devices),
         ]
 
-    def _searches(self) -> bool:
-        return any(group.plans.searching is not None for group in self._groups)
-
     def _dispatch(
         self,
         group: PlanGroup,
@@ -276,6 +273,7 @@ class Dispatcher:
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
             run.beside.alone = False
+        searches = any(other.plans.searching is not None for other in self._groups)
         ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         group.runs[run_id] = Run(
             run_id,
@@ -285,7 +283,7 @@ class Dispatcher:
             group.cluster(),
             RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
             sent,
-            BesideRun(not others and before is None, only_search=self._searches()),
+            BesideRun(not others and before is None, only_search=searches),
             kind,
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),

@@ -26,6 +26,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceFrame,
     LogEvent,
     RefuseRequest,
+    RequestCancelled,
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
@@ -33,7 +34,7 @@ from hepti_mqtt.runtime.coordinator.leases import Leases
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
-from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, RunStats, WorkItem
+from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEvent
 from hepti_mqtt.runtime.machinery import StateMachine, TransitionLog
 
@@ -260,10 +261,10 @@ class Scheduler:
             run.progress = Progress(message.block, now)
         return run
 
-    def cancel(self, key: RequestKey, now: float) -> list[CoordinatorCommand]:
+    def cancel(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
         """End a request that its client cancels, or refuse it when it comes."""
         out: list[CoordinatorCommand] = []
-        for group, request in self.admission.find_cancelled(key, now):
+        for group, request in self.admission.find_cancelled(event.key, now):
             out += self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
             group.queue.discard_finished()
         return out

@@ -110,9 +110,9 @@ class CoordinatorSession:
             DeviceMessage: self._handle_message,
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
-            RequestCancelled: self._handle_cancelled,
+            RequestCancelled: self._scheduler.cancel,
             Solved: self._searches.handle_solved,
-            PlanRecalled: self._handle_recalled,
+            PlanRecalled: self._searches.handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerConnection: self._connection,
@@ -396,13 +396,6 @@ class CoordinatorSession:
             return turned_away
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
-
-    def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        return self._scheduler.cancel(event.key, now)
-
-    def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
-        self._searches.handle_recalled(event)
-        return []
 
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
