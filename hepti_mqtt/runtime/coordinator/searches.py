@@ -48,13 +48,14 @@ class Searches:
 
     # -- the plan that served before --------------------------------------------------------------------------------
 
-    def handle_recalled(self, event: PlanRecalled) -> None:
+    def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         """Remember the plan of an earlier planner."""
         group = self._groups.default(event.model)
         if event.recalled is not None and group.last_plan is None:
             group.former_plans.recalled = event.recalled
         if group.former_plans.recalled is None:
             group.former_plans.recall_by_s = -inf
+        return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Take the plan that served before, once all of its devices are there: they have kept its weights."""
