@@ -234,6 +234,17 @@ _GEMMA3: Final = Decoder(
         derived=_gemma_scalar,
     ),
 )  # fmt: skip
+_GRANITE_GGUF: Final = Gguf(
+    "granite",
+    {"hidden_act": "silu"},
+    {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    pairs_together=True,
+)
 _GRANITE: Final = Decoder(
     "granite",
     biases=_LLAMA.biases,
@@ -241,17 +252,7 @@ _GRANITE: Final = Decoder(
     only=_WINDOWS,
     scale=lambda config, _: config.number("attention_multiplier", 1.0),
     multiplied=True,
-    gguf=Gguf(
-        "granite",
-        {"hidden_act": "silu"},
-        {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        pairs_together=True,
-    ),
+    gguf=_GRANITE_GGUF,
 )
 _EXPERT_COUNTS: Final = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 DECODERS: Final[Mapping[str, Decoder]] = {
@@ -327,7 +328,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
             "block_sparse_moe.output_linear",
         ),
         experts=Experts("num_local_experts"),
-        gguf=None,
+        gguf=_GRANITE_GGUF._replace(name="granitemoe", keys={**_GRANITE_GGUF.keys, **_EXPERT_COUNTS}),
     ),
     "GptOssForCausalLM": Decoder(
         "gpt_oss",
