@@ -75,7 +75,7 @@ def layer_names(row: Decoder) -> Mapping[str, str]:
     names = [*row.layer.values()]
     experts = {part for part in row.layer if part.startswith("expert_")}
     together = {part for part, name in row.layer.items() if names.count(name) > 1} - experts
-    parts = _PARTS | (row.gguf.parts if row.gguf is not None else {})
+    parts = {**_PARTS, **(row.gguf.parts if row.gguf is not None else {})}
     return {
         part: alone(row.layer[own], own) if own in experts and "{}" not in row.layer[own] else row.layer[own]
         for part, own in parts.items()

@@ -134,18 +134,17 @@ def _packed(blocks: TensorReader, scales: TensorReader) -> TensorReader:
 
     In GGUF the low halves of bytes are the first values of a block; here two neighbours share a byte.
     """
-    *outer, groups = scales.shape
-    columns, wider = groups * _MXFP4.block, STORAGES[_MXFP4.wider]
+    wider = STORAGES[_MXFP4.wider]
 
-    def raw(start: int, stop: int, count: int) -> npt.NDArray[np.uint8]:
-        some = count // _MXFP4.block
-        pairs = blocks.read(start, stop, groups * _MXFP4.block // 2).reshape(-1, groups, _MXFP4.block // 2)[:, :some]
-        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, some, _MXFP4.block)
-        halves = codes[..., : _MXFP4.block // 2] | codes[..., _MXFP4.block // 2 :] << 4
-        exponents = scales.read(start, stop, groups)[:, :some, None]
+    def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+        groups, half = columns // _MXFP4.block, _MXFP4.block // 2
+        pairs = blocks.read(start, stop, groups * half).reshape(-1, groups, half)
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, groups, _MXFP4.block)
+        halves = codes[..., :half] | codes[..., half:] << 4
+        exponents = scales.read(start, stop, groups)[..., None]
         return _MXFP4.widened(np.concatenate([exponents, halves], axis=2).reshape(stop - start, -1))
 
-    shape = (*outer, columns)
+    shape = (*scales.shape[:-1], scales.shape[-1] * _MXFP4.block)
     return TensorReader(shape, wider.name, lambda *place: wider.rows(raw(*place)), raw)
 
 

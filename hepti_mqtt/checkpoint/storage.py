@@ -110,7 +110,7 @@ def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorRea
         )
 
     def rows(read: Rows) -> Rows:
-        return lambda a, z, columns: read(first + step * a, first + step * z, columns)[::step]
+        return lambda a, z, columns: read(first + step * a, first + step * (z - 1) + 1, columns)[::step]
 
     return TensorReader(source.matrix_shape, tensor.dtype, rows(tensor.read), tensor.raw and rows(tensor.raw))
 
@@ -208,7 +208,8 @@ def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
         found.update(repr((name, tensor.shape, tensor.dtype)).encode())
         if not tensor.is_float or 0 in tensor.shape:
             continue
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        stacked = len(tensor.shape) == 3  # matrices of experts: a row of one, not one of them
+        rows = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = math.prod(tensor.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
             found.update(tensor.read(row, row + 1, columns).tobytes())
