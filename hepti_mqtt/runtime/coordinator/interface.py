@@ -78,9 +78,9 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """A user takes a request back; it may have ended."""
+    """A client cancels a request, which may have ended."""
 
-    key: RequestKey
+    key: RequestKey  #: of the client's request, whichever models answer it
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Moves:
         record = None if forced or group.has_suspect_replica else group.plans.active
         record = record if record is not None and record.is_priced else None
         beliefs = self._beliefs(group, now)
-        known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
+        known = [k for k in group.search_history.candidates if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
             coming = group.plans.preparing
             choice = (only,) if coming is None else (only, coming.plan)
@@ -120,15 +120,15 @@ class Moves:
             priced = Priced(record.decision.chosen, record.decision.cluster)
             seen = outlook(priced, beliefs)
             ours = [(priced, seen)]
-            group.expect(record, seen)
+            group.durations.expect(record, seen)
             active = self._option(group, priced, seen, beliefs, (), now)
             known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
         views = [outlook(k, beliefs) for k in known]
         options = [self._option(group, k, view, beliefs, used, now) for k, view in zip(known, views, strict=True)]
-        group.may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
+        may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
         verdict = decide(self._situation(group, active, options, now))
-        group.judged_s, group.is_fresh, group.verdict = now, False, verdict
+        group.judgement.record(verdict, may_gain, group.durations.lessons, now)
         return verdict
 
     def go_on(self, group: PlanGroup, run: Run, now: float) -> GoingOn | None:
@@ -187,7 +187,7 @@ class Moves:
         """Return a plan as an option for a run of another length."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
-        return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
+        return replace(option, seconds=option.seconds * group.durations.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
@@ -197,12 +197,13 @@ class Moves:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":
             return False
-        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= RULE.judged_s
+        judged_s = group.judgement.judged_s
+        return self._fleet.estimates.last_change_s > judged_s or now - judged_s >= RULE.judged_s
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins
         free = pins.strategy is None and pins.objective == "latency"
-        tried = frozenset(key for key, at in group.tried.items() if now - at < RULE.tried_s)
+        tried = frozenset(key for key, at in group.judgement.tried.items() if now - at < RULE.tried_s)
         return Situation(
             active,
             options,
@@ -222,9 +223,9 @@ class Moves:
     def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
         """Return whether a search beside requests may win more than it costs them, before the situation changes."""
         work, change = self._groups.background, self._fleet.estimates.youngest_change(tuple(self._fleet.usable()), now)
-        return group.may_gain == inf or pays_to_search(
-            group.may_gain,
-            group.run_s,
+        return group.judgement.may_gain == inf or pays_to_search(
+            group.judgement.may_gain,
+            group.durations.run_s,
             None if change is None else change.remaining,
             period_s=group.pace.period_s(now),
             busy=self.busy(now),
@@ -234,14 +235,12 @@ class Moves:
 
     def busy(self, now: float) -> float:
         """Return the part of the time in which requests of any model run."""
-        return min(sum(min(group.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
+        return min(sum(min(group.durations.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
 
     @staticmethod
     def _is_trying(group: PlanGroup) -> bool:
-        record = group.plans.active
-        return (
-            record is not None and record.run_count < RULE.trial_runs and group.methods.sd(record.plan) > RULE.known_sd
-        )
+        record, methods = group.plans.active, group.durations.methods
+        return record is not None and record.run_count < RULE.trial_runs and methods.sd(record.plan) > RULE.known_sd
 
     @staticmethod
     def _is_there(plan: Plan, beliefs: Beliefs) -> bool:
@@ -252,7 +251,8 @@ class Moves:
         names = tuple(cluster.devices)
         change = estimates.youngest_change(names, now)
         before = None if change is None else change.before
-        return Beliefs(cluster, estimates.draws(names, now), before, group.methods.factor, group.methods.sd)
+        methods = group.durations.methods
+        return Beliefs(cluster, estimates.draws(names, now), before, methods.factor, methods.sd)
 
     def _option(
         self, group: PlanGroup, priced: Priced, seen: Outlook, beliefs: Beliefs, used: Iterable[str], now: float
@@ -266,7 +266,7 @@ class Moves:
             candidate,
             seen.cost,
             seen.seconds,
-            group.methods.sd(candidate.plan),
+            group.durations.methods.sd(candidate.plan),
             load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
             load_s=max(seconds.values(), default=0.0),
             own_s=max((seconds[device] for device in seconds if device in used), default=0.0),
