@@ -313,11 +313,16 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     for source in sources:
         if source.resized is not None:
             continue
-        if source.first is None:
+        if not source.places:
             assert math.prod(source.shape) == math.prod(source.stored_shape)
-        else:
-            rows = source.stored_shape[:-1] or source.stored_shape  # of experts too, one below the other
-            assert source.first + source.shape[-1] <= math.prod(rows)
+        for place in source.places:
+            rows, columns = source.matrix_shape
+            last = place.first + place.step * (rows - 1)
+            if place.by_inputs or rows == 1 or columns < place.shape[-1]:  # elements of rows
+                last = place.first % place.shape[-1] + place.step * ((rows if place.by_inputs else columns) - 1)
+                assert last < place.shape[-1]
+            else:
+                assert last < math.prod(place.shape[:-1])
         as_stored = spec.family == "gpt2" or (architecture, source.name) == ("Gemma3VisionTower", "head.rows.weight")
         assert source.transposed == (source.layout == "packed" and not as_stored) or "decoder" in source.name
         ref = models.full_ref(spec, source.name)
@@ -329,7 +334,8 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     # Different tensors never share a stored name, except the decoder and the word embeddings, which may be tied.
     tied = {s.name: s.stored for s in sources if s.name in ("stem.word", "head.decoder.weight")}
     own = [s for s in sources if s.name not in tied and s.projected is None]
-    stored = [(name, s.first) for s in own for name in s.stored]
+    stored = [(name, None) for s in own if not s.places for name in s.stored]
+    stored += [(place.name, place.first) for s in own for place in s.places]
     if spec.head.tied:
         assert set(tied["stem.word"]) == set(tied["head.decoder.weight"])
     else:
