@@ -65,9 +65,9 @@ def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
 
 def check_texts(group: PlanGroup) -> None:
     """Raise AssertionError if sessions and runs of open texts contradict each other."""
-    texts = _open_texts(group)
-    open_sessions = [(t.session.plan_version, t.session.number) for t in texts if t.session.plan_version is not None]
-    assert len(set(open_sessions)) == len(open_sessions), "two texts write to one session"
+    texts = [text for text in _open_texts(group) if text.session.plan_version is not None]
+    sessions = {(text.session.plan_version, text.session.number) for text in texts}
+    assert len(sessions) == len(texts), "two texts write to one session"
     assert all(text.session.rows <= len(text.prompt) + len(text.text.tokens) for text in texts)
     for run in group.runs.values():
         running = [item.request.generation for item in run.open_items if run.state == "dispatched"]
