@@ -162,12 +162,12 @@ def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None
         answer_alone(site, part, number)
     site.event(interface.Tick())
     model = site.session.groups.default("m")
-    learned = model.methods.corrections(site.now)
+    learned = model.durations.methods.corrections(site.now)
     assert learned.factors == {strategy_key(whole): pytest.approx(3.0, rel=0.25)}
     assert learned.factor(replace(whole.replicas[0])) == 1.0
     expected = pytest.approx(learned.factor(whole), rel=0.05)
-    assert model.expected(whole).mean == expected
-    assert model.expected(whole.replicas[1]).mean == expected, "by which its next runs are expected"
+    assert model.durations.expected(whole).mean == expected
+    assert model.durations.expected(whole.replicas[1]).mean == expected, "by which its next runs are expected"
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------

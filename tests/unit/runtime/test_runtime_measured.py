@@ -104,7 +104,9 @@ def test_an_answer_knows_what_runs_before_it_had_taught() -> None:
     (model,) = site.session.groups.defaults()
     site.submit("r1")
     for _ in range(8):
-        model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
+        model.durations.record_run(
+            plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now, model.judgement.judged_s
+        )
     site.answer(1)
     site.submit("r2")
     site.answer(2)
@@ -121,15 +123,17 @@ def test_runs_on_a_link_that_had_failed_unnoticed_are_no_fault_of_the_method() -
         beat = replace(heartbeat(1), bandwidth_bytes_per_s=1e8 + second)
         site.event(interface.DeviceHeartbeat(plan.devices[0], beat))
         site.event(interface.DeviceHeartbeat(plan.devices[1], heartbeat(1)))
-        model.record_run(plan, plan.predicted_tokens, plan.predicted_s, site.now)
+        model.durations.record_run(plan, plan.predicted_tokens, plan.predicted_s, site.now, model.judgement.judged_s)
     for second in range(8):
         site.now += 1
         beat = replace(heartbeat(1), bandwidth_bytes_per_s=1e6 + second)
         site.event(interface.DeviceHeartbeat(plan.devices[0], beat))
         site.event(interface.DeviceHeartbeat(plan.devices[1], heartbeat(1)))
         site.event(interface.Tick())
-        model.record_run(plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now)
-    assert model.methods.factor(plan) == pytest.approx(1.0, rel=0.15)
+        model.durations.record_run(
+            plan, plan.predicted_tokens, 3 * plan.predicted_s, site.now, model.judgement.judged_s
+        )
+    assert model.durations.methods.factor(plan) == pytest.approx(1.0, rel=0.15)
 
 
 def test_a_device_outside_of_the_plan_starts_a_search_by_what_has_become_better_alone() -> None:
