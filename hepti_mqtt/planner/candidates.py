@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from math import inf, log2
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT
+from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.models import largest_shape, weight_dtypes
+from hepti_mqtt.errors import ConfigError, PlanError, UnsupportedModelError
+from hepti_mqtt.models import largest_shape, quantised, weight_dtypes
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
+from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.shares import DeviceResources, Options
+from hepti_mqtt.storage import QUANTISED, STORAGES
 from hepti_mqtt.strategies import STRATEGIES, Method
 
 if TYPE_CHECKING:
@@ -229,16 +233,48 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     """Return the error that says what the candidate lacks that lacks least; its detail is a line for each one."""
     closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
     lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
-    may_narrow = question.weight_dtype == "f32" and "w8a32" in weight_dtypes(question.spec)
-    advice = ", keep the weights narrow (--weights w8a32)" if may_narrow else ""
+    changes = [*_narrower(question, closest[0])] if closest else []
     if largest_shape(question.spec).session_rows > ROWS_IN_FLIGHT:
-        advice += ", take shorter texts (model_max_length in tokenizer_config.json)"
+        changes.append("take shorter texts (model_max_length in tokenizer_config.json)")
+    changes.append(_another_device(question, closest[0]) if closest else "add devices")
     found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
+    helpful = "; ".join(changes)
     return PlanError(
-        f"no strategy fits {question.naming.model} into the devices' memory; {found}. Add devices, raise --memory on "
-        f"the agents{advice}, or choose a smaller model (--explain lists all {len(lines)} candidates)",
+        f"no strategy fits {question.naming.model} into the devices' memory; {found}. What would help: {helpful}; or raise "
+        f"--memory on the agents, or choose a smaller model (--explain lists all {len(lines)} candidates)",
         lines,
     )
+
+
+def _narrower(question: Question, closest: Candidate) -> Iterator[str]:
+    """Yield the settings of weights by which the closest candidate would fit, the widest weights first."""
+    plan, missing = closest.plan, closest.price.missing
+    if question.weight_dtype != "f32":
+        return
+    wide = {
+        device: weights_bytes(ref for ref in resident_weights(question.spec, plan, device) if _is_wide(ref))
+        for device in missing
+    }
+    ways: list[tuple[str, float]] = [("w8a32", 8.5)] if "w8a32" in weight_dtypes(question.spec) else []
+    for how, storage in QUANTISED.items():
+        with suppress(UnsupportedModelError):
+            quantised(question.spec, how)
+            ways.append((how, 8 * STORAGES[storage].block_bytes / STORAGES[storage].block))
+    for name, bits in ways:
+        if all(wide[d] * (1 - bits / 32) >= lack for d, lack in missing.items()):
+            yield f"--weights {name}"
+            return
+
+
+def _is_wide(ref: WeightRef) -> bool:
+    return ref.layout == "packed" and ref.weight_dtype == "f32"
+
+
+def _another_device(question: Question, closest: Candidate) -> str:
+    """Say how much memory another device needs: what the others lack, and what a device has beside weights."""
+    price, plan = closest.price, closest.plan
+    rest = min(price.needs[d] - weights_bytes(resident_weights(question.spec, plan, d)) for d in price.missing)
+    return f"add a device with {(sum(price.missing.values()) + rest) / 2**20:.0f} MiB"
 
 
 def _lacks(question: Question, c: Candidate) -> str:
