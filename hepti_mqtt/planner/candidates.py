@@ -240,8 +240,8 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
     helpful = "; ".join(changes)
     return PlanError(
-        f"no strategy fits {question.naming.model} into the devices' memory; {found}. What would help: {helpful}; or raise "
-        f"--memory on the agents, or choose a smaller model (--explain lists all {len(lines)} candidates)",
+        f"no strategy fits {question.naming.model} into the devices' memory; {found}. What would help: {helpful}; or "
+        f"raise --memory on the agents, or choose a smaller model (--explain lists all {len(lines)} candidates)",
         lines,
     )
 

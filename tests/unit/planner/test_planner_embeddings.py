@@ -63,7 +63,7 @@ def test_what_a_refusal_advises_helps(part: float, narrower: str) -> None:
         assert decide(asked if narrower in QUANTISED else replace(asked, weight_dtype=narrower))
     (more,) = re.findall(r"add a device with (\d+) MiB", str(refused.value))
     asked = question(SPEC, room)
-    added = replace(asked.cluster.devices["a"], device="d", memory_bytes=1.1 * int(more) * 2**20)
+    added = replace(asked.cluster.devices["a"], name="d", memory_bytes=1.1 * int(more) * 2**20)
     links = {**asked.cluster.links, "d": asked.cluster.links["a"]}
     site = replace(asked.cluster, devices={**asked.cluster.devices, "d": added}, links=links)
     assert decide(replace(asked, cluster=replace(site, endpoints=frozenset(site.devices))))
