@@ -452,5 +452,7 @@ def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return int(m * op.attrs["chosen"]) * (8 * k + 4 * n * (2 if op.kernel == "experts_up" else 1))
 
 
-EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_function=_scratch)
-EXPERTS_DOWN: Final = Kernel("experts_down", _bind_down, _reference_down, _work, scratch_function=_scratch)
+EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_function=_scratch, by_matrix=True)
+EXPERTS_DOWN: Final = Kernel(
+    "experts_down", _bind_down, _reference_down, _work, scratch_function=_scratch, by_matrix=True
+)
