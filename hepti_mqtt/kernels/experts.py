@@ -252,11 +252,11 @@ def _choices(logits: Operand, count: int, normed: bool, height: int) -> tuple[_C
     """Return where the choices of a run lie, and the call that finds them."""
     m, experts = logits.shape
     tiles = min(experts, m * count) + m * count // height
-    found = _Choices(
+    choices = _Choices(
         scratch((m * count,), np.int64), scratch((m * count,), np.int64), scratch((m * count,), np.float32),
         scratch((tiles, 1 + _COUNT), np.int64),
     )  # fmt: skip
-    return found, Call(_route, (logits, count, int(normed), height, *found))
+    return choices, Call(_route, (logits, count, int(normed), height, *choices))
 
 
 def _table_of(matrices: Sequence[Weight], bias: Array | None) -> tuple[NDArray[np.int64], tuple[object, ...]]:
@@ -295,12 +295,12 @@ def _columns(matrices: Sequence[Weight]) -> int:
 class _Products:
     """Products of the rows of all choices with their experts' matrices; by: choices of a row of x."""
 
-    def __init__(self, x: Operand, found: _Choices, by: int, rounded: bool, pool: Workers) -> None:
-        self._found, self._rounded, self._pool = found, rounded, pool
-        self._rows = scratch((found.order.shape[0], x.shape[1]), np.float32)
+    def __init__(self, x: Operand, choices: _Choices, by: int, rounded: bool, pool: Workers) -> None:
+        self._choices, self._rounded, self._pool = choices, rounded, pool
+        self._rows = scratch((choices.order.shape[0], x.shape[1]), np.float32)
         self._taken: tuple[Operand, Operand] | None = None
-        choices, k = self._rows.shape
-        self.calls: Calls = pool.bind(_gather, row_parts(choices, k, pool))(x, self._rows, found.order, by)
+        gather = pool.bind(_gather, row_parts(self._rows.shape[0], x.shape[1], pool))
+        self.calls: Calls = gather(x, self._rows, choices.order, by)
 
     def add(self, matrices: Sequence[Weight], bias: Array | None) -> Operand:
         """Add the calls of the products with one matrix of each expert; return their results [choices, n]."""
@@ -314,17 +314,17 @@ class _Products:
             given: tuple[Any, ...] = (*self._prepared(), k, int(self._rounded))
         else:
             bind, given = self._pool.bind(_multiply, parts, choices), (self._rows,)
-        self.calls += bind(*given, self._found.tiles, table, out, _NO_RESIDUAL, alive=alive)
+        self.calls += bind(*given, self._choices.tiles, table, out, _NO_RESIDUAL, alive=alive)
         return out
 
     def _prepared(self) -> tuple[Operand, Operand]:
         """Return what tiles in blocks read of the rows, and add the call that fills it before the first product."""
         if self._taken is None:
-            (choices, k), tiles = self._rows.shape, self._found.tiles.shape[0]
+            (choices, k), tiles = self._rows.shape, self._choices.tiles.shape[0]
             octets, words = sizes(choices, k, int(self._rounded))
             self._taken = scratch((octets,), np.uint8), scratch((words,), np.float32)
             prepare = self._pool.bind(_prepare, row_parts(tiles, k * DIGITS, self._pool))
-            self.calls += prepare(self._rows, self._found.tiles, *self._taken, int(self._rounded))
+            self.calls += prepare(self._rows, self._choices.tiles, *self._taken, int(self._rounded))
         return self._taken
 
 
@@ -369,12 +369,12 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
         return []
     (x, logits), (out,) = operands(op, slots)
     rounded, kinds = op.attrs.get("x") == "i8", (weights[:experts], weights[experts : 2 * experts])
-    found, route = _choices(logits, count, True, _height((*kinds[0][:1], *kinds[1][:1]), rounded))
-    products = _Products(x, found, count, rounded, pool)
+    choices, route = _choices(logits, count, True, _height((*kinds[0][:1], *kinds[1][:1]), rounded))
+    products = _Products(x, choices, count, rounded, pool)
     gates, ups = products.add(kinds[0], of_gate), products.add(kinds[1], of_up)
     limit, offset = np.float32(op.attrs.get("limit", np.inf)), np.float32(op.attrs.get("offset", 0.0))
     gate = pool.bind(_gate, row_parts(m * count, f, pool))
-    return [route, *products.calls, *gate(gates, ups, found.order, activation, limit, offset, out)]
+    return [route, *products.calls, *gate(gates, ups, choices.order, activation, limit, offset, out)]
 
 
 def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
@@ -386,11 +386,11 @@ def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight]
         return []
     (hidden, logits), (out,) = operands(op, slots)
     rounded, matrices = op.attrs.get("x") == "i8", weights[: op.attrs["experts"]]
-    found, route = _choices(logits, count, normed, _height(matrices[:1], rounded))
-    products = _Products(hidden, found, 1, rounded, pool)
+    choices, route = _choices(logits, count, normed, _height(matrices[:1], rounded))
+    products = _Products(hidden, choices, 1, rounded, pool)
     parts = products.add(matrices, bias)
     add_up = pool.bind(_add_up, row_parts(n, m * count, pool))
-    return [route, *products.calls, *add_up(parts, found.order, found.scales, count, out)]
+    return [route, *products.calls, *add_up(parts, choices.order, choices.scales, count, out)]
 
 
 def _limited(attrs: Mapping[str, Any], gate: Array, up: Array) -> tuple[Array, Array]:

@@ -32,9 +32,9 @@ class Shape(NamedTuple):
 def tensors_of(shape: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and storage of each tensor; the head is the embeddings."""
     h, q, kv, f = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head, shape.width
-    found = {"token_embd.weight": ((shape.vocabulary, h), "q8_0"), "output_norm.weight": ((h,), "f32")}
+    tensors = {"token_embd.weight": ((shape.vocabulary, h), "q8_0"), "output_norm.weight": ((h,), "f32")}
     for i in range(shape.layers):
-        found |= {
+        tensors |= {
             f"blk.{i}.{name}.weight": kind
             for name, kind in {
                 "attn_norm": ((h,), "f32"),
@@ -51,7 +51,7 @@ def tensors_of(shape: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
                 "ffn_down_exps": ((shape.experts, h, f), "q4_0"),
             }.items()
         }
-    return found
+    return tensors
 
 
 def write_mixture(path: Path, shape: Shape, seed: int = 3) -> Path:

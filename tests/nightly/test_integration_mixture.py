@@ -42,9 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def peak_mib(site: Site, name: str) -> int:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{site.running[name].pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) >> 10
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{site.running[name].pid}/status").read_text(), re.MULTILINE)
+    assert peak is not None
+    return int(peak[1]) >> 10
 
 
 def say(hepti: Hepti) -> list[int]:
@@ -56,7 +56,7 @@ def say(hepti: Hepti) -> list[int]:
 def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.perf_counter()
     with Hepti.connect(site.url, site=SITE) as hepti:
-        record = hepti.wait_ready("mixture", LOADING_S, lambda found: found["preparing"] is None)
+        record = hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         loaded_s = time.perf_counter() - began
         assert "single does not fit" in record["reason"]
         before = say(hepti)
@@ -72,7 +72,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         began = time.perf_counter()
         for name in AGENTS:
             site.agent(name, f"{BUDGET_MIB}MiB")
-        hepti.wait_ready("mixture", LOADING_S, lambda found: found["preparing"] is None)
+        hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         assert say(hepti) == before
         restarted_s = time.perf_counter() - began
         assert all(len(site.tiles(name)) <= 1.1 * tiles[name] for name in AGENTS), "caches hold what plans need"
@@ -82,7 +82,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
             hepti.infer("mixture", **ASKED, timeout_s=20)
         poll(lambda: "MiB missing" in site.log("planner"), "the planner says what is missing", PATIENCE_S)
         site.agent("z", f"{BUDGET_MIB}MiB")
-        hepti.wait_ready("mixture", LOADING_S, lambda found: found["preparing"] is None)
+        hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         assert say(hepti) == before
     size = site.models["mixture"].stat().st_size
     with capsys.disabled():
