@@ -125,7 +125,7 @@ def _qwen_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
     layers = config.positive("num_hidden_layers")
     slides = config.flag("use_sliding_window", False) and config.data.get("sliding_window", 0) is not None
     near = config.positive("sliding_window", 4096)
-    later = int(config.at_least_zero("max_window_layers", 28)) if slides else layers
+    later = config.whole("max_window_layers", 28) if slides else layers
     full = config.layer_kinds(layers, lambda i: i < later)
     if not all(full) and not (slides and causal):
         raise UnsupportedModelError(
@@ -413,7 +413,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         thetas=tuple(rope.theta for rope in ropes),
         windows=of.windows(config, sees_before),
         rope_divisors=tuple(rope.divisors for rope in ropes),
-        picture_rows=int(config.at_least_zero("picture_rows", 0)),
+        picture_rows=config.whole("picture_rows", 0),
     )
     if of.experts is not None:
         block = with_experts(block, config, of.experts)

@@ -236,11 +236,17 @@ def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: d
         Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
 
 
-def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(original: Path, tmp_path: Path) -> None:
-    path = converted(original, tmp_path / "m.gguf", "f16", **{"llama.attention.head_count_kv": 3})
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama.attention.head_count_kv", 3), ("tokenizer.ggml.merges", None)], ids=str
+)
+def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(
+    original: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    path = converted(original, tmp_path / "m.gguf", "f16", **{key: value})
     with pytest.raises(ModelError) as error:
-        Checkpoint.open(path)
+        _ = Checkpoint.open(path).tokenizer
     assert str(error.value).startswith(str(path))
+    assert value is not None or key in str(error.value)
 
 
 @pytest.mark.parametrize(
