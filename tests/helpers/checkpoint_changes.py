@@ -294,6 +294,27 @@ def _changes():
         ("scores that are capped", {"attn_logit_softcapping": 5.0}),
     ):
         yield one(f"config: {name}", CONFIGURED, put(CONFIG, **values))
+    for key in (
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "norm_topk_prob",
+        "tie_word_embeddings",
+        "sliding_window",
+        "layer_types",
+        "num_experts_per_tok",
+        "swiglu_limit",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "intermediate_size",
+    ):
+        yield one(f"config: no {key}", MIXTURES, drop(CONFIG, key))
     yield one("config: regression", CLASSIFIERS, put(CONFIG, problem_type="regression"))
     yield one("config: several labels", CLASSIFIERS, put(CONFIG, problem_type="multi_label_classification"))
     yield one("config: no names of labels", CLASSIFIERS, drop(CONFIG, "id2label", "label2id"))
