@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
 from math import inf, log2
 from types import MappingProxyType
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
 from hepti_mqtt.errors import ConfigError, PlanError, UnsupportedModelError
+from hepti_mqtt.lowering.passes import narrow_weight
 from hepti_mqtt.models import largest_shape, quantised, weight_dtypes
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.program import WeightRef
@@ -233,7 +236,7 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     """Return the error that says what the candidate lacks that lacks least; its detail is a line for each one."""
     closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
     lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
-    changes = [*_narrower(question, closest[0])] if closest else []
+    changes = [*_narrower(question, closest)]
     if largest_shape(question.spec).session_rows > ROWS_IN_FLIGHT:
         changes.append("take shorter texts (model_max_length in tokenizer_config.json)")
     changes.append(_another_device(question, closest[0]) if closest else "add devices")
@@ -246,28 +249,30 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     )
 
 
-def _narrower(question: Question, closest: Candidate) -> Iterator[str]:
-    """Yield the settings of weights by which the closest candidate would fit, the widest weights first."""
-    plan, missing = closest.plan, closest.price.missing
+def _in_blocks(spec: ModelSpec, ref: WeightRef) -> bool:
+    return spec.storage_of(ref.tensor) is not None
+
+
+def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the setting of the widest weights by which one of the candidates would fit, if there is one."""
+    spec = question.spec
     if question.weight_dtype != "f32":
         return
-    wide = {
-        device: weights_bytes(ref for ref in resident_weights(question.spec, plan, device) if _is_wide(ref))
-        for device in missing
-    }
-    ways: list[tuple[str, float]] = [("w8a32", 8.5)] if "w8a32" in weight_dtypes(question.spec) else []
+    ways: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
+    if "w8a32" in weight_dtypes(spec):
+        ways.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
     for how, storage in QUANTISED.items():
         with suppress(UnsupportedModelError):
-            quantised(question.spec, how)
-            ways.append((how, 8 * STORAGES[storage].block_bytes / STORAGES[storage].block))
-    for name, bits in ways:
-        if all(wide[d] * (1 - bits / 32) >= lack for d, lack in missing.items()):
-            yield f"--weights {name}"
-            return
-
-
-def _is_wide(ref: WeightRef) -> bool:
-    return ref.layout == "packed" and ref.weight_dtype == "f32"
+            narrow, of = quantised(spec, how), STORAGES[storage]
+            assert isinstance(narrow, ModelSpec)
+            ways.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
+    for name, bits, becomes_narrow in sorted(ways, key=lambda way: -way[1]):
+        for c in candidates:
+            refs = {device: resident_weights(spec, c.plan, device) for device in c.price.missing}
+            wide = {device: weights_bytes(ref for ref in own if becomes_narrow(ref)) for device, own in refs.items()}
+            if all(wide[device] * (1 - bits / 32) >= lack for device, lack in c.price.missing.items()):
+                yield f"--weights {name}"
+                return
 
 
 def _another_device(question: Question, closest: Candidate) -> str:

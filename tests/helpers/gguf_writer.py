@@ -163,7 +163,8 @@ def value_bytes(value: Any) -> bytes:
         return struct.pack("<I", 8) + text_bytes(value)
     first, *_ = value
     items = b"".join(value_bytes(item)[4:] for item in value)
-    return struct.pack("<I", 9) + value_bytes(first)[:4] + struct.pack("<Q", len(value)) + items
+    kind = struct.pack("<I", 5) if isinstance(first, int) else value_bytes(first)[:4]  # signed, as the converter has it
+    return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + items
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, str]]) -> Path:

@@ -23,7 +23,7 @@ LAYERS = int(os.environ.get("LAYERS", "1"))
 BUDGET_MIB = 120 + 108 * LAYERS
 AGENTS = ("w", "x", "y", "z")
 PLANNER_MIB = 500
-LOADING_S = 120.0 + 60 * LAYERS
+LOADING_S = 300.0 + 120 * LAYERS
 ASKED = {"ids": [5, 9, 4, 7, 6, 8], "max_new_tokens": 12}
 
 

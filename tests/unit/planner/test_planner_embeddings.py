@@ -52,7 +52,7 @@ def test_three_devices_with_room_for_a_third_each_hold_a_model_and_with_less_the
     assert f"has {0.25 * whole / 2**20:.1f} MiB" in str(refused.value)
 
 
-@pytest.mark.parametrize(("part", "narrower"), [(0.25, "w8a32"), (0.15, "q4"), (0.02, "")])
+@pytest.mark.parametrize(("part", "narrower"), [(0.3, "q8"), (0.22, "q4"), (0.1, "")])
 def test_what_a_refusal_advises_helps(part: float, narrower: str) -> None:
     room = part * needed_bytes(question(SPEC, 1e12), plan_alone("f32"), "")
     with pytest.raises(PlanError) as refused:
