@@ -298,7 +298,7 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it(monkeypatch)
 def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.cost.memory.ROWS_IN_FLIGHT", 1)
     monkeypatch.setattr("hepti_mqtt.models.shapes.CACHE_ROWS", 8)
-    monkeypatch.setattr("hepti_mqtt.runtime.coordinator.texts.ROWS_AHEAD", 4)
+    monkeypatch.setattr("hepti_mqtt.runtime.coordinator.kv_caches.ROWS_AHEAD", 4)
     swarm = site("decoder", (1.0, 2.0), jitter_s=0.01)
     prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 4).astype(np.int32) for n in range(4)}
     for name, prompt in prompts.items():
