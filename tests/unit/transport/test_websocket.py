@@ -116,12 +116,17 @@ def test_what_the_kernel_does_not_take_goes_on_where_it_stopped(ends):
     assert server.heard == payload
 
 
-def test_the_end_is_an_end_and_text_is_refused(ends):
+def test_text_is_refused(ends):
     connection, server = ends
     server.sock.sendall(server.say(TextMessage("x")))
     assert received(connection, 5) == b"early"
     with pytest.raises(Malformed):
         connection.recv(100)
+
+
+def test_what_came_before_the_end_is_received(ends):
+    connection, server = ends
+    assert received(connection, 5) == b"early"
     server.sock.sendall(server.say(BytesMessage(b"last"), CloseConnection(1000)))
     assert connection.recv(100) == b"last"
     assert connection.recv(100) == b""
