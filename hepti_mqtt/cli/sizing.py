@@ -25,7 +25,7 @@ BAR: Final = 24  # characters of the longest bar
 class Row:
     """What a number of boards does.
 
-    tokens_per_s: of a text that a decoder writes, else of the request. prompt_tokens_per_s, first_token_ms: a decoder's.
+    tokens_per_s: of a text that a decoder writes, else of the request. prompt_tokens_per_s, first_token_ms: decoders.
     """
 
     boards: int

@@ -252,14 +252,15 @@ class Link:
         url = self._url
         try:
             self._sock = sock = connect_any(url.host, url.port, timeout_s)
-            self._connection = sock
+            connection: Connection = sock
             context = url.ssl_context()
             if context is not None:  # shakes hands at once, within the same time
                 self._sock = sock = secured = context.wrap_socket(sock, server_hostname=url.host)
-                self._connection = self._buffered = TlsConnection(secured)
+                connection = self._buffered = TlsConnection(secured)
             if url.path:
                 websocket = shake_hands(sock, url.place, url.path, timeout_s)
-                self._connection = self._buffered = WebSocketConnection(self._connection, websocket)
+                connection = self._buffered = WebSocketConnection(connection, websocket)
+            self._connection = connection
             tune(sock)
             if self._bulk:
                 tune_sender(sock)

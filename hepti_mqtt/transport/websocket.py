@@ -105,12 +105,12 @@ class WebSocketConnection:
     def recv_into(self, room: memoryview, /) -> int:
         """Receive into memory; 0 when the other side has hung up."""
         while not self._read:
-            self._take()  # the answer to CONNECT may have come with the handshake
+            self._take()  # bytes may have come with the handshake
+            if self._read:
+                break
             if self._is_over:
                 return 0
-            if not self._read:
-                data = self._line.recv(_READ_BYTES)
-                self._websocket.receive_data(data or None)
+            self._websocket.receive_data(self._line.recv(_READ_BYTES) or None)
         payload = self._read[0]
         nbytes = min(room.nbytes, payload.nbytes)
         room[:nbytes] = payload[:nbytes]
