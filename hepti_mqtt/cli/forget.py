@@ -50,7 +50,7 @@ def forget(args: argparse.Namespace) -> int:
     url, topics = BrokerUrl.parse(require_broker(args)), Topics(args.site)
     _refuse_while_online(url, topics, args.device)
     payloads = None if args.home_assistant is None else Payloads(topics, args.home_assistant)
-    filters = [topics.everything(), *([payloads.all_configs()] if payloads else [])]
+    filters = [*topics.swept(), *([payloads.all_configs()] if payloads else [])]
     found = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
     what = f"device {args.device}" if args.device else f"model {args.model}" if args.model else f"site {topics.site}"
     if found and not _agreed(args, what, found):

@@ -182,7 +182,7 @@ class RequestHandler:
     def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply | RequestKey:
         """Return the parsed request, or its answer if there is one: an error, or the answer given before.
 
-        The key of a request is returned where that is taken back.
+        A cancel returns the key of the client's request.
 
         now: on the session's clock; deadlines count from it. make_id: gives the id of a request without one.
         """
@@ -253,10 +253,6 @@ class RequestHandler:
         assert text.generation.pictured is not None
         text.generation.pictured.rows = rows_of(joint.words, answer.request.output())
         return text
-
-    def keys_of(self, key: RequestKey) -> list[RequestKey]:
-        """Return the keys of the requests that a client's request may be answered by."""
-        return [replace(key, model=model.name) for model in self._asked.get(key.model, ())] or [key]
 
     @staticmethod
     def asked(request: Request) -> Asked:

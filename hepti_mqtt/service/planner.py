@@ -400,8 +400,7 @@ class _Planner:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return False
         if isinstance(first, RequestKey):
-            for key in self.handler.keys_of(first):
-                self.inbox.post(interface.RequestCancelled(key))
+            self.inbox.post(interface.RequestCancelled(first))
             journal.settle([raw])  # else it takes one of the few places of the broker's deliveries for ever
             return False
         if isinstance(first, Reply):

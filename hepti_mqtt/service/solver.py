@@ -161,28 +161,30 @@ class MeasuredErrors:
 def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
     """Return the result of a search, with the active plan's price under the same measurements, or its error."""
     try:
-        decision, active = _search(command, accuracy)
+        decision, active, is_whole = _search(command, accuracy)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:  # requests that wait need an end, whatever mistake there is in a strategy
         _log.exception("the search for a plan of %s failed", command.model)
         return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
-    return Solved(command.model, command.ticket, decision, active)
+    return Solved(command.model, command.ticket, decision, active, is_whole=is_whole)
 
 
-def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None]:
+def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None, bool]:
+    """Return the decision, the active plan's price, and whether the search looked at all that a whole one would."""
     question, kind = command.question, command.kind
     if question.weight_dtype != "f32" and accuracy is not None:
         question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
     if command.recalled is not None:
         question = replace(question, errors={} if accuracy is None else accuracy.wire)
-        return decide_recalled(question, command.recalled), None
+        return decide_recalled(question, command.recalled), None, False
     _load()
     if kind is SearchKind.HURRIED:
         # Plans with loaded weights need no budget: they are priced first.
         is_first = question.active is None and not question.residents
         budget = Budget(SEARCHES[kind].budget_s if is_first else 0.0, time.thread_time)
-        return with_loads(question, decide_hurried(replace(question, budget=budget)), None), None
+        decision = with_loads(question, decide_hurried(replace(question, budget=budget)), None)
+        return decision, None, is_first and question.accuracy is None and not budget.is_spent
     if kind is SearchKind.BRIEF:
         question = replace(question, budget=Budget(SEARCHES[kind].budget_s))
     if kind is SearchKind.NAMED:
@@ -191,4 +193,4 @@ def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, 
         accuracy = accuracy or MeasuredErrors(question.spec, {})
         decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
     active = None if command.active is None else simulate_plan(question, command.active)
-    return with_loads(question, decision, active), active
+    return with_loads(question, decision, active), active, kind is SearchKind.WHOLE

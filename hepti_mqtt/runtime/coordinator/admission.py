@@ -7,6 +7,7 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.errors import CancelledRequestError, IdInUseError, OverloadedError
+from hepti_mqtt.ids import asked_name
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -29,7 +30,7 @@ class Admission:
         self._groups, self._counters = groups, counters
         self._number = 0  #: of requests that were queued
         self._burst_until_s = -inf
-        self._cancelled = OrderedDict[RequestKey, float]()  #: requests that have not come yet, until when they may
+        self._cancelled = OrderedDict[RequestKey, float]()  #: by client's request: until when it may come
 
     def expect_burst(self, now: float) -> None:
         """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
@@ -44,7 +45,7 @@ class Admission:
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        if self._cancelled.pop(request.key, -inf) > now:
+        if self._cancelled.pop(request.key.asked, -inf) > now:
             return [RefuseRequest(request, CancelledRequestError(CANCELLED))]
         waiting = list(
             {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
@@ -67,7 +68,7 @@ class Admission:
 
     def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
         """Queue a request in its group, or refuse it if there is no plan and none to come."""
-        group.pace.record_request(now)
+        group.pace.record_request(now, served=group.plans.in_use is not None)
         if group.error is not None and not group.plans.may_serve():
             return [RefuseRequest(request, group.error)]
         self._number += 1
@@ -82,16 +83,15 @@ class Admission:
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
         return []
 
-    def find_cancelled(self, key: RequestKey, now: float) -> tuple[PlanGroup, Request] | None:
-        """Return a cancelled request; None if it has not come yet, or has ended. It is refused when it comes."""
-        for group in self._groups.of_model(key.model):
-            request = next((request for request in group.requests() if request.key == key), None)
-            if request is not None:
-                return group, request
-        self._cancelled[key] = now + CANCELLED_S
-        if len(self._cancelled) > MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
-        return None
+    def find_cancelled(self, key: RequestKey, now: float) -> list[tuple[PlanGroup, Request]]:
+        """Return the parts of a client's cancelled request; if there is none, the next one is refused when it comes."""
+        groups = [group for group in self._groups if asked_name(group.name) == key.model]
+        parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.asked == key}
+        if not parts:
+            self._cancelled[key] = now + CANCELLED_S
+            if len(self._cancelled) > MAX_CANCELLED:
+                self._cancelled.popitem(last=False)
+        return list(parts.values())
 
     @staticmethod
     def expired(group: PlanGroup, now: float) -> list[Request]:

@@ -212,7 +212,7 @@ class Dispatcher:
     def _replica_loads(self, group: PlanGroup, replicas: Sequence[Plan], now: float) -> list[ReplicaLoad]:
         """Return what the replicas of the active plan have to do."""
         assert group.active is not None
-        learned, out = group.expected(group.active).mean, list[ReplicaLoad]()
+        learned, out = group.durations.expected(group.active).mean, list[ReplicaLoad]()
         for plan in replicas:
             beside = self._concurrent_runs(group.name, plan)
             # What runs longer than predicted still keeps it busier than one where nothing runs.
@@ -266,9 +266,9 @@ class Dispatcher:
         if generations and not group.queue and not any(run.is_computing for run in group.runs.values()):
             out += self._ahead.order(group.served.spec, plan, run_id, items)
         beside = self._concurrent_runs(group.name, plan)
-        expectation = group.expected(plan)
+        expectation = group.durations.expected(plan)
         learned = expectation.mean
-        run_s = plan.predicted_s * group.length_factor(plan, part.shape.size)
+        run_s = plan.predicted_s * group.durations.length_factor(plan, part.shape.size)
         expected_s = run_s * learned * max(len(beside), 1)
         alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
         until_s = max([now, *(run.times.expected_end_s for run in beside)]) + learned * alone_s
@@ -316,7 +316,7 @@ class Dispatcher:
         """Return what items run together, and their sessions; begun: devices have begun with it by themselves."""
         if not generations:
             return concatenate([item.batch for item in items]), ()
-        pace = group.step_pace(plan) if len(generations) == 1 else None
+        pace = group.durations.step_pace(plan) if len(generations) == 1 else None
         return pack_steps([generation.next_batch(pace, begun) for generation in generations])
 
     @staticmethod
@@ -324,6 +324,6 @@ class Dispatcher:
         """Answer a request that only wants the plan: with runs that took nothing."""
         plan, request.finished = group.active, True
         assert plan is not None
-        expected, cluster = group.expected(plan), group.cluster()
+        expected, cluster = group.durations.expected(plan), group.cluster()
         runs = (RunStats(plan, cluster, shape, {}, {}, {}, 0, expectation=expected) for shape in request.run_shapes())
         return [AnswerRequest(request, plan, tuple(runs))]

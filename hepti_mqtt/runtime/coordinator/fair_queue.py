@@ -12,9 +12,7 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.protocol.frames import MAX_TOGETHER
-from hepti_mqtt.runtime.coordinator.requests import (
-    WorkItem,
-)
+from hepti_mqtt.runtime.coordinator.requests import WorkItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
 
 from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.frames import MAX_SESSION
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand
@@ -17,6 +21,8 @@ from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
+ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
+
 
 def _open_texts(group: PlanGroup) -> list[Generation]:
     """Return the texts of requests that have not ended."""
@@ -26,24 +32,35 @@ def _open_texts(group: PlanGroup) -> list[Generation]:
 
 def reserved_rows(group: PlanGroup, version: PlanVersion) -> int:
     """Return for how many rows open sessions under a plan must have room."""
-    return sum(made.reserved_rows for made in _open_texts(group) if made.session.plan_version == version)
+    return sum(rows_of_text(text) for text in _open_texts(group) if text.session.plan_version == version)
+
+
+def rows_of_text(text: Generation) -> int:
+    """Return for how many rows a text's session must have room: for the tokens so far, and some more."""
+    if text.carried.size:
+        return text.shape.session_rows
+    return cache_rows(len(text.prompt) + len(text.text.tokens) + ROWS_AHEAD, text.shape.session_rows)
 
 
 def held_texts(group: PlanGroup) -> list[HeldText]:
     """Return the texts that sessions of unfinished requests hold."""
-    texts = (generation.held(_longest_rows(group)) for generation in _open_texts(group))
+    texts = (_held_text(group, generation) for generation in _open_texts(group))
     return [text for text in texts if text is not None and len(text.ids)]
+
+
+def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
+    """Return the text that a session holds; None without a session that another text may begin with."""
+    session, longest = generation.session, largest_shape(group.served.spec).session_rows
+    if session.plan_version is None or generation.carried.size or not longest:
+        return None
+    ids = np.array(generation.identity[: session.rows], np.int32)
+    return HeldText((session.plan_version, session.number), ids, longest)
 
 
 def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
     """Return the texts between two tokens whose sessions are under a plan."""
     made = (item.request.generation for item in group.queue)
     return [text for text in made if text is not None and text.session.plan_version in record.versions]
-
-
-def _longest_rows(group: PlanGroup) -> int:
-    """Return the rows that a session may have."""
-    return largest_shape(group.served.spec).session_rows
 
 
 class KvCaches:
@@ -75,7 +92,7 @@ class KvCaches:
         generation.states.clear()
         if not generation.text.tokens:
             generation.reused_rows = min(generation.session.rows, len(generation.prompt))
-        room_rows = self.room_rows(group) - reserved_rows(group, version) - generation.reserved_rows
+        room_rows = self.room_rows(group) - reserved_rows(group, version) - rows_of_text(generation)
         ended += self._held.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self.end(group, version, ended)
 
@@ -102,7 +119,7 @@ class KvCaches:
 
     def keep(self, group: PlanGroup, generation: Generation) -> list[CoordinatorCommand]:
         """Keep the cache of a text that has ended, for texts that begin alike, while devices have room."""
-        if (text := generation.held(_longest_rows(group))) is None:
+        if (text := _held_text(group, generation)) is None:
             return []
         version = text.session[0]
         self._held.keep(text)

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import islice
-from math import hypot, inf, log
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
-
-import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import is_planned_for
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Candidate, Decision, MethodEstimates, Recalled, SiteEstimates, Verdict, run_seconds
-from hepti_mqtt.planner.estimates import SURPRISED, Means, StrategyKey
-from hepti_mqtt.planner.surface import Outlook, Priced, interval
+from hepti_mqtt.planner import Decision, SiteEstimates
+from hepti_mqtt.runtime.coordinator.durations import RunDurations
 from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
-from hepti_mqtt.runtime.coordinator.guesses import StepPace
+from hepti_mqtt.runtime.coordinator.history import FormerPlans, Judgement, SearchHistory
 from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Search, ServedModel, is_same_division
-from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, ServedModel
+from hepti_mqtt.runtime.coordinator.requests import Pins, Request
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
-from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
-LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
-PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
-MAX_LEFT: Final = 3  # plans that were left whose weights are looked for
 
 
 @dataclass(slots=True)
@@ -59,56 +48,25 @@ class RecentRequests:
 
 @dataclass(slots=True)
 class PlanGroup:
-    """One model under one set of pins.
-
-    pinned: by requests rather than by the planner's user. made_room: its plan made room for another group's, and its
-    next search has not begun. site: what is believed of devices and links; methods: of what runs take. last_decision:
-    of the last search. known: the plans that the last searches found, each as it was priced. made_with: what was
-    believed when the last search began that has ended; search_inputs: the same of the last one that began. verdict: the
-    rule's last word, of judged_s; is_fresh: whether there is evidence since then. tried: when methods were tried.
-    run_s: what a request takes; expectation: of runs under a version. price_now: seconds of the active plan by what
-    devices and links are now, and the doubt in that; may_gain: the part of its time that a search may win. left: plans
-    that were left, whose weights devices may have. recalled: the plan that served last, of this planner
-    or the one before, while none does; recall_by_s: until then a search waits for it, and for its devices.
-    failed_preparations: in a row. missing_bytes: by which devices refused a plan. published_transitions: of the story,
-    in the published record.
-    """
+    """One model under one set of pins."""
 
     served: ServedModel
     plans: PlanLifecycle
-    pinned: bool = False
-    made_room: bool = False
-    site: SiteEstimates = field(default_factory=SiteEstimates)
-    methods: MethodEstimates = field(default_factory=MethodEstimates)
-    last_decision: Decision | None = None
-    searched_s: float = -inf  #: begin of the last search ...
-    searched_site: frozenset[object] = frozenset()  #: ... and the devices and plans of the site then
-    known: tuple[Priced, ...] = ()
-    made_with: Means = field(default_factory=dict)
-    search_inputs: Means = field(default_factory=dict)
-    verdict: Verdict = field(default_factory=lambda: Verdict(None))
-    judged_s: float = -inf
-    is_fresh: bool = False
-    tried: dict[StrategyKey, float] = field(default_factory=dict)
-    run_s: float = 0.0
-    price_now: tuple[float, float] = (0.0, 0.0)
-    may_gain: float = inf
-    expectation: tuple[PlanVersion, Expectation] | None = None
-    #: The same by plan version of runs, until a run teaches more.
-    expectations: dict[PlanVersion, Expectation] = field(default_factory=dict)
-    left: tuple[Plan, ...] = ()
-    recalled: Recalled | None = None
-    recall_by_s: float = -inf
+    durations: RunDurations
+    pinned: bool = False  #: by requests rather than by the planner's user
+    made_room: bool = False  #: its plan made room for another group's, and its next search has not begun
+    search_history: SearchHistory = field(default_factory=SearchHistory)
+    judgement: Judgement = field(default_factory=Judgement)
+    former_plans: FormerPlans = field(default_factory=FormerPlans)
     pace: RequestPace = field(default_factory=RequestPace)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     queue: FairQueue = field(default_factory=FairQueue)
     runs: dict[int, Run] = field(default_factory=dict)
-    error: HeptiError | None = None
-    failed_preparations: int = 0
-    missing_bytes: dict[str, int] = field(default_factory=dict)
+    error: HeptiError | None = None  #: why there is no plan
+    failed_preparations: int = 0  #: in a row
+    missing_bytes: dict[str, int] = field(default_factory=dict)  #: for which devices refused plans
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
-    paced: tuple[PlanVersion, StepPace] | None = None
-    recent: RecentRequests = field(default_factory=RecentRequests)
-    published_transitions: int = 0
+    published_transitions: int = 0  #: of the story, in the published record
 
     @property
     def active(self) -> Plan | None:
@@ -120,7 +78,7 @@ class PlanGroup:
     def last_plan(self) -> Plan | None:
         """Return the plan that serves or served last; it may have lost devices."""
         serving = self.plans.serving
-        return serving[0].plan if serving else next(iter(self.left), None)
+        return serving[0].plan if serving else next(iter(self.former_plans.released), None)
 
     @property
     def usable_executables(self) -> tuple[Plan, ...]:
@@ -174,112 +132,10 @@ class PlanGroup:
         """Return the requests that wait or run; one of several runs comes several times."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
-    # -- what is known of plans -----------------------------------------------------------------------------------
-
-    def expect(self, record: PlanRecord, seen: Outlook) -> None:
-        """Take what runs under the active plan are expected to take."""
-        whole = record.plan
-        self.run_s, self.price_now = seen.mean_s, (seen.now_s, seen.spread)
-        predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
-        between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
-        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
-        self.expectations.clear()
-
-    def step_pace(self, plan: Plan) -> StepPace:
-        """Return how long steps of generations take under a plan, as far as it is known."""
-        if self.paced is None or self.paced[0] != plan.version:
-            made = next(r.decision for r in self.plans.records() if plan.version in r.versions)
-            seconds = partial(run_seconds, self.served.spec, plan, made.chosen.price, made.cluster)
-            self.paced = plan.version, StepPace(seconds)
-        return self.paced[1]
-
-    def length_factor(self, plan: Plan, rows: int) -> float:
-        """Return the factor on a plan's predicted time for a run of this many rows, at least 1."""
-        pace = self.step_pace(plan)
-        return max(pace.cost(rows) / pace.cost(max(plan.predicted_tokens, 1)), 1.0)
-
-    def expected(self, run: Plan) -> Expectation:
-        """Return what runs under a plan take over its prediction, or under that of which it is a replica."""
-        if (known := self.expectations.get(run.version)) is not None:
-            return known
-        whole = self.plans.parent_of(run)
-        if self.expectation is not None and self.expectation[0] == whole.version:
-            expectation = self.expectation[1]
-        else:
-            factor, doubt = self.methods.factor(whole), hypot(self.methods.sd(whole), self.methods.run_sd(whole))
-            expectation = Expectation(factor, *interval(np.array([factor]), doubt))
-        self.expectations[run.version] = expectation
-        return expectation
-
-    def record_run(self, plan: Plan, tokens: int, seconds: float, now: float, *, doubtful: bool = False) -> None:
-        """Learn from a run that was alone on its devices; doubtful: but not on the planner's machine."""
-        whole = self.plans.parent_of(plan)
-        record = self.plans.active
-        if record is not None and whole.version == record.version:
-            record.run_count += 1
-        # What devices and links have become since the price is no property of the method.
-        then_s = (plan if plan.version == whole.version else whole).predicted_s  # it may have been priced again since
-        known = self.expectation is not None and self.expectation[0] == whole.version and then_s > 0
-        shift, spread = (self.price_now[0] / then_s, self.price_now[1]) if known else (1.0, 0.0)
-        changed = self.site.last_change_s > self.judged_s or self.site.in_doubt(plan.devices, self.judged_s)
-        weight = SURPRISED if changed or doubtful else 1.0
-        self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
-        self.is_fresh = True
-        self.expectations.clear()
-
-    def record_reports(self, run: Run, now: float) -> None:
-        """Learn how slow devices are from what they computed in a run; not from one beside loads."""
-        record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
-        plan, shape = run.plan, run.shape
-        if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:
-            return
-        length = shape.size / max(plan.predicted_tokens, 1)
-        if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):
-            return
-        for device, report in run.answers.reports.items():
-            use, profile = record.decision.chosen.price.use.get(device), record.decision.cluster.devices.get(device)
-            if use is None or profile is None or min(use.compute_s, 1e-6 * report[0]) < LEAST_COMPUTE_S:
-                continue
-            slowdown = 1e-6 * report[0] / (use.compute_s * length) * profile.slowdown
-            if 1 / PLAUSIBLE_SLOWDOWN < slowdown < PLAUSIBLE_SLOWDOWN:
-                self.site.record_compute(device, log(slowdown), now)
-
-    def learn_search(self, decision: Decision, active: Candidate | None, search: Search) -> Decision:
-        """Take the plans of a search, and the active one's new price; return the decision with all known plans."""
-
-        def is_among(candidate: Candidate, plans: Iterable[Plan]) -> bool:
-            return any(is_same_division(candidate.plan, plan) for plan in plans)
-
-        others = [c for c in decision.ranking[1:] if c.price.feasible and not is_among(c, search.refused)]
-        fresh = [Priced(c, decision.cluster) for c in (decision.chosen, *others)]
-        known: list[Priced] = []
-        if search.rules.keeps_known:
-            plans = [k.candidate.plan for k in fresh]
-            known = [k for k in self.known if not is_among(k.candidate, (*plans, *search.refused))]
-            decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in known)))
-        if search.kind is not SearchKind.NAMED:  # changes since the search began are no part of it
-            self.made_with = self.search_inputs
-        self.known, self.last_decision = (*fresh, *known), decision
-        record = self.plans.active
-        if record is not None and active is not None and is_same_division(record.plan, active.plan):
-            record.reprice(active, decision.cluster)
-        return decision
-
-    def plans_to_load(self, most: int) -> tuple[Plan, ...]:
-        """Return the first known plans beside the active one whose devices lacked weights when they were priced."""
-        record = self.plans.active
-        lacking = (k.candidate.plan for k in self.known if any(k.candidate.load_bytes.values()))
-        others = (p for p in lacking if record is None or not is_same_division(record.plan, p))
-        return tuple(islice(others, most))
-
     def held(self) -> tuple[Plan, ...]:
         """Return the plans whose weights devices may have: of those in use, and left last."""
         coming = self.plans.preparing
-        return (*(record.plan for record in self.plans.records() if record is not coming), *self.left)
-
-    def note_left(self, plan: Plan) -> None:
-        """Remember a plan that was released: devices keep its weights while they have room."""
-        self.left = (plan, *(p for p in self.left if not is_same_division(p, plan)))[:MAX_LEFT]
+        return (*(record.plan for record in self.plans.records() if record is not coming), *self.former_plans.released)
 
     def resident_decision(self) -> Decision | None:
         """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
@@ -330,12 +186,10 @@ class PlanGroups:
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
-        self._own: Mapping[str, PlanGroup] = {
-            s.name: PlanGroup(
-                s, PlanLifecycle(s.name, s.pins, counters, TransitionLog(f"plans of {s.name}")), site=site
-            )
-            for s in served
-        }
+        self._own = dict[str, PlanGroup]()
+        for model in served:
+            plans = PlanLifecycle(model.name, model.pins, counters, TransitionLog(f"plans of {model.name}"))
+            self._own[model.name] = PlanGroup(model, plans, RunDurations(model, plans, site))
         self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
         self._of_model = {name: [group] for name, group in self._own.items()}
@@ -374,7 +228,8 @@ class PlanGroups:
         """Return a new group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
-        group = PlanGroup(own.served, plans, site=own.site, methods=own.methods, pinned=True)
+        durations = RunDurations(own.served, plans, own.durations.site, own.durations.methods)
+        group = PlanGroup(own.served, plans, durations, pinned=True)
         self._pinned.append(group)
         self._of_model[model].append(group)
         return group

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one that is asked once in this time
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
+PACE_COUNT: Final = 10  # intervals between requests that the pace remembers
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
 # Before any search was measured:
@@ -52,27 +52,34 @@ WORK_WEIGHT: Final = 0.3  # of the last search, or run during one
 
 
 class RequestPace:
-    """How often a model is asked."""
+    """How often requests for a model come: the geometric mean of intervals, over about the last `PACE_COUNT`.
+
+    A long pause between two series of requests would hide their pace from an arithmetic mean for the next fifty.
+    """
 
     def __init__(self) -> None:
-        self._usual_s: float | None = None
-        self.last_s = float("-inf")
+        self._usual_s = IN_USE_S
+        self._count = 0  #: of intervals, at most `PACE_COUNT`
+        self.last_s = float("-inf")  #: of the last request, or the begin of service for requests that waited
 
-    def record_request(self, now: float) -> None:
-        """Take a request."""
-        since_s = min(now - self.last_s, IN_USE_S)
-        if self.last_s > float("-inf"):
-            before = since_s if self._usual_s is None else self._usual_s
-            self._usual_s = before + PACE_WEIGHT * (since_s - before)
+    def record_request(self, now: float, *, served: bool = True) -> None:
+        """Record a request; served: a plan was in use: what comes without one says nothing of later requests."""
+        interval_s = max(min(now - self.last_s, IN_USE_S), LEAST_PERIOD_S)
+        if served and self.last_s > float("-inf"):
+            self._count = min(self._count + 1, PACE_COUNT)
+            self._usual_s *= (interval_s / self._usual_s) ** (1 / self._count)
+        self.last_s = now
+
+    def begin_service(self, now: float) -> None:
+        """Measure the next interval from now: requests have waited for a plan, and their clients for answers."""
         self.last_s = now
 
     def period_s(self, now: float) -> float:
         """Return the seconds from one request to the next, at most `IN_USE_S`."""
-        usual_s = IN_USE_S if self._usual_s is None else self._usual_s
-        return max(min(max(usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
+        return max(min(max(self._usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
 
     def is_in_use(self, now: float) -> bool:
-        """Return whether somebody asked recently."""
+        """Return whether a request came recently."""
         return now - self.last_s < IN_USE_S
 
 
@@ -110,7 +117,7 @@ class Moves:
         record = None if forced or group.has_suspect_replica else group.plans.active
         record = record if record is not None and record.is_priced else None
         beliefs = self._beliefs(group, now)
-        known = [k for k in group.known if self._is_there(k.candidate.plan, beliefs)]
+        known = [k for k in group.search_history.candidates if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
             coming = group.plans.preparing
             choice = (only,) if coming is None else (only, coming.plan)
@@ -120,15 +127,15 @@ class Moves:
             priced = Priced(record.decision.chosen, record.decision.cluster)
             seen = outlook(priced, beliefs)
             ours = [(priced, seen)]
-            group.expect(record, seen)
+            group.durations.expect(record, seen)
             active = self._option(group, priced, seen, beliefs, (), now)
             known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
         views = [outlook(k, beliefs) for k in known]
         options = [self._option(group, k, view, beliefs, used, now) for k, view in zip(known, views, strict=True)]
-        group.may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
+        may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
         verdict = decide(self._situation(group, active, options, now))
-        group.judged_s, group.is_fresh, group.verdict = now, False, verdict
+        group.judgement.record(verdict, may_gain, group.durations.lessons, now)
         return verdict
 
     def go_on(self, group: PlanGroup, run: Run, now: float) -> GoingOn | None:
@@ -187,7 +194,7 @@ class Moves:
         """Return a plan as an option for a run of another length."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
-        return replace(option, seconds=option.seconds * group.length_factor(record.plan, size))
+        return replace(option, seconds=option.seconds * group.durations.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
         """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
@@ -197,17 +204,19 @@ class Moves:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":
             return False
-        return self._fleet.estimates.last_change_s > group.judged_s or now - group.judged_s >= RULE.judged_s
+        judged_s = group.judgement.judged_s
+        return self._fleet.estimates.last_change_s > judged_s or now - judged_s >= RULE.judged_s
 
     def _situation(self, group: PlanGroup, active: Option | None, options: Sequence[Option], now: float) -> Situation:
         pins = group.plans.pins
         free = pins.strategy is None and pins.objective == "latency"
-        tried = frozenset(key for key, at in group.tried.items() if now - at < RULE.tried_s)
+        tried = frozenset(key for key, at in group.judgement.tried.items() if now - at < RULE.tried_s)
         return Situation(
             active,
             options,
             group.pace.period_s(now),
             self.busy(now),
+            waiting=len({id(item.request) for item in group.queue}) if group.unserved else 0,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices, now),
@@ -222,9 +231,9 @@ class Moves:
     def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
         """Return whether a search beside requests may win more than it costs them, before the situation changes."""
         work, change = self._groups.background, self._fleet.estimates.youngest_change(tuple(self._fleet.usable()), now)
-        return group.may_gain == inf or pays_to_search(
-            group.may_gain,
-            group.run_s,
+        return group.judgement.may_gain == inf or pays_to_search(
+            group.judgement.may_gain,
+            group.durations.run_s,
             None if change is None else change.remaining,
             period_s=group.pace.period_s(now),
             busy=self.busy(now),
@@ -234,14 +243,12 @@ class Moves:
 
     def busy(self, now: float) -> float:
         """Return the part of the time in which requests of any model run."""
-        return min(sum(min(group.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
+        return min(sum(min(group.durations.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
 
     @staticmethod
     def _is_trying(group: PlanGroup) -> bool:
-        record = group.plans.active
-        return (
-            record is not None and record.run_count < RULE.trial_runs and group.methods.sd(record.plan) > RULE.known_sd
-        )
+        record, methods = group.plans.active, group.durations.methods
+        return record is not None and record.run_count < RULE.trial_runs and methods.sd(record.plan) > RULE.known_sd
 
     @staticmethod
     def _is_there(plan: Plan, beliefs: Beliefs) -> bool:
@@ -252,7 +259,8 @@ class Moves:
         names = tuple(cluster.devices)
         change = estimates.youngest_change(names, now)
         before = None if change is None else change.before
-        return Beliefs(cluster, estimates.draws(names, now), before, group.methods.factor, group.methods.sd)
+        methods = group.durations.methods
+        return Beliefs(cluster, estimates.draws(names, now), before, methods.factor, methods.sd)
 
     def _option(
         self, group: PlanGroup, priced: Priced, seen: Outlook, beliefs: Beliefs, used: Iterable[str], now: float
@@ -266,7 +274,7 @@ class Moves:
             candidate,
             seen.cost,
             seen.seconds,
-            group.methods.sd(candidate.plan),
+            group.durations.methods.sd(candidate.plan),
             load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
             load_s=max(seconds.values(), default=0.0),
             own_s=max((seconds[device] for device in seconds if device in used), default=0.0),

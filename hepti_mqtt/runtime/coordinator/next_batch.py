@@ -10,7 +10,7 @@ from typing import Final
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import select_batch
-from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows
+from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows, rows_of_text
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 from hepti_mqtt.spec import RequestShape
@@ -41,10 +41,10 @@ def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
     used = max((reserved_rows(group, version) for version in versions), default=0)
     begun = {plan.version for plan in group.session_plans}
     for item in group.queue.in_turn():
-        made = item.request.generation
-        if made is not None and made.joins and made.session.plan_version in stepping:
+        text = item.request.generation
+        if text is not None and text.joins and text.session.plan_version in stepping:
             continue
-        needed = 0 if made is None or made.session.plan_version in begun else made.reserved_rows
+        needed = 0 if text is None or text.session.plan_version in begun else rows_of_text(text)
         if needed and used + needed > room_rows:
             used = room_rows
             continue

@@ -288,7 +288,9 @@ class PlanRecord:
         )
 
     def reprice(self, found: Candidate, cluster: Cluster) -> None:
-        """Take the price of this plan by other measurements."""
+        """Take the price of this plan by other measurements, if it is this plan's."""
+        if not is_same_division(self.plan, found.plan):
+            return
         self.plan = with_price_of(self.plan, found.plan)
         chosen = replace(found, plan=self.plan)
         self.decision = replace(self.decision, chosen=chosen, cluster=cluster)

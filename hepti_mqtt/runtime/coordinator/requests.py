@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -13,13 +13,10 @@ import numpy as np
 
 from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.ids import PlanVersion, asked_name
 from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
-from hepti_mqtt.runtime.coordinator.batches import (
-    Array,
-    Batch,
-)
+from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.spec import RequestShape, Spec
 
@@ -31,6 +28,11 @@ class RequestKey:
     model: str
     client: str
     id: str
+
+    @property
+    def asked(self) -> RequestKey:
+        """Return the key of the client's request, which several models may answer together."""
+        return replace(self, model=asked_name(self.model))
 
 
 @dataclass(frozen=True, slots=True)

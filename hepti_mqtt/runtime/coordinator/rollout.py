@@ -96,7 +96,7 @@ class Rollout:
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
             packet_bytes=self._fleet.packet_limits(),
-            learned=group.methods.corrections(now),
+            learned=group.durations.methods.corrections(now),
             is_exhaustive=False,
             active=group.last_plan,
             residents=group.held(),
@@ -121,8 +121,8 @@ class Rollout:
         pinned = tuple(other.active for other in others if other.active is not None)
         coming = tuple(other.plans.preparing.plan for other in others if other.plans.preparing is not None)
         needs = {} if own.plans.active is None else own.plans.active.decision.chosen.price.needs
-        parts = own.active, plan, own.last_decision, own.error, progress, story, pinned, coming, self._in_flight
-        return PublishPlan(group.name, *parts, own.verdict.considered, needs, loading)
+        parts = own.search_history.decision, own.error, progress, story, pinned, coming, self._in_flight
+        return PublishPlan(group.name, own.active, plan, *parts, own.judgement.verdict.considered, needs, loading)
 
     # -- what has become possible ---------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Rollout:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
             if not any(run.plan_version in record.versions for run in runs) and not waiting_texts(group, record):
                 group.plans.step(record, "idle", now)
-                group.note_left(record.plan)
+                group.former_plans.note_released(record.plan)
                 out += self.release(record.plan)
         return out
 
@@ -291,12 +291,14 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         self._note_trial(group, record, now)
+        if group.unserved:
+            group.pace.begin_service(now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan
         self._fleet.estimates.begin_plan(plan.devices)
         # Now that the weights of this plan are there, other plans may need none.
-        if others := group.plans_to_load(MAX_LOADS_PRICED):
+        if others := group.search_history.plans_to_load(record, MAX_LOADS_PRICED):
             group.plans.request_search(now, now, "its weights may serve other plans too", plans=others)
         out = self._reactivate_older(group, plan)
         number = self.ids.next_transaction()
@@ -310,7 +312,7 @@ class Rollout:
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
         """Remember a trial that came about, or that a device refuses: neither is to be tried again soon."""
         if record.move is not None and record.move.kind == "try":
-            group.tried[strategy_key(record.plan)] = now
+            group.judgement.tried[strategy_key(record.plan)] = now
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
         """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""

@@ -15,16 +15,8 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
-from hepti_mqtt.runtime.coordinator.batches import (
-    Array,
-)
-from hepti_mqtt.runtime.coordinator.requests import (
-    AS_PREDICTED,
-    Expectation,
-    Request,
-    RunStats,
-    WorkItem,
-)
+from hepti_mqtt.runtime.coordinator.batches import Array
+from hepti_mqtt.runtime.coordinator.requests import AS_PREDICTED, Expectation, Request, RunStats, WorkItem
 from hepti_mqtt.runtime.machinery import StateTable
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.task_queue import TaskQueue

@@ -264,12 +264,11 @@ class Scheduler:
         return run
 
     def cancel(self, key: RequestKey, now: float) -> list[CoordinatorCommand]:
-        """End a request that its client cancels; one that has not come yet, when it does."""
-        if (cancelled := self.admission.find_cancelled(key, now)) is None:
-            return []
-        group, request = cancelled
-        out = self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
-        group.queue.discard_finished()
+        """End a request that its client cancels, or refuse it when it comes."""
+        out: list[CoordinatorCommand] = []
+        for group, request in self.admission.find_cancelled(key, now):
+            out += self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
+            group.queue.discard_finished()
         return out
 
     def refuse_expired(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
@@ -301,14 +300,15 @@ class Scheduler:
 
     def _learn(self, group: PlanGroup, run: Run, end_s: float) -> None:
         """Learn from a run: how slow devices are, what searches cost, and what the plan's method takes."""
-        group.record_reports(run, end_s)
+        group.durations.record_reports(run, end_s)
         seconds, beside = end_s - run.times.dispatched_s, run.beside
         if not beside.alone or beside.loads:
             return
         if beside.only_search and run.times.expected_s > 0:
             self._groups.background.record_run(seconds / run.times.expected_s)
         if len(run.items) == 1 and run.kind.is_planned:
-            group.record_run(run.plan, run.shape.size, seconds, end_s, doubtful=beside.search)
+            judged_s = group.judgement.judged_s
+            group.durations.record_run(run.plan, run.shape.size, seconds, end_s, judged_s, doubtful=beside.search)
 
     def _step(self, run: Run, event: RunEvent, now: float) -> None:
         run.state = self._machine.step(f"run {run.run_id}", run.state, event, now)
@@ -397,7 +397,7 @@ class Scheduler:
             self._step(run, "answer", now)
         self._ahead.note_answered(run.run_id)
         if run.beside.alone:
-            group.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
+            group.durations.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
         run.places = tuple(
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)
         )

@@ -40,7 +40,7 @@ class Searches:
         """Want the first search of each model; recalls: the broker may know the plan of an earlier planner."""
         for group in self._groups:  # it also ends requests if no device comes
             group.plans.request_search(now + SETTLE_S, now, "the planner has started")
-            group.recall_by_s = now + RECALL_S if recalls else -inf
+            group.former_plans.recall_by_s = now + RECALL_S if recalls else -inf
 
     def note_connected(self) -> None:
         """The broker was reached, so devices may hear of a plan."""
@@ -52,17 +52,17 @@ class Searches:
         """Remember the plan of an earlier planner."""
         group = self._groups.default(event.model)
         if event.recalled is not None and group.last_plan is None:
-            group.recalled = event.recalled
-        if group.recalled is None:
-            group.recall_by_s = -inf
+            group.former_plans.recalled = event.recalled
+        if group.former_plans.recalled is None:
+            group.former_plans.recall_by_s = -inf
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Take the plan that served before, once all of its devices are there: they have kept its weights."""
-        plans, recalled = group.plans, group.recalled
+        plans, recalled = group.plans, group.former_plans.recalled
         if recalled is None or not self._is_connected or not self._groups.may_search(group, now):
             return []
         if plans.in_use is not None:
-            group.recalled = None
+            group.former_plans.recalled = None
             return []
         usable = self._fleet.usable()
         boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
@@ -70,7 +70,7 @@ class Searches:
             return []
         out: list[CoordinatorCommand] = []
         why = "the plan that served before can serve again"
-        group.recalled, group.recall_by_s = None, -inf
+        group.former_plans.recalled, group.former_plans.recall_by_s = None, -inf
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, why)
         if plans.preparing is not None:  # on devices that load its weights
@@ -85,7 +85,7 @@ class Searches:
         """Start the search that is due."""
         self._look_again(group, now)
         plans, wanted = group.plans, group.plans.wanted
-        if wanted is None or now < group.recall_by_s:
+        if wanted is None or now < group.former_plans.recall_by_s:
             return []
         if plans.preparing is not None and plans.preparing.state == "swapping":  # the old plan has no devices any more
             return []
@@ -124,7 +124,7 @@ class Searches:
     def _start(self, group: PlanGroup, kind: SearchKind, now: float) -> Solve:
         ticket, question = self._rollout.ids.next_transaction(), self._standby.question(group, now)
         group.made_room = False
-        group.search_inputs, group.searched_s, group.searched_site = self._fleet.estimates.means(), now, self._site()
+        group.search_history.begin(self._fleet.estimates.means(), self._site(), now)
         search = group.plans.start_search(kind, ticket, question.plan_version, now)
         return Solve(group.name, ticket, question, group.active, kind, search.plans)
 
@@ -132,11 +132,11 @@ class Searches:
         """Want a search for a model without a plan: from time to time, and after a change of devices or plans."""
         if group.plans.may_serve() or (group.pinned and not group.in_use(now)):
             return
-        site = self._site()
-        if site == group.searched_site and now - group.searched_s < LOOK_AGAIN_S:
+        last, has_changed = group.search_history, self._site() != group.search_history.began_site
+        if not has_changed and now - last.began_s < LOOK_AGAIN_S:
             return
         group.missing_bytes.clear()
-        why = "there is no plan" if site == group.searched_site else "there is no plan, and the site has changed"
+        why = "there is no plan, and the site has changed" if has_changed else "there is no plan"
         group.plans.request_search(now, now, why)
 
     def _site(self) -> frozenset[object]:
@@ -170,9 +170,16 @@ class Searches:
             out: list[CoordinatorCommand] = [LogEvent("replanned", event.decision.reason)]
             out.append(self._rollout.publish_plan(group))
         else:
-            out = self._move(group, search, group.learn_search(event.decision, event.active, search), now)
+            decision = group.search_history.learn(event.decision, search)
+            if plans.active is not None and event.active is not None:
+                plans.active.reprice(event.active, decision.cluster)
+            out = self._move(group, search, decision, now)
         rules = SEARCHES[search.origin]
-        if rules.whole_after_s < inf and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED):
+        if (
+            rules.whole_after_s < inf
+            and not event.is_whole
+            and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED)
+        ):
             forced = search.forced and plans.preparing is None
             why = f"the search was {search.origin}"
             plans.request_search(now + rules.whole_after_s, now, why, forced=forced, origin=search.origin)
@@ -230,7 +237,7 @@ class Searches:
                 kept += self._rollout.abandon(group, coming, "outdated", now, str(verdict))
             return [*kept, self._rollout.publish_plan(group)]
         plan, why = move.option.plan, str(verdict)
-        moved = self._fleet.estimates.moved(group.search_inputs, plan.devices, now) if record else None
+        moved = self._fleet.estimates.moved(group.search_history.began_inputs, plan.devices, now) if record else None
         if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
             plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
             plans.request_search(
@@ -256,12 +263,12 @@ class Searches:
         estimates, plans = self._fleet.estimates, group.plans
         if plans.active is None:
             return self._judge_first_load(group, now)
-        moved = estimates.moved(group.made_with, group.active_devices, now) if group.in_use(now) else None
-        has_changed = estimates.last_change_s > group.judged_s
+        moved = estimates.moved(group.search_history.inputs, group.active_devices, now) if group.in_use(now) else None
+        has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
-        if moved is not None or has_changed or group.is_fresh:
+        if moved is not None or has_changed or group.durations.lessons > group.judgement.lessons:
             verdict = self._moves.judge(group, now)
-        group.judged_s = now
+        group.judgement.note_looked(now)
         is_unclear = estimates.is_unclear(group.active_devices, now)
         if plans.preparing is not None and is_worth_finishing(verdict, plans.preparing.plan):
             return []
@@ -277,8 +284,8 @@ class Searches:
         """Search again during a first load if links or devices turn out to be others than the plan was made for."""
         coming = group.plans.preparing
         assert coming is not None
-        group.judged_s = now
-        moved = self._fleet.estimates.moved(group.made_with, coming.plan.devices, now)
+        group.judgement.note_looked(now)
+        moved = self._fleet.estimates.moved(group.search_history.inputs, coming.plan.devices, now)
         if moved is None:
             return []
         group.plans.request_search(now, now, moved)
@@ -288,9 +295,10 @@ class Searches:
 def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
     """Return whether a load that was decided is carried out: its remaining cost falls with each second.
 
-    Another plan replaces it if that is worth more by what an activation costs.
+    Another plan replaces it if that is worth more by what an activation costs, and by more than prices are off.
     """
     own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
-    least_s = max(others, default=-inf) - RULE.cost_factor * RULE.activation_s
+    doubt_s = 0.0 if own is None else RULE.least_gain * abs(own.value_s)
+    least_s = max(others, default=-inf) - max(RULE.cost_factor * RULE.activation_s, doubt_s)
     return own is not None and own.value_s >= (least_s if own.kind == "must" else max(least_s, 0.0))

@@ -163,7 +163,7 @@ class CoordinatorSession:
         self._do([*steps, self._check] if self._checks else steps)
         self._is_settled = not self._loading_devices() and all(
             group.active is not None
-            and group.recalled is None
+            and group.former_plans.recalled is None
             and not (group.plans.retiring or group.plans.preparing or group.plans.searching)
             for group in self.groups
         )
@@ -205,7 +205,7 @@ class CoordinatorSession:
         """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
         if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
-                group.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
+                group.durations.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
 
     @property
     def due_s(self) -> float:
@@ -332,7 +332,7 @@ class CoordinatorSession:
                 if not group.pinned or group.in_use(now):
                     settled_s, why = now + SETTLE_S, f"{device} has joined"
                     # Devices may still hold the weights of earlier plans.
-                    kind = SearchKind.BRIEF if group.left else SearchKind.WHOLE
+                    kind = SearchKind.BRIEF if group.former_plans.released else SearchKind.WHOLE
                     group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S, kind=kind)
             # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
             drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
@@ -372,7 +372,7 @@ class CoordinatorSession:
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
-                    group.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    group.former_plans.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)

@@ -10,19 +10,15 @@ import numpy as np
 
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import LIKELIEST, Candidates, Likely, TokenRules
-from hepti_mqtt.models.shapes import cache_rows, next_rows
+from hepti_mqtt.models.shapes import next_rows
 from hepti_mqtt.protocol.frames import DecoderSession
-from hepti_mqtt.runtime.coordinator.batches import (
-    Array,
-    Batch,
-)
+from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
-from hepti_mqtt.runtime.coordinator.prefixes import HeldText, Prefix
+from hepti_mqtt.runtime.coordinator.prefixes import Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Want
 
 MOST_UNDECIDED: Final = 0.25  # share of tokens that candidates leave open, from which on all logits are asked for
-ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
 
 
 @dataclass(slots=True)
@@ -147,16 +143,6 @@ class Generation:
         """Return whether its next run may be a step together with the steps of other texts."""
         return not self.carried.size and not self.wants_states and self.is_step
 
-    def held(self, longest: int) -> HeldText | None:
-        """Return the text that the session holds; None without a session that another text may begin with."""
-        if self.session.plan_version is None or self.carried.size or not longest:
-            return None
-        return HeldText(
-            (self.session.plan_version, self.session.number),
-            np.array(self.identity[: self.session.rows], np.int32),
-            longest,
-        )
-
     @property
     def identity(self) -> Sequence[int]:
         """Return the ids by which texts are compared: prompt and tokens so far, with marks for rows of pictures."""
@@ -169,15 +155,15 @@ class Generation:
         Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
         them, None where they are not wanted. begun: devices have begun with it by themselves, without guesses.
         """
-        tokens = self.text.tokens
-        total = len(self.prompt) + len(tokens)
+        tokens, behind = self.text.tokens, len(self.prompt)
+        total = behind + len(tokens)
         first, stop = self._rows_behind(self.session.rows, total)
         self.guessed, self.foresees = (), False
         guesses = None if self.open else self.guesses
         if guesses is not None and tokens and total - self.session.rows == 1:
             proposed = guesses.propose(self.prompt, tokens, self.max_new_tokens - len(tokens) - 1, pace)
             self.foresees, self.guessed = bool(proposed), () if begun else proposed
-        ids = (*self._ids(first, stop), *self.guessed)
+        ids = (*self.prompt[first:stop], *tokens[max(first - behind, 0) : max(stop - behind, 0)], *self.guessed)
         inputs, begins = np.array([first, *ids], np.int32), not self.session.rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
@@ -224,13 +210,6 @@ class Generation:
         return "task" if self.open or often else self.shape.want
 
     @property
-    def reserved_rows(self) -> int:
-        """Return for how many rows its session must have room: for the tokens so far, and some more."""
-        if self.carried.size:
-            return self.shape.session_rows
-        return cache_rows(len(self.prompt) + len(self.text.tokens) + ROWS_AHEAD, self.shape.session_rows)
-
-    @property
     def next_size(self) -> int:
         """Return the size of the next run."""
         first, stop = self._rows_behind(self.session.rows, len(self.prompt) + len(self.text.tokens))
@@ -250,10 +229,6 @@ class Generation:
         if self.pictured is not None:
             return self.pictured.next_rows(cached, total)
         return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
-
-    def _ids(self, first: int, stop: int) -> Sequence[int]:
-        behind = len(self.prompt)
-        return (*self.prompt[first:stop], *self.text.tokens[max(first - behind, 0) : max(stop - behind, 0)])
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
         """Take the answer of the run that `next_batch` gave, logits or candidates; return the tokens that follow.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from closed_broker import Someone
 
+from hepti_mqtt.cli import forget
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
+from hepti_mqtt.service.retained import retained_topics
 from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.codec import matches
 
 HOME, OTHER = Topics("home"), Topics("home_2")
 OWN, THEIRS = Payloads(HOME, "homeassistant"), Payloads(OTHER, "homeassistant")
@@ -52,7 +56,16 @@ def retained(url: str) -> set[str]:
     [(["--device", "a"], OF_A), (["--model", "m"], OF_M), ([], OF_A | OF_M | REST)],
     ids=["device", "model", "site"],
 )
-def test_what_is_named_is_cleared_and_nothing_else(url: str, arguments: list[str], gone: set[str]) -> None:
+def test_what_is_named_is_cleared_and_nothing_else(
+    url: str, arguments: list[str], gone: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filters = set[str]()
+
+    def read(url: BrokerUrl, topics: Topics, subscribed: list[str], **more: Any) -> list[str]:
+        filters.update(subscribed)
+        return retained_topics(url, topics, subscribed, **more)
+
+    monkeypatch.setattr(forget, "retained_topics", read)
     everything = OF_A | OF_M | REST | FOREIGN
     retain(url, everything)
     command = ["site", "forget", "--broker", url, *arguments]
@@ -60,6 +73,7 @@ def test_what_is_named_is_cleared_and_nothing_else(url: str, arguments: list[str
     assert retained(url) == everything
     assert main([*command, "--yes"]) == 0
     assert retained(url) == everything - gone
+    assert not any(matches(each, HOME.response("m", "alice", "1")) for each in filters), "its answers have a reader"
 
 
 @pytest.mark.parametrize(("arguments", "holder"), [([], "planner"), (["--device", "a"], "a")])

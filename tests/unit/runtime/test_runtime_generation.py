@@ -175,7 +175,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
         site.now += 0.05
         site.report(number)
     site.event(interface.Tick())
-    learned = site.session.groups.default("m").methods.corrections(site.now)
+    learned = site.session.groups.default("m").durations.methods.corrections(site.now)
     assert learned.factor(site.plan) == pytest.approx(3.0, rel=0.1), "from its dispatch to its last report"
 
 
@@ -190,7 +190,7 @@ def test_steps_beside_other_requests_teach_nothing():
             site.output(number)
             site.report(number)
     site.event(interface.Tick())
-    assert not site.session.groups.default("m").methods.corrections(site.now).factors
+    assert not site.session.groups.default("m").durations.methods.corrections(site.now).factors
 
 
 @pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])

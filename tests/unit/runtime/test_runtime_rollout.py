@@ -338,10 +338,10 @@ def test_a_search_of_few_plans_leaves_others_known(kind: SearchKind) -> None:
     row = record.decision
     both = replace(row, ranking=(row.chosen, alone(site.solves[-1].question).chosen))
     whole = Search(0.0, 0.0, False, "searching")
-    group.learn_search(both, None, whole)
-    group.learn_search(row, None, replace(whole, kind=kind))
+    group.search_history.learn(both, whole)
+    group.search_history.learn(row, replace(whole, kind=kind))
     known = ["row", "single"] if kind in ("brief", "named") else ["row"]
-    assert [k.candidate.plan.strategy for k in group.known] == known
+    assert [k.candidate.plan.strategy for k in group.search_history.candidates] == known
 
 
 def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:

@@ -15,8 +15,10 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import reference
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.runtime.coordinator.interface import AnswerRequest
+from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, RequestArrived, RequestCancelled
+from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
@@ -133,3 +135,31 @@ def test_a_picture_has_its_place_in_messages(case, desk):
     low = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}", "detail": "low"}}
     whole = sent(desk, messages=[{"role": "user", "content": [low, text]}])
     assert (len(first.batches), len(beside.batches), len(last.batches), len(whole.batches)) == (5, 5, 5, 1)
+
+
+@pytest.mark.parametrize("case", CASES[:1])
+@pytest.mark.parametrize("stage", ["picture", "between", "text"])
+def test_a_cancel_ends_picture_and_text_once_and_frees_the_id(case, parts, desk, stage):
+    """The session knows no request between the answer of the tower and the start of the text."""
+    served = tuple(ServedModel(one.name, one.spec, bytes(32)) for one in parts)
+    session = CoordinatorSession("home", 1, served, checks=True)
+
+    def handle(event):
+        commands = session.handle(event, 0.0)
+        return [reply for one in commands if isinstance(one, RefuseRequest) if (reply := desk.encode_refusal(one))]
+
+    def ask():
+        return sent(desk, text="a room", image=PICTURE, max_new_tokens=TOKENS)
+
+    cancel = desk.read_request(RawRequest("seer", "me", b'{"cancel": "1"}'), 0.0)
+    first, replies = ask(), []
+    if stage == "picture":
+        replies += [*handle(RequestArrived(first)), *handle(RequestCancelled(cancel))]
+    else:
+        text = RequestArrived(desk.following(looked(parts[1], first)))
+        events = (RequestCancelled(cancel), text) if stage == "between" else (text, RequestCancelled(cancel))
+        replies += [reply for event in events for reply in handle(event)]
+    assert [reply.outcome for reply in replies] == ["cancelled"]
+    again = ask()
+    assert handle(RequestArrived(again)) == []
+    assert handle(RequestArrived(desk.following(looked(parts[1], again)))) == [], "another request under the same id"

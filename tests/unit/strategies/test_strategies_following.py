@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from hepti_mqtt.runtime.coordinator.interface import Publish, RequestArrived, Re
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import runs
+from hepti_mqtt.runtime.worker.executor import Step
 
 SPEC = spec_of_kind("tiny-qwen3-text")
 PROMPT = (5, 9, 2, 7, 5)
@@ -246,5 +248,31 @@ def test_a_fault_of_the_planner_in_a_text_ends_its_request(monkeypatch):
         swarm.write("a")
         swarm.run(60, until=lambda: "a" in swarm.errors)
     assert [error.code for error in swarm.errors.pop("a")] == ["remote"]
+    swarm.write("b")
+    assert swarm.finish("b") == [text()]
+
+
+@pytest.mark.parametrize("root_s", [0.0, 0.3], ids=["after the answer before", "ahead of the answer before"])
+@pytest.mark.parametrize("op", [1, 4, 9, 14])
+def test_a_fault_in_a_step_that_devices_began_costs_no_token(op, root_s, monkeypatch):
+    """The report of the fault meets the planner before, while or after it asks for the step."""
+    ran, broken = Counter(), list[int]()
+    run_op = Step.run
+
+    def break_once(step, *args, **options):
+        ran[step.run_id] += step.run_id in swarm.following
+        if len(ran) == 6 and ran[step.run_id] == op and not broken:
+            broken.append(step.run_id)
+            raise OSError("a device fault")
+        return run_op(step, *args, **options)
+
+    monkeypatch.setattr(Step, "run", break_once)
+    swarm = Watched(2, root_s=root_s)
+    swarm.write("a")
+    assert swarm.finish("a") == [text()]
+    assert broken
+    assert len(swarm.answers["a"]) == 1
+    assert [place for place, _ in swarm.tokens["a"]] == list(range(MOST))
+    assert "overdue" not in {note.kind for note in swarm.notes}, "nobody waits for the lost step"
     swarm.write("b")
     assert swarm.finish("b") == [text()]
