@@ -85,9 +85,7 @@ class BrokerUrl:
                 "digit in user and password (%2F for /, %23 for #, %3F for ?, %40 for @)"
             ) from None
         if parts.scheme not in DEFAULT_PORTS:
-            raise ConfigError(
-                f"the broker's URL must begin with mqtt://, mqtts://, ws:// or wss://; write it as {FORM}"
-            )
+            raise ConfigError(f"the broker's URL has another scheme; write it as {FORM}")
         if not parts.hostname or port == 0 or any(letter.isspace() for letter in parts.hostname):
             raise ConfigError(f"the broker's URL names no host, or port 0; write it as {FORM}")
         is_websocket, tls = parts.scheme in ("ws", "wss"), parts.scheme in ("mqtts", "wss")

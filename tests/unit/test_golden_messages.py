@@ -79,7 +79,8 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: BrokerUrl.parse("http://x"),
         "config",
-        "the broker's URL must begin with mqtt:// or mqtts://; write it as mqtt[s]://[user:password@]host[:port]",
+        "the broker's URL has another scheme; write it as mqtt[s]://[user:password@]host[:port], or "
+        "ws[s]://[user:password@]host[:port][/path]",
     ),
     (
         lambda: check_name("device", "No Name"),
