@@ -482,4 +482,6 @@ class _Agent:
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
         # Copies first, each in one step: other threads count meanwhile.
         kept = [dict(counters) for counters in (session.counters, self._complaints.counters, self._loader_counters)]
+        if self._links is not None:
+            kept.append({"compiled_frames": self._links.compiled_frames})
         return {name: n for counters in (*kept, self._network.counters()) for name, n in counters.items()}

@@ -86,6 +86,11 @@ class MeshLinks:
         return count + more, nbytes + more_bytes
 
     @property
+    def compiled_frames(self) -> int:
+        """Return how many of these frames compiled code has sent and received; from any thread."""
+        return self.mesh.channels.traffic[0]
+
+    @property
     def has_peers(self) -> bool:
         """Return whether anything may come from a peer."""
         return bool(self._joined)

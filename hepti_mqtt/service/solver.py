@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -143,19 +142,26 @@ class MeasuredErrors:
         """Read the cached errors; a missing or damaged file only slows down the first search."""
         if self._kept is None:
             return
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        try:
             data = json.loads(self._kept.read_text())
             wire = {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in data["wire"]}
             weights = {_WEIGHTS[dtype]: float(error) for dtype, error in data["weights"].items()}
-            self.wire, self.weights = wire, weights
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("%s cannot be read, so errors of narrow numbers are measured again: %r", self._kept, error)
+            return
+        self.wire, self.weights = wire, weights
 
     def _write(self) -> None:
         if self._kept is None:
             return
         data = {"wire": [[*key, error] for key, error in self.wire.items()], "weights": self.weights}
-        with suppress(OSError):
+        try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._kept, json.dumps(data).encode())
+        except OSError as error:
+            _log.warning("%s cannot be written, so the next start measures again: %s", self._kept, error)
 
 
 def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:

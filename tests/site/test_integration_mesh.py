@@ -14,6 +14,7 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.transport.mesh import mesh_possible
@@ -24,6 +25,7 @@ pytestmark = [
 
 IDS = list(range(5, 23))
 NAMES = ["a", "b", "c"]
+TEXT_TOKENS = 20
 METHOD = {"strategy": "row", "options": {"variant": "kv"}, "want": "hidden"}
 ROW = {**METHOD, "devices": NAMES}
 TOLERANCE = 5e-5
@@ -32,8 +34,9 @@ TOLERANCE = 5e-5
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("mesh")
-    model = make_model("tiny-bert", directory / "model", seed=3)
-    yield from running_site(directory, {"tiny": model}, dict.fromkeys(NAMES, "300MiB"))
+    kinds = {"tiny": "tiny-bert", "gpt": "tiny-gpt2"}
+    served = {name: make_model(kind, directory / name, seed=3) for name, kind in kinds.items()}
+    yield from running_site(directory, served, dict.fromkeys(NAMES, "300MiB"))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,37 @@ def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str)
             peers = poll(lambda name=name: heard(hepti, name), f"{name} has told what its peers sent")
             assert set(peers) == set(NAMES) - {name}
             assert all(edge["frames_out"] and not edge["dropped"] for edge in peers.values())
+
+
+def counted(hepti: Hepti, frames: int) -> dict[str, tuple[int, int]] | None:
+    """Return each device's frames to and from peers, and those of compiled code, once all devices have so many."""
+    beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] in NAMES}
+    sums = {
+        name: (
+            sum(edge["frames_in"] + edge["frames_out"] for edge in beat["edges"].values()),
+            beat["counters"]["compiled_frames"],
+        )
+        for name, beat in beats.items()
+    }
+    return sums if len(sums) == len(NAMES) and all(count >= frames for count, _ in sums.values()) else None
+
+
+@pytest.mark.skipif(not JIT, reason="nothing is compiled")
+def test_compiled_code_exchanges_most_frames_of_a_text(hepti: Hepti) -> None:
+    """The planner's keys tag their headers. Python sends and checks those of the first runs."""
+
+    def answer() -> list[int]:
+        pins = {"strategy": "decoder", "devices": NAMES, "route": "mesh", "timeout_s": PATIENCE_S}
+        return hepti.infer("gpt", ids=IDS[:9], max_new_tokens=TEXT_TOKENS, **pins).result["ids"]
+
+    first = answer()
+    before = poll(lambda: counted(hepti, TEXT_TOKENS), "devices have counted the first text")
+    assert answer() == first
+    least = max(count for count, _ in before.values()) + 4 * TEXT_TOKENS  # two peers, at least once to and from each
+    after = poll(lambda: counted(hepti, least), "devices have counted the second text")
+    for name in NAMES:
+        frames, compiled = (now - then for now, then in zip(after[name], before[name], strict=True))
+        assert compiled > frames / 4, name  # on a busy machine Python waits for late ones
 
 
 def agrees(site: Site, answer: Answer) -> bool:

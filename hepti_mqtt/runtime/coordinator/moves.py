@@ -197,9 +197,8 @@ class Moves:
         return replace(option, seconds=option.seconds * group.durations.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
-        plans = group.plans
-        record = plans.active or plans.preparing
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
+        plans, record = group.plans, group.plans.active
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":

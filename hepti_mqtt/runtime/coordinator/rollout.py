@@ -182,13 +182,9 @@ class Rollout:
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
         coming = (group.plans.preparing for group in self._groups)
         record = next((r for r in coming if r is not None and plan.version in r.versions), None)
-        share = 0.0 if record is None else self._share(record, device)
-        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
-
-    def _share(self, record: PlanRecord, device: str) -> float:
-        """Return the share of a device that the load of a plan may take: all of a device without active plan."""
         serves = any(device in group.active_devices for group in self._groups)
-        return record.share if serves else 1.0
+        share = 0.0 if record is None else record.share if serves else 1.0  # a device that does not serve has no runs
+        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
 
     def probe(
         self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()

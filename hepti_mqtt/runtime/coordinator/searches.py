@@ -48,13 +48,14 @@ class Searches:
 
     # -- the plan that served before --------------------------------------------------------------------------------
 
-    def handle_recalled(self, event: PlanRecalled) -> None:
+    def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         """Remember the plan of an earlier planner."""
         group = self._groups.default(event.model)
         if event.recalled is not None and group.last_plan is None:
             group.former_plans.recalled = event.recalled
         if group.former_plans.recalled is None:
             group.former_plans.recall_by_s = -inf
+        return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Take the plan that served before, once all of its devices are there: they have kept its weights."""
@@ -261,8 +262,6 @@ class Searches:
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans
-        if plans.active is None:
-            return self._judge_first_load(group, now)
         moved = estimates.moved(group.search_history.inputs, group.active_devices, now) if group.in_use(now) else None
         has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
@@ -278,17 +277,6 @@ class Searches:
         if moved is None or is_unclear or not self._moves.is_worth_searching(group, now):
             return []
         plans.request_search(now, now, moved, kind=SearchKind.BRIEF if has_changed else SearchKind.WHOLE)
-        return [LogEvent("drift", moved)]
-
-    def _judge_first_load(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Search again during a first load if links or devices turn out to be others than the plan was made for."""
-        coming = group.plans.preparing
-        assert coming is not None
-        group.judgement.note_looked(now)
-        moved = self._fleet.estimates.moved(group.search_history.inputs, coming.plan.devices, now)
-        if moved is None:
-            return []
-        group.plans.request_search(now, now, moved)
         return [LogEvent("drift", moved)]
 
 
