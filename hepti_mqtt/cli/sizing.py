@@ -40,18 +40,12 @@ class Row:
 
 def size(args: argparse.Namespace, spec: Spec) -> int:
     """Print what 1 to 8 boards do with a model, and the fewest that reach the wanted tokens/s."""
-    rows, lacking = list[Row](), ""
-    best: Decision | None = None  # of as many boards, or fewer: the others are idle
-    for count in range(1, BOARDS[-1] + 1):
-        asked = _question(args, spec, count)
+    rows, lacking = [], ""
+    for count in BOARDS:
         try:
-            all_of_them = decide(asked)
+            rows.append(_row(args, spec, count))
         except PlanError as error:
             lacking = str(error)
-        else:
-            best = all_of_them if best is None or all_of_them.chosen.price.cost < best.chosen.price.cost else best
-        if best is not None and count in BOARDS:
-            rows.append(_row(asked, best, count))
     if not rows:
         raise PlanError(f"{args.model} does not fit {BOARDS[-1]} boards of {args.board}: {lacking}")
     wanted = args.tokens_per_s
@@ -67,24 +61,21 @@ def size(args: argparse.Namespace, spec: Spec) -> int:
     return 0
 
 
-def _question(args: argparse.Namespace, spec: Spec, count: int) -> Question:
-    """Return the question of a plan for so many boards, all of which take part."""
+def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
+    """Return what so many boards do; raises PlanError if the model does not fit."""
     cluster = board_site(args.board, count, args.network)
-    pins = replace(PinOptions.from_args(args).to_pins(), devices=tuple(cluster.devices))
     shape = representative_shape(spec, args.tokens)
-    return pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
-
-
-def _row(asked: Question, decision: Decision, count: int) -> Row:
-    """Return what a plan does on so many boards."""
-    chosen, shape = decision.chosen, asked.shape
+    pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
+    asked = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
+    decision = decide(asked)
+    chosen = decision.chosen
     seconds = chosen.price.seconds
     most = max(chosen.price.needs.values())
     common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}
     plan = f"{chosen.name} on {len(chosen.plan.devices)}"
     if not shape.session_rows:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
-    rows = min(largest_shape(asked.spec).size, shape.session_rows)
+    rows = min(largest_shape(spec).size, shape.session_rows)
     run_s = _run_s(asked, decision, rows)
     first_ms = ceil(shape.session_rows / rows) * run_s * 1e3
     return Row(

@@ -86,11 +86,11 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
 def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path) -> None:
     kept = Path(os.environ.get("HEPTI_SCREENSHOTS", tmp_path))
     served = {
-        "other": make_model("tiny-bert", tmp_path / "other"),
+        "other": make_model("tiny-qwen2", tmp_path / "other"),
         "writer": make_model("tiny-llama", tmp_path / "writer"),
     }
     agents = dict.fromkeys(("kitchen", "attic", "livingroom"), "200MiB")
-    planner = ("--strategy", "megatron", "--devices", ",".join(agents))
+    planner = ("--strategy", "decoder", "--devices", ",".join(agents))
     with contextmanager(running_site)(tmp_path, served, agents, planner=planner) as site:
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = int(found.getsockname()[1])
