@@ -206,7 +206,8 @@ def test_a_frame_of_which_a_part_is_sent_follows_whole(monkeypatch):
             if run % 2:
                 stop_everywhere(pools)
             np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
-        assert parts and all(parts)
+        assert parts
+        assert all(parts)
 
 
 def test_a_peer_that_leaves_is_noticed_within_a_run():
