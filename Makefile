@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help demo test test-unit test-site test-broker test-nightly test-all coverage kernels check lint types imports format cli-docs asyncapi pictures parity test-nets test-faults \
-	test-soak test-starts test-chats test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
+	test-soak test-starts test-flood test-chats test-weather test-outside test-clients test-hostile bench bench-leasing bench-quick bench-venv test-arm64 lock clean
 
 # Every target with the comment above it.
 help:
@@ -88,6 +88,10 @@ STARTS ?= 20
 
 test-starts: $(VENV)/.dev kernels
 	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/starts_run.py --starts $(STARTS)
+
+# 3,000 heartbeats a second by one login, beside a client that asks ten times a second.
+test-flood: $(VENV)/.dev kernels
+	$(BIN)/python -m benchmarks broker_load scenario=heartbeats every=0.1 seconds=20
 
 # An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
 SOAK ?=

@@ -244,7 +244,7 @@ class HeartbeatThread:
             if self._closing.is_set():
                 return
             self._soon.clear()
-            due_s = max(due_s + HEARTBEAT_S, time.monotonic())
+            due_s = max(due_s + min(HEARTBEAT_S, self._prober.interval_s), time.monotonic())
             try:
                 self.publish_heartbeat(time.perf_counter())
             except Exception as exc:

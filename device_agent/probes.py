@@ -24,7 +24,10 @@ KEPT_ROUND_TRIPS: Final = 10
 KEPT_FOR_RATE: Final = 60
 KEPT_LARGE: Final = 4
 SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more about the machine than about the link
-FIRST_LARGE: Final = 4  # one after the other at the start, then rarely
+FIRST_LARGE: Final = 8  # one after the other at the start, then rarely
+FIRST_PROBES: Final = 32  # small and large, that follow each other quickly: the first plan depends on them
+FIRST_PROBES_S: Final = 0.2  # between two of these
+PROBE_S: Final = 1.0  # between two small probes
 BUSY_S: Final = 1.0  # after the last op, without large probes
 LARGE_EVERY_S: Final = 10.0
 SLOW_RATIO: Final = 2.0  # a large probe slower than the fastest by this factor puts the rate in doubt ...
@@ -81,6 +84,11 @@ class Prober:
         if size != self._large_bytes:
             self._large_bytes = size
             self._large.clear()  # times of another size
+
+    @property
+    def interval_s(self) -> float:
+        """Return the seconds from one small probe to the next."""
+        return FIRST_PROBES_S if self._sequence < FIRST_PROBES else PROBE_S
 
     def due_probes(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""

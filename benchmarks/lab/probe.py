@@ -94,11 +94,12 @@ def memory_speed() -> dict[str, Any]:
 
 
 def warm() -> dict[str, Any]:
-    """Compile every kernel, or load it from the cache."""
-    from hepti_mqtt.kernels import isa, warm_up
+    """Compile every kernel and its wrapper into the cache."""
+    from hepti_mqtt.kernels import isa
+    from hepti_mqtt.kernels.precompile import fill_cache
 
     start = time.perf_counter()
-    warm_up()
+    fill_cache("all")
     return {"isa": isa(), "seconds": time.perf_counter() - start}
 
 

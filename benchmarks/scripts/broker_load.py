@@ -2,21 +2,25 @@
 
 `python -m benchmarks broker_load scenario=burst client=raw broker=ours`; scenario: burst, frozen or heartbeats. client:
 of the burst, `raw` (plain MQTT) or `hepti` (the library). broker: `ours` (Hepti's settings) or `delivered`
-(Mosquitto's). Another client asks once a second meanwhile. Everything runs on this machine, against 127.0.0.1.
+(Mosquitto's). Another client asks every `every` seconds meanwhile. Everything runs on this machine, against 127.0.0.1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
+import queue
 import random
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -29,14 +33,13 @@ from hepti_mqtt.cli.shared import child_processes
 from hepti_mqtt.client import AsyncHepti, Hepti
 from hepti_mqtt.embedded_broker.broker import find_mosquitto, start_broker
 from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
+from hepti_mqtt.transport.codec import Connect, encode, publish_head
 
 SITE: Final = "load"
 TEXT: Final = "a warm room"
 READY_S: Final = 120.0
-EVERY_S: Final = 1.0  # between two requests of the other client
 OWN_QUEUE: Final = 5000  # messages of a plain client that wait for their acknowledgement
 
 
@@ -47,6 +50,7 @@ def main(
     requests: int = 10_000,
     seconds: float = 90.0,
     rate: float = 3000.0,
+    every: float = 1.0,
     model: str = "tiny-bert",
 ) -> None:
     """Run a scenario and print its figures."""
@@ -60,7 +64,7 @@ def main(
             children.start("a", ["agent", *own], environment)
             with Hepti.connect(url, site=SITE, client_id="watch") as hepti:
                 hepti.wait_ready("m", READY_S)
-            other = _Other(url)
+            other = _Other(url, every)
             other.start()
             try:
                 if scenario == "burst":
@@ -73,7 +77,7 @@ def main(
                     raise BenchError(f"unknown scenario {scenario!r}; choose burst, frozen or heartbeats")
             finally:
                 other.end()
-        rows.append(("other client, one a second", *other.figures()))
+        rows.append((f"other client, every {every:g} s", *other.figures()))
         print(f"{scenario}, {client} client, broker as {broker}\n")
         print("\n".join(table(("who", "sent", "answered", "errors", "lost", "median s", "worst s"), rows)))
         said = [line for line in log.read_text(errors="replace").splitlines() if "dropped" in line]
@@ -114,11 +118,11 @@ def _mosquitto_of(port: int) -> int:
 
 
 class _Other(threading.Thread):
-    """A client of the library that asks once a second and notes how long each answer took."""
+    """A client of the library that asks regularly and notes how long each answer took."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, every_s: float) -> None:
         super().__init__(daemon=True)
-        self._url, self._ending = url, threading.Event()
+        self._url, self._every_s, self._ending = url, every_s, threading.Event()
         self.took_s: list[float] = []
         self.errors: list[str] = []
         self.sent = 0
@@ -127,7 +131,7 @@ class _Other(threading.Thread):
         """Ask until `end`, each request on a thread of its own."""
         with Hepti.connect(self._url, site=SITE, client_id="other") as hepti:
             asking = []
-            while not self._ending.wait(EVERY_S):
+            while not self._ending.wait(self._every_s):
                 self.sent += 1
                 asking.append(threading.Thread(target=self._ask, args=(hepti,)))
                 asking[-1].start()
@@ -267,18 +271,32 @@ def _frozen(url: str, process: int, seconds: float) -> list[tuple[object, ...]]:
 
 
 def _heartbeats(url: str, rate: float, seconds: float) -> list[tuple[object, ...]]:
-    """Send heartbeats of a device that does not exist, `rate` a second."""
-    flood = BrokerConnection(
-        BrokerUrl.parse(url), "flood", on_message=lambda *_: None, on_state=lambda _: None, name="flood"
+    """Repeat the heartbeat of the device `rate` times a second, from a process of its own."""
+    spawned, topic = multiprocessing.get_context("spawn"), Topics(SITE).heartbeat("a")
+    heartbeats: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    listener = BrokerConnection(
+        BrokerUrl.parse(url), "listener", on_message=lambda _, p: heartbeats.put(bytes(p)), on_state=lambda _: None
     )
-    flood.connect()
-    payload = encode_heartbeat(Heartbeat(1, 1, 0.5, 1 << 30, None, 1e-3, 1e8, 1.0, 1 << 20))
-    topic, begun, sent = Topics(SITE).heartbeat("flood"), time.monotonic(), 0
-    time.sleep(0.5)
-    while (now := time.monotonic()) - begun < seconds:
-        while sent < rate * (now - begun):
-            flood.publish(topic, payload)
-            sent += 1
-        time.sleep(0.002)
-    flood.close()
-    return [(f"heartbeats, {sent / seconds:.0f} a second", sent, "", "", "", "", "")]
+    listener.subscribe([(topic, 0)])
+    listener.connect()
+    payload = heartbeats.get(timeout=READY_S)
+    listener.close()
+    started, sent = spawned.Event(), spawned.Value("q")
+    flood = spawned.Process(target=_flood, args=(url, topic, payload, rate, seconds, started, sent))
+    flood.start()
+    started.wait(READY_S)
+    flood.join()
+    return [(f"heartbeats, {sent.value / seconds:.0f} a second", sent.value, "", "", "", "", "")]
+
+
+def _flood(url: str, topic: str, payload: bytes, rate: float, seconds: float, started: Event, sent: Any) -> None:
+    broker, packet = BrokerUrl.parse(url), publish_head(topic, len(payload), 4) + payload
+    with socket.create_connection((broker.host, broker.port)) as connection:
+        connection.sendall(encode(Connect(4, "flood")))
+        started.set()
+        begun = time.monotonic()
+        while (now := time.monotonic()) - begun < seconds:
+            due = int(rate * (now - begun)) - sent.value
+            connection.sendall(packet * due)
+            sent.value += due
+            time.sleep(0.005)

@@ -17,7 +17,7 @@ from hepti_mqtt.checkpoint import ctranslate2_file, gguf_file, onnx_file, storag
 from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
 from hepti_mqtt.checkpoint.formats import explain_directory, model_directory, refuse_pointers, repository_name
 from hepti_mqtt.checkpoint.quantise import Quantisation, measured, quantised_reader
-from hepti_mqtt.checkpoint.safetensors_file import WeightsFile, close_all, open_shards, read_json
+from hepti_mqtt.checkpoint.safetensors_file import RowsFile, WeightsFile, close_all, open_shards, read_json
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
@@ -110,7 +110,7 @@ class Checkpoint:
         self.config, self.extras = config, extras = files_in_our_words(config, extras)
         self._files = files
         #: Storages of the file without kernels, and the wider ones that matrices are read as.
-        self.widened: Mapping[str, str] = {}
+        self.widened = {k: v for file in files if isinstance(file, RowsFile) for k, v in file.widened.items()}
         self._scores = scores
         #: its prompts may have rows that another model of the directory makes of pictures
         self.sees = False
@@ -162,7 +162,6 @@ class Checkpoint:
             try:
                 opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
                 opened._refuse_unread()
-                opened.widened = file.widened
             except BaseException as error:
                 file.close()
                 if isinstance(error, ModelError) and str(error).startswith(_DESCRIBED):
@@ -284,7 +283,7 @@ class Checkpoint:
         return tiles
 
     def _entry(self, source: TensorSource) -> TensorEntry:
-        rows, columns = _stored_matrix(source)
+        rows, columns = source.matrix_shape
         width = VECTOR_TILE if len(source.shape) == 1 else TILE
         hashes = tuple(
             tile_hash(self._tile_bytes(source, (row, min(rows, row + TILE)), (column, min(columns, column + width))))
@@ -303,7 +302,7 @@ class Checkpoint:
         band = self._band
         if band is None or band[:2] != (source, rows[0]):
             tensor = self._tensors[source]
-            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, _stored_matrix(source)[1]))
+            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, source.matrix_shape[1]))
             self._band = band
         storage = self._storage(source)
         first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
@@ -449,7 +448,7 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
         source, tensor = self._by_name[name]
-        rows, columns = _stored_matrix(source)
+        rows, columns = source.matrix_shape
         array = tensor.read(0, rows, columns).astype(np.float32, copy=False)
         return array.T if source.transposed else array.reshape(source.shape)
 
@@ -467,7 +466,7 @@ class _Weights(_Tensors):
         source, tensor = self._by_name[name]
         if tensor.raw is None or not source.transposed:
             return super().__getitem__(name)
-        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *_stored_matrix(source)))
+        return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *source.matrix_shape))
 
 
 def model_name(path: Path) -> str:
@@ -583,12 +582,6 @@ def _opened_folder(directory: Path, name: str) -> _Folder:
     return _Folder(name, file)
 
 
-def _stored_matrix(source: TensorSource) -> tuple[int, int]:
-    """Return the rows and columns of the matrix that is cut into tiles; a vector is one row."""
-    rows, columns = (1, *source.shape)[-2:]
-    return (columns, rows) if source.transposed else (rows, columns)
-
-
 def _located(source: TensorSource, place: TileLocation) -> _Tile:
     row, column = (place.column0, place.row0) if source.transposed else (place.row0, place.column0)
     rows, columns = place.stored_shape
@@ -605,7 +598,11 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
             found[source] = zeros_reader(source.stored_shape)
             continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
-        for part, shape in {name: source.stored_shape, **source.folded_shapes(stored)}.items():
+        place = source.place_in(stored)
+        for part, shape in {
+            name: source.stored_shape if place is None else place.shape,
+            **source.folded_shapes(stored),
+        }.items():
             if part not in stored:
                 missing[part] = None
             elif stored[part].shape != shape:

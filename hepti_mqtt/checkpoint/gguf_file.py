@@ -92,8 +92,6 @@ class GgufFile(RowsFile):
         self._others: list[RowsFile] = []
         self.tokenizer: dict[str, Any] | None = None
         self.tokenizer_config: dict[str, Any] = {}
-        #: Storages that matrices were in, and the wider ones that they are read as.
-        self.widened: dict[str, str] = {}
         try:
             self._metadata, self._found = self._read(self)
             self._add_parts()
@@ -266,6 +264,7 @@ class GgufFile(RowsFile):
         part = {"rope_type": kind, "factor": factor or 1.0}
         if kind == "yarn":
             part["original_max_position_embeddings"] = given["rope.scaling.original_context_length"]
+            part |= self._gguf.yarn
         elif kind != "linear":
             raise UnsupportedModelError(f"{self.path}: rotary positions scaled by {str(kind)[:40]!r} are not supported")
         return part

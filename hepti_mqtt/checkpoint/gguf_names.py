@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hepti_mqtt.models.decoder import DECODERS, Decoder
+from hepti_mqtt.models.mixture import alone
 
 # Keys behind the name of the architecture, and those of config.json; "" for what is checked or has no effect.
 KEYS: Final[Mapping[str, str]] = {
@@ -47,6 +48,7 @@ _PARTS: Final[Mapping[str, str]] = {
     "attn_q_norm": "query_norm",
     "attn_k_norm": "key_norm",
     "attn_output": "attention_out",
+    "attn_sinks": "sinks",
     "post_attention_norm": "attention_out_norm",
     "ffn_norm": "mlp_norm",
     "ffn_gate": "mlp_gate",
@@ -71,10 +73,12 @@ BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn
 def layer_names(row: Decoder) -> Mapping[str, str]:
     """Return what the original calls the parts of a layer, by their names in GGUF."""
     names = [*row.layer.values()]
-    together = {part for part, name in row.layer.items() if names.count(name) > 1}
+    experts = {part for part in row.layer if part.startswith("expert_")}
+    together = {part for part, name in row.layer.items() if names.count(name) > 1} - experts
+    parts = {**_PARTS, **(row.gguf.parts if row.gguf is not None else {})}
     return {
-        part: row.layer[own]
-        for part, own in _PARTS.items()
+        part: alone(row.layer[own], own) if own in experts and "{}" not in row.layer[own] else row.layer[own]
+        for part, own in parts.items()
         if own in row.layer and (own not in together or part in ("attn_qkv", "ffn_up"))
         if part != "attn_qkv" or own in together
     }

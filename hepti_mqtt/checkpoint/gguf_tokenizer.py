@@ -27,6 +27,12 @@ _LLAMA3_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
     r"\s+"
 )
+# o200k: a word is capitals and then small letters, with its contraction.
+_O200K_WORDS: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _split(pattern: str) -> dict[str, Any]:
@@ -42,6 +48,7 @@ _PRE: Final[Mapping[str, tuple[dict[str, Any], bool, bool]]] = {
     "smollm": (_DIGITS, False, False),
     "llama-bpe": (_split(_LLAMA3_WORDS), True, True),
     "llama3": (_split(_LLAMA3_WORDS), True, True),
+    "gpt-4o": (_split(_O200K_WORDS), False, False),
     "qwen2": (_split(QWEN2_WORDS), False, False),
 }
 

@@ -56,7 +56,7 @@ def measured(
     found: dict[str, list[float]] = {}
     for source, before, after in pairs:
         kind = source.name.removesuffix(".weight").rpartition(".")[2]
-        found.setdefault(kind, []).append(_error(before, after, *source.stored_shape))
+        found.setdefault(kind, []).append(_error(before, after, *source.matrix_shape))
     errors = {kind: (float(np.median(each)), max(each)) for kind, each in found.items()}
     return Quantisation(storage, errors, left)
 

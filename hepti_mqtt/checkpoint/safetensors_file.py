@@ -20,12 +20,15 @@ from safetensors import SafetensorError, safe_open
 from hepti_mqtt.checkpoint.formats import explain_file, refuse_pointers
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, file_stamp
 from hepti_mqtt.errors import ModelError
+from hepti_mqtt.models.mixture import PACKED
+from hepti_mqtt.storage import STORAGES
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
     "BF16": np.dtype("<u2"),
     "F64": np.dtype("<f8"),
+    "U8": np.dtype("u1"),
 }
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
 
@@ -34,10 +37,12 @@ class RowsFile:
     """An open file of which ranges of rows are read; tensors: by name, set by the format that it is of."""
 
     tensors: Mapping[str, TensorReader]
+    #: Storages that matrices were in, and the wider ones that they are read as.
+    widened: dict[str, str]
 
     def __init__(self, path: Path) -> None:
         """Open `path`; raises ModelError if it is missing, unreadable or a Git LFS pointer."""
-        self.path = path
+        self.path, self.widened = path, {}
         refuse_pointers([path])
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -96,7 +101,7 @@ class WeightsFile(RowsFile):
     def _header(self) -> Mapping[str, TensorReader]:
         size = int.from_bytes(self.pread(0, 8), "little")
         header = json.loads(self.pread(8, size))
-        return {
+        found = {
             name: TensorReader(
                 tuple(entry["shape"]),
                 entry["dtype"],
@@ -105,6 +110,42 @@ class WeightsFile(RowsFile):
             for name, entry in header.items()
             if name != "__metadata__"
         }
+        for name, blocks in [*found.items()]:
+            scales = found.get(f"{name.removesuffix(PACKED)}{_SCALES}") if name.endswith(PACKED) else None
+            if scales is not None and _is_packed(blocks, scales):
+                found[name] = _packed(blocks, scales)
+                self.widened[_MXFP4.name] = _MXFP4.wider
+                del found[f"{name.removesuffix(PACKED)}{_SCALES}"]
+        return found
+
+
+_SCALES: Final = "_scales"
+_MXFP4: Final = STORAGES["mxfp4"]
+
+
+def _is_packed(blocks: TensorReader, scales: TensorReader) -> bool:
+    """Return whether two tensors are the codes and exponents of matrices in MXFP4."""
+    half = _MXFP4.block // 2
+    return {blocks.dtype, scales.dtype} == {"U8"} and blocks.shape == (*scales.shape, half) and len(scales.shape) > 1
+
+
+def _packed(blocks: TensorReader, scales: TensorReader) -> TensorReader:
+    """Return matrices [..., out, in] in MXFP4, which are read in the wider storage.
+
+    In GGUF the low halves of bytes are the first values of a block; here two neighbours share a byte.
+    """
+    wider = STORAGES[_MXFP4.wider]
+
+    def raw(start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
+        groups, half = columns // _MXFP4.block, _MXFP4.block // 2
+        pairs = blocks.read(start, stop, groups * half).reshape(-1, groups, half)
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, groups, _MXFP4.block)
+        halves = codes[..., :half] | codes[..., half:] << 4
+        exponents = scales.read(start, stop, groups)[..., None]
+        return _MXFP4.widened(np.concatenate([exponents, halves], axis=2).reshape(stop - start, -1))
+
+    shape = (*scales.shape[:-1], scales.shape[-1] * _MXFP4.block)
+    return TensorReader(shape, wider.name, lambda *place: wider.rows(raw(*place)), raw)
 
 
 def _needed_bytes(path: Path) -> int | None:

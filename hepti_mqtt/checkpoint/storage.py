@@ -21,12 +21,15 @@ import platformdirs
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.models import TensorSource
-from hepti_mqtt.models.tensors import chosen
+from hepti_mqtt.models.tensors import Place, chosen
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
 from hepti_mqtt.storage import STORAGES
 
 # Names of dtypes as in safetensors, and of `storage`.
 FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
+
+
+_PIECE: Final = 64  # stored rows that are read at a time
 
 
 class FileStamp(NamedTuple):
@@ -83,8 +86,8 @@ class WeightsReader(Protocol):
 
 def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], name: str) -> TensorReader:
     """Return the tensor `name` of a checkpoint as its source wants it."""
-    if source.first is not None:
-        return _part(source, source.first, stored[name])
+    if (place := source.place_in(stored)) is not None:
+        return _part(source, place, stored[name])
     computed = source.norm is not None or bool(source.factor) or source.resized is not None
     computed = computed or source.projected is not None
     if not source.channels_first and not computed:
@@ -94,18 +97,40 @@ def fold_batch_norm(source: TensorSource, stored: Mapping[str, TensorReader], na
     return TensorReader(tensor.shape, "F32" if computed else tensor.dtype, read)
 
 
-def _part(source: TensorSource, first: int, tensor: TensorReader) -> TensorReader:
+def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorReader:
     """Return the rows, or elements, of a stored tensor that are a source's."""
-    if len(source.shape) > 1:
-        raw = tensor.raw
+    first, step, whole = place.first, place.step, place.shape[-1]
+    if place.by_inputs:
+        return TensorReader(source.matrix_shape, tensor.dtype, _Transposed(source, place, tensor).read)
+    if source.matrix_shape[0] == 1 or source.matrix_shape[1] < whole:  # elements of rows
         return TensorReader(
-            tensor.shape,
+            source.matrix_shape,
             tensor.dtype,
-            lambda a, z, columns: tensor.read(first + a, first + z, columns),
-            raw and (lambda a, z, columns: raw(first + a, first + z, columns)),
+            lambda a, z, n: tensor.read(a, z, whole)[:, first : first + step * n : step],
         )
-    whole = tensor.shape[0]
-    return TensorReader(tensor.shape, tensor.dtype, lambda a, z, n: tensor.read(a, z, whole)[:, first : first + n])
+
+    def rows(read: Rows) -> Rows:
+        return lambda a, z, columns: read(first + step * a, first + step * (z - 1) + 1, columns)[::step]
+
+    return TensorReader(source.matrix_shape, tensor.dtype, rows(tensor.read), tensor.raw and rows(tensor.raw))
+
+
+class _Transposed:
+    """A matrix [out, in] that is stored as [in, out], perhaps with others, as columns `step` apart."""
+
+    def __init__(self, source: TensorSource, place: Place, tensor: TensorReader) -> None:
+        self._inputs, self._place, self._tensor = source.shape[0], place, tensor
+
+    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        """Return rows start..stop as [rows, columns], piece by piece of the stored rows."""
+        width, step = self._place.shape[-1], self._place.step
+        matrix, first = divmod(self._place.first, width)
+        low, high = first + step * start, first + step * (stop - 1) + 1
+        whole = [
+            self._tensor.read(at, min(at + _PIECE, (matrix + 1) * self._inputs), width)[:, low:high:step].T
+            for at in range(matrix * self._inputs, (matrix + 1) * self._inputs, _PIECE)
+        ]
+        return np.ascontiguousarray(np.concatenate(whole, axis=1)[:, :columns])
 
 
 class _FoldedRows:
@@ -183,7 +208,8 @@ def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
         found.update(repr((name, tensor.shape, tensor.dtype)).encode())
         if not tensor.is_float or 0 in tensor.shape:
             continue
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        stacked = len(tensor.shape) == 3  # matrices of experts: a row of one, not one of them
+        rows = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = math.prod(tensor.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
             found.update(tensor.read(row, row + 1, columns).tobytes())

@@ -22,8 +22,9 @@ append_rows          state [C, w], new [m, *], at -> state with rows at..at + m 
                      Attribute column: the first of those of new; 0 without.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
                      of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
-                     items, one without; together (True: to the later new rows of its item, too). Other rows of kv are
-                     never read. kv may be f16.
+                     items, one without; sinks (True: weights are logits of heads, each of which counts like that of a
+                     key with a value of zero); together (True: to the later new rows of its item, too). Other rows of
+                     kv are never read. kv may be f16.
 
 `at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
 anything is written. A query without a key gives 0.
@@ -65,6 +66,8 @@ from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR
 from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import DTYPE_BYTES, Compute, SlotSpec, Work
+
+NO_SINKS: Final = np.zeros(0, np.float32)
 
 # Flops that there must be for each thread; above it `choice` finds out.
 GRAIN: Final = 1 << 17
@@ -319,8 +322,8 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads, flops)
     (q, kv), (out,) = operands(op, slots)
-    attend = pool.bind(attention_by_distance if by_distance else attention_units, parts)
-    return attend(q, kv, out.reshape(-1), tiles, limits, table, *added, np.float32(op.attrs["scale"]))
+    attend, more = pool.bind(attention_by_distance if by_distance else attention_units, parts), added or (NO_SINKS,)
+    return attend(q, kv, out.reshape(-1), tiles, limits, table, *more, np.float32(op.attrs["scale"]))
 
 
 def pairs_of(key_ranges: NDArray[np.int64]) -> int:
@@ -382,8 +385,10 @@ def _met(op: Compute, q: Array, k: Array, weights: Sequence[Array], apart: NDArr
     )
 
 
-def _finish(states: Array) -> Array:
+def _finish(states: Array, sinks: Array | None = None) -> Array:
     norm = states[:, :, -1:]
+    if sinks is not None:
+        norm = norm + np.exp(sinks[:, None] - states[:, :, -2:-1])
     r, heads, width = states.shape
     return np.asarray((states[:, :, :-2] / np.where(norm == 0, 1.0, norm)).reshape(r, heads * (width - 2)))
 
@@ -554,14 +559,15 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     lengths = items_of(op, slots[op.reads[0]].shape[0])
     kept = _kept(op, slots, 1)
     check = check_at(op, slots, ("f32", *[kept] * len(lengths)), len(lengths))
-    check.weights(weights, 0)
+    sinks = np.concatenate([NO_SINKS, *(check.plain(weight, (-1,)) for weight in weights)])
+    check.that(len(sinks) == (op.attrs["heads"] if op.attrs.get("sinks") else 0), f"{len(sinks)} sinks of heads")
     m, caches = check.reads[0].shape[0], check.reads[1:-1]
     check.that(len({spec.shape for spec in caches}) == 1, "the caches of all items must be alike")
     layout = check_heads(check)
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return []
-    fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths)
+    fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths, sinks)
     fits = fits and not op.attrs.get("together", False)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     calls = caches_of.attend_few(few, pool) if few else Calls()
@@ -575,10 +581,11 @@ class _Caches:
     """Attention over the caches of items."""
 
     def __init__(
-        self, op: Compute, slots: Sequence[SlotSpec], check: Check, layout: HeadLayout, lengths: Sequence[int]
-    ) -> None:
+        self, op: Compute, slots: Sequence[SlotSpec], check: Check, layout: HeadLayout, lengths: Sequence[int],
+        sinks: NDArray[np.float32],
+    ) -> None:  # fmt: skip
         (self.q, *self.caches, self.at), (self.out,) = operands(op, slots)
-        self.layout, self.lengths = layout, lengths
+        self.layout, self.lengths, self.sinks = layout, lengths, sinks
         self.capacity, self.width = check.reads[1].shape
         self.near, self.scale = op.attrs.get("window", self.capacity), np.float32(op.attrs["scale"])
         self.together = bool(op.attrs.get("together", False))
@@ -598,7 +605,7 @@ class _Caches:
         work = self._work(few, self.layout.heads)
         attend = pool.bind(attention_few.attention_few, units, (nbytes, self.layout.d, rows), work)
         caches, table = Addresses(self.caches[item] for item in few), self.layout.table()
-        how = table, self.width, nbytes, self.capacity, self.near, self.scale
+        how = table, self.sinks, self.width, nbytes, self.capacity, self.near, self.scale
         return attend(self.q, self.out, items, caches, self.at, *how, refuse=self.refuse)
 
     def attend(self, item: int, pool: Workers, alone: int | None = None, kv: Operand | None = None) -> Calls:
@@ -619,7 +626,10 @@ class _Caches:
         begin = skipped * len(empty)
         units = ranges(heads * len(empty), 4 * pool.threads)
         parts = Parts(((begin + a, begin + z) for a, z in units), pool.threads)
-        rows, fixed = (self.starts[item], self.starts[item] + m), (tiles, limits, layout.table(), self.scale)
+        rows, fixed = (
+            (self.starts[item], self.starts[item] + m),
+            (tiles, limits, layout.table(), self.sinks, self.scale),
+        )
         attend = pool.bind(attention_units, parts, None, self._work((item,), heads))
         return [
             Call(_move_limits, move, refuse=self.refuse),
@@ -648,29 +658,33 @@ def _reference_append_rows(
 
 
 def _reference_attention_at(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
+    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
 ) -> list[Array]:
     q, *caches, at = reads
+    sinks = np.concatenate(weights).astype(np.float64) if weights else None
     ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
     wide = [spec._replace(dtype="f32") if spec.dtype == "f16" else spec for spec in slots]
     for (start, stop), kv, first in zip(pairwise(ends), caches, at.tolist(), strict=True):
         if op.attrs.get("together", False):
-            out += _reference_together(op, wide, q[start:stop], kv.astype(np.float32), first)
+            out += _reference_together(op, wide, q[start:stop], kv.astype(np.float32), first, sinks)
             continue
         places = {"q_rows": range(first, first + stop - start), "k_rows": ((0, len(kv)),), "lengths": (len(kv),)}
         whole = op._replace(kernel="attention", reads=op.reads[:2], attrs={**op.attrs, **places, "causal": True})
-        out.append(ATTENTION.reference(whole, wide, (q[start:stop], kv.astype(np.float32)), ())[0])
+        states = _reference_states(whole, wide, q[start:stop], kv.astype(np.float32))
+        out.append(_finish(states, sinks))
     return [np.concatenate(out)]
 
 
-def _reference_together(op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, first: int) -> Iterator[Array]:
+def _reference_together(
+    op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, first: int, sinks: Array | None
+) -> Iterator[Array]:
     """Yield the attention of each row of an item over the keys of its window and the later new rows."""
     kept, stop = {k: v for k, v in op.attrs.items() if k not in ("window", "together")}, first + len(q)
     for row in range(len(q)):
         begin = max(first + row - op.attrs.get("window", stop), 0)
         places = {"q_rows": (0,), "k_rows": ((0, stop - begin),), "lengths": (stop - begin,)}
         one = op._replace(kernel="attention", reads=op.reads[:2], attrs={**kept, **places})
-        yield ATTENTION.reference(one, slots, (q[row : row + 1], kv[begin:stop]), ())[0]
+        yield _finish(_reference_states(one, slots, q[row : row + 1], kv[begin:stop]), sinks)
 
 
 def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:

@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import float32, int32
 
-from hepti_mqtt.kernels.attention_tile import AttentionWriter, by_vectors, scaled_rows
+from hepti_mqtt.kernels.attention_tile import AttentionWriter, begun, by_vectors, scaled_rows
 from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, exp_of_negative
@@ -127,14 +127,14 @@ def takes(d: int, kept: str) -> bool:
 
 # What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
 @helper
-def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any) -> None:
+def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any, top: Any, norm: Any) -> None:
     """Fill a query's place: scores, query, sums, maximum, sum of weights."""
     source, query = floats(q.ctypes.data + 4 * (row * q.shape[1] + column), d), floats(mine + 4 * _BLOCK, d)
     sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
     for c in range(d):
         query[c] = source[c] * scale
         sums[c] = ZERO
-    tail[0], tail[1] = _MINUS_INF, ZERO
+    tail[0], tail[1] = top, norm
 
 
 @helper
@@ -189,19 +189,19 @@ def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
 
 
 @kernel(
-    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, reads(int32, 1), INT_ARRAY, INT, INT, INT, INT, FLOAT, INT,
-    INT, part=2,
+    reads(float32, 2), fills(float32, 2), TABLE, INT_ARRAY, reads(int32, 1), INT_ARRAY, reads(float32, 1), INT, INT,
+    INT, INT, FLOAT, INT, INT, part=2,
 )  # fmt: skip
 def attention_few(
-    q: Any, out: Any, items: Any, caches: Any, at: Any, layout: Any, width: int, nbytes: int, capacity: int, near: int,
-    scale: Any, first: int, stop: int,
+    q: Any, out: Any, items: Any, caches: Any, at: Any, layout: Any, sinks: Any, width: int, nbytes: int, capacity: int,
+    near: int, scale: Any, first: int, stop: int,
 ) -> None:  # fmt: skip
     """Fill out [m, heads d] for the units first..stop; a unit is item * heads + head.
 
     items [items, 3]: of each its place in `at`, which says how many rows its cache [capacity, width] held before, and
     its rows of q. Query i of an item sees rows held + i - near to held + i of its cache. Raises ValueError where new
     rows do not lie in the cache. nbytes: of a value there, 4 of f32, or where `takes` says
-    so 2 of f16. layout: the table of `HeadLayout`; d is whole vectors.
+    so 2 of f16. layout: the table of `HeadLayout`; d is whole vectors. sinks: as `attention_units` has them.
     """
     heads, d, group, stride = layout[3], layout[4], layout[6], nbytes * width
     size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)
@@ -216,7 +216,8 @@ def attention_few(
         for j in range(count):
             for head in range(low_head, high_head):
                 mine = work.ctypes.data + size * (j * some + head - low_head)
-                _begin(mine, q, row + j, layout[0] + head * d, d, scale)
+                top, norm = begun(sinks, head)
+                _begin(mine, q, row + j, layout[0] + head * d, d, scale, top, norm)
         end = held + count
         for block in range(max(held - near, 0) // _BLOCK * _BLOCK, end, _BLOCK):
             keys, begin = min(_BLOCK, end - block), caches[item] + block * stride

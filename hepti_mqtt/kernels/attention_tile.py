@@ -389,16 +389,25 @@ def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
 
 
 @helper
+def begun(sinks: Any, head: int) -> tuple[Any, Any]:
+    """Return the maximum and the sum of weights before any key: those of the head's sink, if it has one."""
+    top, norm = _MINUS_INF, ZERO
+    if sinks is not None and len(sinks) > 0:
+        top, norm = sinks[head], ONE
+    return top, norm
+
+
+@helper
 def _query_alone(
     query: Any, kv: Any, k_column: int, v_column: int, low: int, high: int, row: int, head: int, scale: Any,
-    distances: Any, scores: Any, total: Any,
+    distances: Any, sinks: Any, scores: Any, total: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp).
 
     row, head: of the query, which with `distances` say what is added to scores.
     """
     d = len(query)
-    top, norm = _MINUS_INF, ZERO
+    top, norm = begun(sinks, head)
     total[:] = ZERO
     for block in range(low, high, KEYS):
         keys = min(KEYS, high - block)
@@ -456,8 +465,8 @@ def _store_rows(
 
 @helper
 def _each_alone(
-    q: Any, kv: Any, out: Any, limits: Any, layout: Any, distances: Any, scale: Any, row: int, count: int, head: int,
-    scores: Any, total: Any, query: Any,
+    q: Any, kv: Any, out: Any, limits: Any, layout: Any, distances: Any, sinks: Any, scale: Any, row: int, count: int,
+    head: int, scores: Any, total: Any, query: Any,
 ) -> None:  # fmt: skip
     """Write the results of `count` queries from `row` on, one after the other."""
     heads, d, with_state, of_keys = layout[3], layout[4], layout[5], head // layout[6]
@@ -467,7 +476,7 @@ def _each_alone(
             query[c] = q[j, column + c] * scale
         low, high = limits[j, _BEGIN], limits[j, _END]
         top, weight = _query_alone(
-            query[:d], kv, k_column, v_column, low, high, j, head, scale, distances, scores, total[:d]
+            query[:d], kv, k_column, v_column, low, high, j, head, scale, distances, sinks, scores, total[:d]
         )
         _store(total, d, top, weight, with_state, out, (j * heads + head) * (d + 2 if with_state else d))
 
@@ -493,9 +502,13 @@ class HeadLayout(NamedTuple):
 
 @helper
 def _attend(
-    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, distances: Any, scale: Any, first: int, stop: int
-) -> None:
-    """Do what `attention_units` does; distances: None, which leaves no code for them, or those of `Distances`."""
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, distances: Any, sinks: Any, scale: Any, first: int,
+    stop: int,
+) -> None:  # fmt: skip
+    """Do what `attention_units` does; distances: None, which leaves no code for them, or those of `Distances`.
+
+    sinks: None, or as `attention_units` has them.
+    """
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
     queries, scores = np.empty(d * NR, np.float32), np.empty(KEYS * NR, np.float32)
     stride = -(-d // NR) * NR
@@ -515,8 +528,9 @@ def _attend(
         if not alone:
             vectors = -(-count // LANES)
             transpose(q, row, count, column, d, scale * LOG2E, queries)
-            high[:] = _MINUS_INF
-            norm[:] = ZERO
+            top, weight = begun(sinks, head)
+            high[:] = top * LOG2E
+            norm[:] = weight
             if of_keys != copied_head or low != copied_low:
                 copied_head, copied_low, copied_to = of_keys, low, low
                 near = unit + 1 < stop and tile + 1 < len(tiles) and tiles[tile + 1, _LOW] == low  # else read in place
@@ -551,24 +565,25 @@ def _attend(
             # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
             alone = masked and _has_nan(total, count, d)
         if alone:
-            _each_alone(q, kv, out, limits, layout, distances, scale, row, count, head, scores, total, queries)
+            _each_alone(q, kv, out, limits, layout, distances, sinks, scale, row, count, head, scores, total, queries)
         else:
             _store_rows(total, row, count, d, high, norm, with_state, out, heads, head)
 
 
 @kernel(
-    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, FLOAT, INT, INT, part=2
+    reads(float32, 2), reads(float32, 2), fills(float32, 1), TABLE, TABLE, INT_ARRAY, reads(float32, 1), FLOAT, INT,
+    INT, part=2,
 )  # fmt: skip
 def attention_units(
-    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, scale: Any, first: int, stop: int
+    q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, sinks: Any, scale: Any, first: int, stop: int
 ) -> None:
     """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
 
     tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
     into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
-    `HeadLayout`.
+    `HeadLayout`. sinks: of each head a logit that counts like a key's with a value of zero; empty for none.
     """
-    _attend(q, kv, out, tiles, limits, layout, None, scale, first, stop)
+    _attend(q, kv, out, tiles, limits, layout, None, sinks, scale, first, stop)
 
 
 @kernel(
@@ -581,4 +596,4 @@ def attention_by_distance(
 ) -> None:  # fmt: skip
     """Do what `attention_units` does, and add to scores what the distance of query and key says: see `Distances`."""
     distances = q_at, k_at, biases, buckets, to_queries, to_keys
-    _attend(q, kv, out, tiles, limits, layout, distances, scale, first, stop)
+    _attend(q, kv, out, tiles, limits, layout, distances, None, scale, first, stop)

@@ -4,6 +4,8 @@
 row i's experts in rows i chosen ..; weights: E gates, then E ups, packed [h, f]. `experts_down` reads these rows and
 the logits, writes [m, c]: the sum of hidden @ down_e by the experts' weights; weights: E matrices, packed [f, c].
 Attributes: experts, chosen; activation, or normed (weights are a softmax over the chosen experts, else over all).
+Optional: bias (the last weights are tables [E, columns] that are added to the products); of `experts_up` limit (gates
+are at most that, ups between minus and plus that) and offset (added to ups).
 
 Rows of one expert are multiplied together, and the experts of a row are added in ascending order: an output depends on
 its row alone. Matrices of experts that no row chooses are not read.
@@ -11,8 +13,8 @@ its row alone. Matrices of experts that no row chooses are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,15 +79,30 @@ def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     check.count(2)
     check.dtypes()
     check.rank(2)
-    check.weights(weights, kinds * experts)
+    check.weights(weights, kinds * (experts + bool(op.attrs.get("bias"))))
     check.that(1 <= op.attrs["chosen"] <= experts, f"{op.attrs['chosen']} of {experts} experts cannot be chosen")
     check.that(check.reads[1].shape[1] == experts, f"needs the logits of {experts} experts")
-    for weight in weights:
+    for weight in weights[: kinds * experts]:
         if not isinstance(weight, PackedMatrix | BlockMatrix):
             raise ValueError(f"{op.kernel}: needs packed matrices in f32 or in blocks; fix its WeightRef")  # noqa: TRY004
         check.that(weight.rows == check.reads[0].shape[1], f"a matrix has {weight.rows} rows")
         check.that(weight.columns == check.writes[0].shape[1], f"a matrix has {weight.columns} columns")
     return check
+
+
+def _biases(check: Check, weights: Sequence[Weight], kinds: int) -> list[Array]:
+    """Return the bias of each expert's products [E, columns], for each kind of matrix; zeros without biases."""
+    experts, columns = check.op.attrs["experts"], check.writes[0].shape[1]
+    if not check.op.attrs.get("bias"):
+        return [np.zeros((experts, columns), np.float32)] * kinds
+    return [check.table(weight, columns).reshape(experts, columns) for weight in weights[kinds * experts :]]
+
+
+def _limited(attrs: Mapping[str, Any], gate: Array, up: Array) -> tuple[Array, Array]:
+    """Return gate and up columns within their limits, and the offset added."""
+    if limit := attrs.get("limit"):
+        gate, up = np.minimum(gate, gate.dtype.type(limit)), np.clip(up, -limit, limit)
+    return gate, up + up.dtype.type(attrs.get("offset", 0.0))
 
 
 def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
@@ -96,6 +113,7 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
         return []
     product, activation = _Products(weights, op.attrs.get("x") == "i8", pool), op.attrs["activation"]
     gated: dict[int, BoundKernel] = {}
+    of_gate, of_up = _biases(check, weights, 2)
 
     def multiply(x: Array, logits: Array, out: Array) -> None:
         for expert, places in _groups(chosen_experts(logits, count)):
@@ -104,7 +122,8 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
                 specs = [SlotSpec((n, f))] * 3
                 gated[n] = GATE.bind(Compute("gate", (0, 1), (2,), attrs={"activation": activation}), specs, [], pool)
             hidden = np.empty((n, f), np.float32)
-            gated[n]((product(expert, rows), product(experts + expert, rows)), (hidden,))
+            gate, up = product(expert, rows) + of_gate[expert], product(experts + expert, rows) + of_up[expert]
+            gated[n](_limited(op.attrs, gate, up), (hidden,))
             out[places] = hidden
 
     given, results = operands(op, slots)
@@ -118,13 +137,15 @@ def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight]
     if not m or not check.writes[0].shape[1]:
         return []
     product = _Products(weights, op.attrs.get("x") == "i8", pool)
+    (bias,) = _biases(check, weights, 1)
 
     def multiply(hidden: Array, logits: Array, out: Array) -> None:
         chosen = chosen_experts(logits, count)
         scales = expert_weights(logits, chosen, normed).reshape(-1)
         out[...] = 0
         for expert, places in _groups(chosen):  # each expert once in a row, so rows are different
-            out[places // count] += scales[places, None] * product(expert, np.ascontiguousarray(hidden[places]))
+            rows = product(expert, np.ascontiguousarray(hidden[places])) + bias[expert]
+            out[places // count] += scales[places, None] * rows
 
     given, results = operands(op, slots)
     return [Call(multiply, (*given, *results))]
@@ -136,15 +157,13 @@ def _reference_up(
     x, logits = (read.astype(np.float64) for read in reads)
     experts, count = op.attrs["experts"], op.attrs["chosen"]
     chosen, function = chosen_experts(logits, count).reshape(-1), REFERENCE_ACTIVATIONS[op.attrs["activation"]]
-    rows = [x[i // count] for i in range(len(chosen))]
-    return [
-        np.stack(
-            [
-                function(row @ weights[e]) * (row @ weights[experts + e])
-                for row, e in zip(rows, chosen.tolist(), strict=True)
-            ]
-        )
-    ]
+    of_gate, of_up = weights[2 * experts :] if op.attrs.get("bias") else np.zeros((2, experts, 1))
+    rows = []
+    for i, e in enumerate(chosen.tolist()):
+        row = x[i // count]
+        gate, up = _limited(op.attrs, row @ weights[e] + of_gate[e], row @ weights[experts + e] + of_up[e])
+        rows.append(function(gate) * up)
+    return [np.stack(rows)]
 
 
 def _reference_down(
@@ -153,8 +172,10 @@ def _reference_down(
     hidden, logits = (read.astype(np.float64) for read in reads)
     chosen = chosen_experts(logits, op.attrs["chosen"])
     scales = expert_weights(logits, chosen, bool(op.attrs["normed"])).reshape(-1)
+    biases = weights[-1] if op.attrs.get("bias") else np.zeros((op.attrs["experts"], 1))
     parts = [
-        scale * (row @ weights[e]) for row, e, scale in zip(hidden, chosen.reshape(-1).tolist(), scales, strict=True)
+        scale * (row @ weights[e] + biases[e])
+        for row, e, scale in zip(hidden, chosen.reshape(-1).tolist(), scales, strict=True)
     ]
     return [np.stack(parts).reshape(len(logits), op.attrs["chosen"], -1).sum(axis=1)]
 
@@ -168,7 +189,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     """Return the work of the chosen experts: others are not read."""
     experts, chosen = op.attrs["experts"], op.attrs["chosen"]
     m, k, n = slots[op.reads[1]].shape[0], slots[op.reads[0]].shape[1], slots[op.writes[0]].shape[1]
-    kinds = len(op.weights) // experts
+    kinds = 2 if op.kernel == "experts_up" else 1
     storage = op.weights[0].weight_dtype
     product = Product(storage, op.attrs.get("x") == "i8" and storage in BLOCK_STORAGES)
     read = max(read_experts(m, experts, chosen), 1.0)

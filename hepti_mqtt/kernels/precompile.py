@@ -85,13 +85,15 @@ def fill_cache(
     """
     require_known()
     directory, jobs = jit.cache_directory(), _jobs(which)
+    left = jobs
 
     def missing() -> list[_Job]:
-        found = [job for job in jobs if not job.done()]
-        tell(len(jobs) - len(found), len(jobs))
-        return found
+        nonlocal left
+        left = [job for job in left if not job.done()]  # a look reads a kernel's files, so no job is looked at again
+        tell(len(jobs) - len(left), len(jobs))
+        return left
 
-    if not (left := missing()) or directory is None:
+    if not missing() or directory is None:
         return
     arguments = ["nice"] if which == "behind" else []
     most = 1 if which == "behind" else most or len(os.sched_getaffinity(0))

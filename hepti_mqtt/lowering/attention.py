@@ -236,6 +236,8 @@ class CachedAttention(HeadedAttention):
     window: int = -1
     #: rows of an item see its later new rows, too
     together: bool = False
+    #: `tensors` has a logit for each head, which counts like a key's with a value of zero (Xiao et al., 2023)
+    sinks: bool = False
 
     kind = "attention at"
 
@@ -255,7 +257,12 @@ class CachedAttention(HeadedAttention):
         items = {"lengths": self.lengths} if len(self.lengths) > 1 else {}
         near = {"window": self.window} if self.window >= 0 else {}
         whole = {"together": True} if self.together else {}
-        return Call("attention_at", (), self.heads(region[1], operands) | items | near | whole)
+        attrs = self.heads(region[1], operands) | items | near | whole | ({"sinks": True} if self.sinks else {})
+        return Call("attention_at", self.weight_refs(region), attrs)
+
+    def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
+        heads = [(a // self.d, z // self.d) for a, z in region[1]]
+        return tuple(WeightRef(name, (0, 1), some, "plain") for name in self.tensors for some in heads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -26,6 +26,8 @@ class ExpertsOp(Op):
     storages: tuple[BlockStorage | None, ...] = ()
     #: Values of the largest block of the model.
     unit: int = 1
+    #: Number of tables of biases [experts, columns], the last of `tensors`.
+    biases: int = 0
 
     def share_unit(self, dim: int) -> int:
         return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
@@ -36,26 +38,35 @@ class ExpertsOp(Op):
     def _matrices(self, rows: IndexSet, columns: IndexSet) -> tuple[WeightRef, ...]:
         if len(rows) != 1 or len(columns) != 1:
             raise ValueError(f"{self.name}: rows {rows}, columns {columns} are several ranges; give each device one")
-        storages = self.storages or (None,) * len(self.tensors)
+        matrices = self.tensors[: len(self.tensors) - self.biases]
         refs = tuple(
             WeightRef(tensor, rows[0], columns[0], weight_dtype=storage or "f32")
-            for tensor, storage in zip(self.tensors, storages, strict=True)
+            for tensor, storage in zip(matrices, self.storages or (None,) * len(matrices), strict=True)
         )
         for ref in refs:
             block = STORAGES[ref.weight_dtype].block
             if any(end % block for end in ref.rows):
                 raise ValueError(f"{self.name}: rows {rows} of a matrix in blocks of {block}; divide it between blocks")
-        return refs
+        return refs + tuple(
+            WeightRef(tensor, (0, self.experts), columns[0], "plain")
+            for tensor in (self.tensors[len(matrices) :] if self.has_bias(rows) else ())
+        )
+
+    def has_bias(self, rows: IndexSet) -> bool:
+        """Return whether the part with these rows of the matrices adds the biases: one part does."""
+        return self.biases > 0 and rows[0][0] == 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsUp(ExpertsOp):
-    """function(x @ gate_e) * (x @ up_e) over (r t, c, k): a row for each expert that a row of x chooses.
+    """function(x @ gate_e) * (x @ up_e + offset) over (r t, c, k): a row for each expert that a row of x chooses.
 
-    inputs: x, and the router's logits.
+    inputs: x, and the router's logits. limit: of gates, and of the size of up columns before the offset; 0 for none.
     """
 
     function: str
+    limit: float = 0.0
+    offset: float = 0.0
 
     kind = "experts_up"
 
@@ -71,6 +82,9 @@ class ExpertsUp(ExpertsOp):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"experts": self.experts, "chosen": self.chosen, "activation": self.function}
+        attrs |= {"limit": self.limit} if self.limit else {}
+        attrs |= {"offset": self.offset} if self.offset else {}
+        attrs |= {"bias": True} if self.has_bias(region[2]) else {}
         return Call("experts_up", self.weight_refs(region), attrs)
 
 
@@ -94,4 +108,5 @@ class ExpertsDown(ExpertsOp):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         attrs = {"experts": self.experts, "chosen": self.chosen, "normed": self.normed}
+        attrs |= {"bias": True} if self.has_bias(region[2]) else {}
         return Call("experts_down", self.weight_refs(region), attrs)

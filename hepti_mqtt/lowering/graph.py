@@ -287,32 +287,42 @@ class GraphBuilder:
         )  # fmt: skip
 
     def experts_up(
-        self, name: str, x: str, logits: str, role: str, matrices: Sequence[str], width: int, chosen: int, function: str
-    ) -> str:
-        """x [m, h], logits [m, E] -> hidden rows of chosen experts [m chosen, width]; matrices: E gates, then E ups."""
+        self, name: str, x: str, logits: str, role: str, matrices: Sequence[str], width: int, chosen: int,
+        function: str, *, biases: Sequence[str] = (), limit: float = 0.0, offset: float = 0.0,
+    ) -> str:  # fmt: skip
+        """x [m, h], logits [m, E] -> hidden rows of chosen experts [m chosen, width].
+
+        matrices: E gates, then E ups. biases: tables [E, width] of gates and ups, or none.
+        """
         m, h = self.shape_of(x)
         return self._experts(
-            ExpertsUp, name, (x, logits), role, matrices, (m * chosen, width, h), chosen, function=function
-        )
+            ExpertsUp, name, (x, logits), role, matrices, biases, (m * chosen, width, h), chosen, function=function,
+            limit=limit, offset=offset,
+        )  # fmt: skip
 
     def experts_down(
         self, name: str, hidden: str, logits: str, role: str, matrices: Sequence[str], width: int, chosen: int,
-        normed: bool,
+        normed: bool, *, biases: Sequence[str] = (),
     ) -> str:  # fmt: skip
-        """hidden [m chosen, f], logits [m, E] -> the weighted sum over chosen experts [m, width]; matrices: E downs."""
+        """hidden [m chosen, f], logits [m, E] -> the weighted sum over chosen experts [m, width].
+
+        matrices: E downs. biases: their table [E, width], or none.
+        """
         m, f = self.shape_of(logits)[0], self.shape_of(hidden)[1]
-        return self._experts(ExpertsDown, name, (hidden, logits), role, matrices, (m, width, f), chosen, normed=normed)
+        return self._experts(
+            ExpertsDown, name, (hidden, logits), role, matrices, biases, (m, width, f), chosen, normed=normed
+        )
 
     def _experts(
         self, kind: Callable[..., Op], name: str, inputs: tuple[str, str], role: str, matrices: Sequence[str],
-        space: tuple[int, ...], chosen: int, **what: Any,
+        biases: Sequence[str], space: tuple[int, ...], chosen: int, **what: Any,
     ) -> str:  # fmt: skip
         tensors = tuple(f"{matrix}.weight" for matrix in matrices)
         storages = tuple(self._storages.get(tensor) for tensor in tensors) if self._storages else ()
         unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
         return self._add(
-            name, inputs, role, tensors, kind, space=space, experts=self.shape_of(inputs[1])[1], chosen=chosen,
-            storages=storages, unit=unit, **what,
+            name, inputs, role, (*tensors, *biases), kind, space=space, experts=self.shape_of(inputs[1])[1],
+            chosen=chosen, storages=storages, unit=unit, biases=len(biases), **what,
         )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
@@ -467,18 +477,19 @@ class GraphBuilder:
         window: int = -1,
         unit: int = 1,
         together: bool = False,
+        sinks: str = "",
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
         columns: where q, k and v begin. lengths: of the items; none for one. together: rows of an item see later ones
-        of it, too. Others as `HeadedAttention` has.
+        of it, too. sinks: a vector [heads], see `CachedAttention`. Others as `HeadedAttention` has.
         """
         (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
         width = cached // 2 * group
         return self._add(
-            name, (q, *caches, at), role, (), CachedAttention, space=(m, width, rows), d=width // heads,
-            columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window, unit=unit,
-            together=together,
+            name, (q, *caches, at), role, (sinks,) if sinks else (), CachedAttention, space=(m, width, rows),
+            d=width // heads, columns=columns, group=group, scale=scale, lengths=lengths or (m,), window=window,
+            unit=unit, together=together, sinks=bool(sinks),
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:

@@ -92,9 +92,13 @@ class JsonConfig:
 
     def positive(self, key: str, default: int | None = None) -> int:
         """Return an integer >= 1."""
+        return self.whole(key, default, 1)
+
+    def whole(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """Return an integer >= `least`."""
         value = self.require(key) if default is None else self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.bad_value(key, "an integer >= 1", value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.bad_value(key, f"an integer >= {least}", value)
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -189,9 +193,9 @@ class JsonConfig:
         key: where older files have it. kind: of the layers, where several kinds have bases of their own.
         """
         parts = self.get("rope_parameters", {})
-        for part in (parts, self.get("rope_scaling", {})):
-            if not isinstance(part, Mapping):
-                raise self.bad_value("rope_parameters", "an object", part)
+        for place in ("rope_parameters", "rope_scaling"):
+            if not isinstance(part := self.get(place, {}), Mapping):
+                raise self.bad_value(place, "an object", part)
         parts = parts.get(kind) or {} if kind and kind in (parts or {}) else parts
         found = JsonConfig(f"{self.file}: rope_parameters", parts)
         found.check_keys(_ROPE_KEYS)

@@ -18,6 +18,7 @@ from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.kinds import kinds_of
+from hepti_mqtt.models.mixture import ROUTER, Experts, expert_tensors, layers_without, mixture, with_experts
 from hepti_mqtt.models.rope import Rope, read_rope
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
@@ -54,6 +55,10 @@ class Gguf(NamedTuple):
     keys: Mapping[str, str] = {}
     #: The two rows of a rotated pair of queries or keys are neighbours.
     pairs_together: bool = False
+    #: Names of parts of a layer that other architectures call otherwise.
+    parts: Mapping[str, str] = {}
+    #: What config.json says of positions that are scaled by YaRN, beside the metadata.
+    yarn: Mapping[str, Any] = {}
     #: Return what config.json says that follows from the rest of it.
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
 
@@ -62,35 +67,7 @@ def _sees_all(_config: JsonConfig, _causal: bool) -> tuple[int, ...]:
     return ()
 
 
-class Experts(NamedTuple):
-    """How config.json describes a mixture of experts."""
-
-    #: Keys of the number of experts, of how many a row chooses, and of their width.
-    number: str
-    chosen: str = "num_experts_per_tok"
-    width: str = "intermediate_size"
-    #: The flag that says whether the weights of chosen experts add up to 1; empty: they do.
-    normed: str = ""
-    #: Return the layers that have an MLP instead.
-    dense_layers: Callable[[JsonConfig], tuple[int, ...]] = lambda _: ()
-
-
-def _qwen_dense_layers(config: JsonConfig) -> tuple[int, ...]:
-    named, step = config.get("mlp_only_layers", []), config.positive("decoder_sparse_step", 1)
-    if not isinstance(named, list) or not all(type(i) is int for i in named):
-        raise config.bad_value("mlp_only_layers", "a list of numbers of layers", named)
-    return tuple(i for i in range(config.positive("num_hidden_layers")) if i in named or (i + 1) % step)
-
-
-def _mixture(layer: Mapping[str, str], router: str, *experts: str) -> Mapping[str, str]:
-    """Return what a checkpoint calls the parts of a layer that has experts.
-
-    experts: names of their gate, up and down matrices, of one expert each where they have `{}`.
-    """
-    return {**layer, "router": router, **dict(zip(("expert_gate", "expert_up", "expert_down"), experts, strict=True))}
-
-
-_QWEN_MIXTURE: Final = _mixture(
+_QWEN_MIXTURE: Final = mixture(
     _NORMED, "mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down"))
 )
 
@@ -148,7 +125,7 @@ def _qwen_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
     layers = config.positive("num_hidden_layers")
     slides = config.flag("use_sliding_window", False) and config.data.get("sliding_window", 0) is not None
     near = config.positive("sliding_window", 4096)
-    later = int(config.at_least_zero("max_window_layers", 28)) if slides else layers
+    later = config.whole("max_window_layers", 28) if slides else layers
     full = config.layer_kinds(layers, lambda i: i < later)
     if not all(full) and not (slides and causal):
         raise UnsupportedModelError(
@@ -168,6 +145,13 @@ def _gemma_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
     window = config.positive("sliding_window", 4096)
     near = window - 1 if causal else window // 2  # the window counts the token's own row
     return tuple(-1 if sees_all else near for sees_all in _gemma_full(config))
+
+
+def _alternating_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
+    """Return the windows of layers of which every second one sees all tokens."""
+    near = config.positive("sliding_window", 128) - 1
+    kinds = config.layer_kinds(config.positive("num_hidden_layers"), lambda i: bool(i % 2))
+    return tuple(-1 if sees_all else near for sees_all in kinds)
 
 
 def _gemma_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
@@ -250,6 +234,17 @@ _GEMMA3: Final = Decoder(
         derived=_gemma_scalar,
     ),
 )  # fmt: skip
+_GRANITE_GGUF: Final = Gguf(
+    "granite",
+    {"hidden_act": "silu"},
+    {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    pairs_together=True,
+)
 _GRANITE: Final = Decoder(
     "granite",
     biases=_LLAMA.biases,
@@ -257,17 +252,7 @@ _GRANITE: Final = Decoder(
     only=_WINDOWS,
     scale=lambda config, _: config.number("attention_multiplier", 1.0),
     multiplied=True,
-    gguf=Gguf(
-        "granite",
-        {"hidden_act": "silu"},
-        {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        pairs_together=True,
-    ),
+    gguf=_GRANITE_GGUF,
 )
 _EXPERT_COUNTS: Final = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 DECODERS: Final[Mapping[str, Decoder]] = {
@@ -306,7 +291,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         head_dim=0,
         kv_heads=4,
         experts=Experts(
-            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", _qwen_dense_layers
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", layers_without
         ),
         gguf=Gguf(
             "qwen3moe",
@@ -316,7 +301,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "MixtralForCausalLM": Decoder(
         "mixtral",
-        _mixture(_LAYER, "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2))),
+        mixture(_LAYER, "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2))),
         only=_WINDOWS,
         kv_heads=8,
         theta=1_000_000.0,
@@ -336,14 +321,49 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "GraniteMoeForCausalLM": _GRANITE._replace(
         model_type="granitemoe",
-        layer=_mixture(
+        layer=mixture(
             _LAYER,
             "block_sparse_moe.router.layer",
             *["block_sparse_moe.input_linear"] * 2,
             "block_sparse_moe.output_linear",
         ),
         experts=Experts("num_local_experts"),
-        gguf=None,
+        gguf=_GRANITE_GGUF._replace(name="granitemoe", keys={**_GRANITE_GGUF.keys, **_EXPERT_COUNTS}),
+    ),
+    "GptOssForCausalLM": Decoder(
+        "gpt_oss",
+        mixture(
+            _LAYER | {"sinks": "self_attn.sinks"},
+            "mlp.router",
+            *["mlp.experts.gate_up_proj"] * 2,
+            "mlp.experts.down_proj",
+        ),
+        replace(_BLOCK, sinks=True),
+        {"attention_bias": _OUT},
+        ("layer_types", "sliding_window"),
+        {"swiglu_alpha": (1.702,)},  # that of quick GELU
+        head_dim=64,
+        kv_heads=8,
+        theta=150_000.0,
+        windows=_alternating_windows,
+        experts=Experts(
+            "num_local_experts",
+            activation="quick_gelu",
+            limit=("swiglu_limit", 7.0),
+            up_offset=1.0,
+            biases=True,
+            ends=("", "_bias"),
+            alternate=True,
+            by_inputs=True,
+        ),
+        gguf=Gguf(
+            "gpt-oss",
+            {"hidden_act": "silu"},
+            _EXPERT_COUNTS
+            | {"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
+            parts={"post_attention_norm": "mlp_norm"},
+            yarn={"truncate": False},
+        ),
     ),
     "SmolLM3ForCausalLM": Decoder(
         "smollm3",
@@ -364,6 +384,7 @@ TOKENIZER_CLASSES: Final = {
     "gemma3_text": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer", "granite": "GPT2Tokenizer",
 }  # fmt: skip
+READS: Final = frozenset({"quantization_config"})
 MODEL_TYPES: Final = {name: row.model_type for name, row in DECODERS.items()}
 KINDS: Final = kinds_of("decoder")
 
@@ -374,6 +395,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     config.refuse_unknown_attention(*of.reads, *of.only)
     config.check_keys(KeyTable(frozenset(of.reads), only=of.only, closed=False))
     hidden, positions = config.positive("hidden_size"), config.positive("max_position_embeddings")
+    _check_packing(config, of)
     is_free = of.head_dim or (of.experts and config.get("head_dim", 0))  # d need not be h / a
     heads = config.positive("num_attention_heads") if is_free else config.heads(hidden)
     d = config.positive("head_dim", of.head_dim or hidden // heads)
@@ -391,16 +413,10 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         thetas=tuple(rope.theta for rope in ropes),
         windows=of.windows(config, sees_before),
         rope_divisors=tuple(rope.divisors for rope in ropes),
-        picture_rows=int(config.at_least_zero("picture_rows", 0)),
+        picture_rows=config.whole("picture_rows", 0),
     )
     if of.experts is not None:
-        number, chosen = config.positive(of.experts.number), config.positive(of.experts.chosen)
-        if chosen > number:
-            raise ModelError(f"config.json: {of.experts.chosen} {chosen} of {number} experts cannot be chosen")
-        normed = config.flag(of.experts.normed, False) if of.experts.normed else True
-        block = replace(block, experts=number, chosen=chosen, normed_experts=normed)
-        if dense := of.experts.dense_layers(config):
-            block = replace(block, dense_layers=dense, dense_mlp=config.positive("intermediate_size"))
+        block = with_experts(block, config, of.experts)
     head = _head(architecture, config, extras, of)
     if head.task == "generation" and not block.causal:
         raise UnsupportedModelError("config.json: a model that generates must see only tokens before")
@@ -418,13 +434,23 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         heads=heads,
         mlp=config.positive("intermediate_size" if of.experts is None else of.experts.width),
         norm_first=True,
-        activation=config.activation(of.activation),
+        activation=(of.experts and of.experts.activation) or config.activation(of.activation),
         norm_eps=config.number("rms_norm_eps", 1e-6) / residual**2,
         max_tokens=sentences.max_tokens(min(positions, MOST_TOKENS), extras),
         head=head,
         text=TextStem(config.positive("vocab_size"), positions, types=0, scale=root * embedding / residual),
         block=block,
     )
+
+
+def _check_packing(config: JsonConfig, of: Decoder) -> None:
+    """Raise UnsupportedModelError for weights that are quantised, unless they are the family's packed experts."""
+    how = config.get("quantization_config", None)
+    is_packed = isinstance(how, Mapping) and how.get("quant_method") == "mxfp4"
+    if how is not None and not (is_packed and of.experts is not None and of.experts.by_inputs):
+        raise UnsupportedModelError(
+            f"config.json: quantization_config {str(how)[:60]} is not supported; give the model in numbers or as GGUF"
+        )
 
 
 def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], of: Decoder) -> TaskHead:
@@ -441,21 +467,38 @@ def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], of: 
 
 def _parts(spec: ModelSpec, layer: int) -> Mapping[str, str]:
     """Return what a checkpoint calls the parts of a layer."""
-    is_sparse = spec.block.experts > 0 and layer not in spec.block.dense_layers
-    without = ("mlp_gate", "mlp_up", "mlp_down") if is_sparse else ("router", "expert_gate", "expert_up", "expert_down")
-    return {part: name for part, name in DECODERS[spec.architecture].layer.items() if part not in without}
+    without = ("mlp_gate", "mlp_up", "mlp_down") if _has_experts(spec, layer) else (ROUTER,)
+    names = DECODERS[spec.architecture].layer
+    return {part: name for part, name in names.items() if part not in without and not part.startswith("expert_")}
+
+
+def _has_experts(spec: ModelSpec, layer: int) -> bool:
+    return spec.block.experts > 0 and layer not in spec.block.dense_layers
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a decoder, from the stem to the head."""
-    base = ("model.", "")
+    base, of = ("model.", ""), DECODERS[spec.architecture]
     words = prefixed(base, "embed_tokens.weight")
     stored = (*words, causal.LOGITS) if spec.head.tied else words
     yield table("stem.word", stored, text.stem_of(spec).vocab, spec.hidden)
     for i in range(spec.layers):
-        yield from text.layer_tensors(spec, f"layers.{i}.", base, f"layers.{i}.", _parts(spec, i))
+        here = f"layers.{i}."
+        yield from text.layer_tensors(spec, here, base, here, _parts(spec, i))
+        if of.experts is not None and _has_experts(spec, i):
+            yield from expert_tensors(spec, here, base, here, of.layer, of.experts)
     yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
     yield from causal.head_tensors(spec, words)
 
 
-__all__ = ["ARCHITECTURES", "KINDS", "MODEL_TYPES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = [
+    "ARCHITECTURES",
+    "KINDS",
+    "MODEL_TYPES",
+    "READS",
+    "TOKENIZER_CLASSES",
+    "graph",
+    "reference",
+    "spec",
+    "tensors",
+]

@@ -82,7 +82,7 @@ def _of_idefics(whole: JsonConfig) -> dict[str, dict[str, Any]]:
         text.require_one_of(key, False, False)
     vision = JsonConfig(f"{whole.file}: vision_config", whole.get("vision_config", {}))
     vision.require_one_of("use_base_siglip", False, False)
-    token = int(whole.at_least_zero("image_token_id", 128257))
+    token = whole.whole("image_token_id", 128257)
     columns = text.positive("hidden_size", _LLAMA["hidden_size"])
     joint = {"square": whole.positive("scale_factor", 2), "outputs": columns, "max_image_size": None, "size": None}
     return {TEXT: {"image_token_id": token, "_flash_attn_2_enabled": None, "perceiver_config": None}, IMAGE: joint}
@@ -113,7 +113,7 @@ def _of_gemma(whole: JsonConfig) -> dict[str, dict[str, Any]]:
             f"{whole.file}: mm_tokens_per_image {rows} is not supported: squares do not fill {side} x {side} patches"
         )
     joint = {"square": side // math.isqrt(rows), "outputs": text.positive("hidden_size", _GEMMA["hidden_size"])}
-    token = int(whole.at_least_zero("image_token_id", 262144))
+    token = whole.whole("image_token_id", 262144)
     return {TEXT: {"image_token_id": token, "picture_rows": rows}, IMAGE: joint}
 
 

@@ -468,7 +468,7 @@ def quantised(spec: Spec, how: Quantised) -> Spec:
         whole = {
             s.name: storage
             for s in tensor_sources(spec)
-            if not s.stored_shape[-1] % STORAGES[storage].block and not s.name.endswith(_ROUTER)
+            if not s.matrix_shape[-1] % STORAGES[storage].block and not s.name.endswith(_ROUTER)
         }
         made = with_storages(spec, whole)
         if isinstance(made, ModelSpec) and made.storages:

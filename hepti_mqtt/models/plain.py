@@ -54,12 +54,14 @@ def attention(
     scale: float = 0.0,
     bias: Array | None = None,
     positions: tuple[Array, Array, Array] | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
 
     causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of the score of each
     query and key, [L, L, a] for sequences of up to L tokens. positions: keys and queries of buckets, [buckets, a d]
-    each, which meet queries and keys, and the bucket of each query and key [L, L].
+    each, which meet queries and keys, and the bucket of each query and key [L, L]. sinks: logits [a] that count like
+    those of keys without a value.
     """
     out, d = np.empty_like(q), q.shape[1] // heads
     for rows in sequence_slices(lengths):
@@ -82,7 +84,10 @@ def attention(
             scores[:, away > 0] = -np.inf
         if window >= 0:
             scores[:, np.abs(away) > window] = -np.inf
-        out[rows] = (softmax(scores) @ vs).transpose(1, 0, 2).reshape(out[rows].shape)
+        if sinks is not None:
+            none = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, none], axis=2)
+        out[rows] = (softmax(scores)[:, :, : len(t)] @ vs).transpose(1, 0, 2).reshape(out[rows].shape)
     return out
 
 
@@ -208,7 +213,8 @@ def _attention(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
         table = tensors["relative_bias" if n.block.shared_bias else f"{here}relative_bias"]
         side, farthest = n.block.side, n.block.farthest
         bias = grid_bias(table, side) if side else distance_bias(table, farthest, max(n.lengths))
-    out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias, positions)
+    sinks = tensors[f"{here}sinks"] if n.block.sinks else None
+    out = attention(q, k, v, n.heads, n.lengths, n.block.causal, n.window, n.block.scale, bias, positions, sinks)
     return linear(tensors, f"{here}attention_out", out)
 
 
@@ -219,10 +225,18 @@ def _experts(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
         whole = logits[i][best] if n.block.normed_experts else logits[i]
         for e in best:
             weight = np.exp(logits[i][e] - logits[i].max()) / np.exp(whole - logits[i].max()).sum()
-            own = f"{here}experts.{e}."
-            hidden = activate(n.activation, linear(tensors, f"{own}gate", row)) * linear(tensors, f"{own}up", row)
-            out[i] += weight * linear(tensors, f"{own}down", hidden)
+            gate, up = (_of_expert(tensors, here, int(e), part, row) for part in ("gate", "up"))
+            if n.block.gate_limit:
+                gate, up = np.minimum(gate, n.block.gate_limit), np.clip(up, -n.block.gate_limit, n.block.gate_limit)
+            hidden = activate(n.activation, gate) * (up + x.dtype.type(n.block.up_offset))
+            out[i] += weight * _of_expert(tensors, here, int(e), "down", hidden)
     return out
+
+
+def _of_expert(tensors: Tensors, here: str, e: int, part: str, row: Array) -> Array:
+    """Return the product of a row with a matrix of an expert, and its bias."""
+    product, biases = row @ tensors[f"{here}experts.{e}.{part}.weight"], tensors.get(f"{here}experts.{part}.bias")
+    return np.asarray(product if biases is None else product + biases[e])
 
 
 def _mlp(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:

@@ -130,8 +130,10 @@ def _scaled(part: JsonConfig, how: str, d: int, theta: float) -> Rope:
     part.check_keys(KeyTable(_COMMON | keys, only={"partial_rotary_factor": (1.0, 1)}))
     part.require("factor")
     factor = part.number("factor", 1.0)
-    if factor < 1 or theta <= 1:
-        raise ModelError(f"{part.file}: a factor of {factor} and a base of {theta} make no sense; both are at least 1")
+    if factor < 1:
+        raise part.bad_value("factor", "at least 1", factor)
+    if theta <= 1:
+        raise part.bad_value("rope_theta", "greater than 1 where positions are scaled", theta)
     kept = kept_by(part, d, theta)
     divisors = tuple(float(v) for v in 1 / ((1 - kept) / factor + kept))
     return Rope(theta, divisors, _attention_factor(part, factor) ** 2 if how == "yarn" else 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,20 @@ class Projected:
         return np.asarray(x @ read(self.matrix).astype(np.float64).T + read(self.bias))
 
 
+class Place(NamedTuple):
+    """Where a checkpoint may store a tensor as a part of another one."""
+
+    name: str
+    #: Shape of the whole stored tensor.
+    shape: tuple[int, ...]
+    #: First row of the part, or first element of a row where it has all rows.
+    first: int
+    #: Distance between rows or elements of the part.
+    step: int = 1
+    #: The stored rows are the inputs of matrices, [matrices, in, out].
+    by_inputs: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """One tensor: its canonical name and shape, and how a checkpoint stores it.
@@ -110,8 +124,7 @@ class TensorSource:
     channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
     reading, as a factor of each stored row, or, of a vector, which is then stored as the norm's bias, with what the
     norm does to `convolution_bias`, if anything. factor: alternative names of a vector by which each stored row, or
-    element, is multiplied. resized, projected: what becomes of its rows. first: where it begins in what is stored,
-    which other tensors are parts of too: at which of its rows, or elements; None where it is all of it.
+    element, is multiplied. resized, projected: what becomes of its rows.
     """
 
     name: str
@@ -127,7 +140,8 @@ class TensorSource:
     factor: tuple[str, ...] = ()
     resized: Resized | None = None
     projected: Projected | None = None
-    first: int | None = None
+    #: Parts of other tensors that it may be, in the order of preference; the first one is what `model make` writes.
+    places: tuple[Place, ...] = ()
 
     @property
     def primary_name(self) -> str:
@@ -137,6 +151,16 @@ class TensorSource:
     def factor_name(self, stored: Container[str]) -> str:
         """Return the factor's name among those of a checkpoint; empty without a factor."""
         return chosen(self.factor, stored)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Return the rows and columns of the tensor as it is read from a checkpoint; a vector is one row."""
+        rows, columns = (1, *self.shape)[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def place_in(self, stored: Container[str]) -> Place | None:
+        """Return the place that a checkpoint has, else the first; None for a tensor without places."""
+        return next((place for place in self.places if place.name in stored), next(iter(self.places), None))
 
     def folded_shapes(self, stored: Container[str] = ()) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the other tensors that it is made of in a checkpoint, which has those of `stored`."""
@@ -205,7 +229,9 @@ def conv1d(name: str, prefixes: Iterable[str], stored: str, n_in: int, n_out: in
 
 def fused(source: TensorSource, first: int, rows: int) -> TensorSource:
     """Return the source as a part of a stored tensor, from row or element `first` on."""
-    return replace(source, first=first, stored_shape=(rows, *source.stored_shape[1:]))
+    shape = (rows, *source.stored_shape[1:])
+    places = tuple(Place(name, shape, first) for name in source.stored)
+    return replace(source, places=places, stored_shape=shape)
 
 
 def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = True) -> tuple[TensorSource, ...]:

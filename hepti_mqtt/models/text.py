@@ -160,16 +160,15 @@ def layer_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of a layer; called: what a checkpoint calls each part of it below `stored`.
 
-    Parts of one name lie below each other in it. A name with `{}` is of each expert; parts of experts without it hold
-    all of them, one below the other. width: columns of its inputs and results, by default all. matrix: how its matrices
-    are stored.
+    Parts of one name lie below each other in it. width: columns of its inputs and results, by default all. matrix: how
+    its matrices are stored.
     """
     w, f, d, biases = width or spec.hidden, spec.mlp, spec.head_dim, spec.block.biases
     q, kv, dense_mlp = spec.heads * d, spec.kv_heads * d, spec.block.dense_mlp or f
     sizes = {
         "query": (w, q), "key": (w, kv), "value": (w, kv), "qkv": (w, q + 2 * kv), "attention_out": (q, w),
         "mlp_gate": (w, dense_mlp), "mlp_up": (w, dense_mlp), "mlp_down": (dense_mlp, w),
-        "router": (w, spec.block.experts), "expert_gate": (w, f), "expert_up": (w, f), "expert_down": (f, w),
+        "router": (w, spec.block.experts),
     }  # fmt: skip
     of_bias = {"query": "qkv", "key": "qkv", "value": "qkv", "mlp_gate": "mlp_up"}
     normed = {"query_norm": q, "key_norm": kv} if spec.block.row_norms else {"query_norm": d, "key_norm": d}
@@ -178,15 +177,8 @@ def layer_tensors(
         before = sum(together[: [p for p, n in called.items() if n == name].index(part)])
         if part.endswith("_norm"):
             yield from norm(f"{here}{part}", base, stored + name, normed.get(part, w), spec.block.norm_bias)
-        elif part.startswith("expert_"):
-            for e in range(spec.block.experts):
-                of_expert = f"{here}experts.{e}.{part.removeprefix('expert_')}.weight"
-                source = weight(of_expert, prefixed(base, f"{stored}{name.format(e)}.weight"), *sizes[part])
-                if "{}" not in name:
-                    rows = sum(together)
-                    shape = (spec.block.experts, rows, sizes[part][0])
-                    source = replace(source, first=e * rows + before, stored_shape=shape)
-                yield source
+        elif part == "sinks":
+            yield vector(f"{here}{part}", prefixed(base, stored + name, f"{stored}{name}.weight"), spec.heads)
         else:
             made = matrix(f"{here}{part}", base, stored + name, *sizes[part])
             made = made if of_bias.get(part, part) in biases else tuple(made)[:1]

@@ -82,6 +82,12 @@ class BlockSpec:
     experts: int = 0
     chosen: int = 0
     normed_experts: bool = True
+    #: Gates of experts are at most so large, and up columns within it; 0 for no limit.
+    gate_limit: float = 0.0
+    #: Added to up columns of experts.
+    up_offset: float = 0.0
+    #: Each head has a learnt logit that takes weight from all keys.
+    sinks: bool = False
     #: Layers of a mixture that have an MLP instead, and its width.
     dense_layers: tuple[int, ...] = ()
     dense_mlp: int = 0
@@ -431,6 +437,7 @@ def _attend(net: GraphBuilder, name: str, stored: str, qkv: str, n: Layer, q: in
         return net.cached_attention(
             f"{name}attention", qkv, caches, n.at, heads=n.heads, columns=(0, 0, kv), group=n.group, scale=block.scale,
             lengths=n.lengths, window=n.window, unit=unit, together=n.together,
+            sinks=f"{stored}sinks" if block.sinks else "",
         )  # fmt: skip
     return net.attention(
         f"{name}attention", qkv, qkv, roles.ATTENTION, heads=n.heads, width=q, columns=(0, q, q + kv),
@@ -447,11 +454,19 @@ def expert_names(stored: str, experts: int, *parts: str) -> tuple[str, ...]:
 def _mlp(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     if n.experts:
         count, top, width = n.experts, n.block.chosen, net.shape_of(x)[1]
-        logits = net.linear(f"{name}router", x, roles.ROUTER, {f"{stored}router": count}, bias=False)  # [m, E]
-        matrices = expert_names(stored, count, "gate", "up")
-        hidden = net.experts_up(f"{name}up", x, logits, roles.MLP_UP, matrices, n.mlp, top, n.activation)
-        matrices, normed = expert_names(stored, count, "down"), n.block.normed_experts
-        return net.experts_down(f"{name}down", hidden, logits, roles.MLP_DOWN, matrices, width, top, normed)
+        logits = net.linear(
+            f"{name}router", x, roles.ROUTER, {f"{stored}router": count}, bias="router" in n.block.biases
+        )  # [m, E]
+        biases = {part: f"{stored}experts.{part}.bias" for part in ("gate", "up", "down")}
+        biases = biases if "experts" in n.block.biases else {}
+        hidden = net.experts_up(
+            f"{name}up", x, logits, roles.MLP_UP, expert_names(stored, count, "gate", "up"), n.mlp, top, n.activation,
+            biases=[*biases.values()][:2], limit=n.block.gate_limit, offset=n.block.up_offset,
+        )  # fmt: skip
+        return net.experts_down(
+            f"{name}down", hidden, logits, roles.MLP_DOWN, expert_names(stored, count, "down"), width, top,
+            n.block.normed_experts, biases=[*biases.values()][2:],
+        )  # fmt: skip
     bias = "mlp_up" in n.block.biases
     up = net.linear(f"{name}up", x, roles.MLP_UP, {f"{stored}mlp_up": n.mlp}, bias=bias)  # [m, f]
     if n.block.gated:

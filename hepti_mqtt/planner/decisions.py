@@ -97,20 +97,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The active plan, others that may serve instead, and what requests there are.
-
-    period_s: from one request to the next. busy: part of the time in which requests run, of all models. search_s: until
-    a move begins. may_try: whether nothing is tried already, nor forbidden. tried: methods that were tried within the
-    hour. is_unclear: devices may be changing, and the next run tells: what slows all of them down is seen of one first.
-    """
+    """The active plan, others that may serve instead, and what requests there are."""
 
     active: Option | None
     options: Sequence[Option]
-    period_s: float
-    busy: float = 1.0
-    search_s: float = 0.5
-    may_try: bool = True
-    tried: AbstractSet[StrategyKey] = frozenset()
+    period_s: float  #: from one request to the next
+    busy: float = 1.0  #: part of the time in which requests of all models run
+    search_s: float = 0.5  #: until a move begins
+    waiting: int = 0  #: requests without a plan; their clients are expected to ask again when they have the answer
+    may_try: bool = True  #: nothing is on trial, and trials are allowed
+    tried: AbstractSet[StrategyKey] = frozenset()  #: methods that had a trial within the hour
+    #: Devices may be changing, and the next run tells: what slows all of them down shows on one of them first.
     is_unclear: bool = False
 
 
@@ -187,15 +184,24 @@ def decide(situation: Situation) -> Verdict:
 
 
 def _without_plan(situation: Situation, option: Option, best: Option) -> Assessment:
-    """Assess a first plan: requests wait for its load, and it serves until the best plan has loaded too."""
-    waiting_s = _waiting_s(option.load_s, situation.period_s)
+    """Assess a first plan: requests wait for its load, and it serves until the best plan has loaded too.
+
+    Requests come at the pace of the past, and one after another from each client that waits now: such a client loses
+    the time until the first answer, which counts `cost_factor` times because it may give up, and then the part of each
+    request by which the best plan is faster.
+    """
     cost, least = float(option.cost.mean()), float(best.cost.mean())
+    gain = 1 - least / max(cost, 1e-12)
+    share = load_share(gain)
     serves_s = max(RULE.horizon_s - option.load_s, 0.0)
-    next_s = best.load_s / load_share(1 - least / max(cost, 1e-12)) + situation.search_s + RULE.ready_s
+    next_s = best.load_s / share + situation.search_s + RULE.ready_s
     until_s = serves_s if option is best else min(next_s, serves_s)
-    requests = serves_s / situation.period_s
-    value_s = -(waiting_s + (until_s * cost + (serves_s - until_s) * least) / situation.period_s)
-    return Assessment(option, 0.0, 1.0, requests, waiting_s, value_s, "must", "nothing serves")
+    waiting_s = _waiting_s(option.load_s, situation.period_s)
+    lost_s = RULE.cost_factor * situation.waiting * (option.load_s + RULE.ready_s)
+    lost_s += 0.0 if option is best else situation.waiting * until_s * (1 - (1 - gain) * (1 - share))
+    rate = 1 / situation.period_s + situation.waiting / max(float(option.seconds.mean()), 1e-12)
+    value_s = -(waiting_s + lost_s + (until_s * cost + (serves_s - until_s) * least) / situation.period_s)
+    return Assessment(option, 0.0, 1.0, serves_s * rate, waiting_s + lost_s, value_s, "must", "nothing serves")
 
 
 def _waiting_s(load_s: float, period_s: float) -> float:

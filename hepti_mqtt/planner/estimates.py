@@ -158,10 +158,10 @@ class SiteEstimates:
         self._carried = {(probed, key): x for (probed, key), x in self._carried.items() if name not in key}
         self._read = None
 
-    def lacks_rate(self, name: str) -> bool:
-        """Return whether plans are made with an assumed rate of a device's link."""
+    def has_link(self, name: str) -> bool:
+        """Return whether a link is between a device and its peers: it has an endpoint off its own machine."""
         device = self._devices.get(name)
-        return device is not None and device.assumed is not None and ("rate up", (name,)) not in self._quantities
+        return device is not None and device.assumed is not None
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class SiteEstimates:
             if (seconds := device.news("frame", _typical_s(cost))) is not None:
                 device.frame_cost = cost
                 self._observe("frame", (name,), log(seconds), "fit", 1.0, now)
-        self._record_edges(name, device, heartbeat.edges, now)
+        self._record_edges(name, device, heartbeat.edges, now, loading=loading)
         probed: dict[str, tuple[float | None, float | None]] = {
             BROKER: (heartbeat.round_trip_s, heartbeat.bandwidth_bytes_per_s)
         }
@@ -195,9 +195,11 @@ class SiteEstimates:
         for peer, (round_trip_s, bytes_per_s) in probed.items():
             key = (name, peer)
             seconds, rate = device.news(f"round trip {peer}", round_trip_s), device.news(f"rate {peer}", bytes_per_s)
-            if seconds is not None and not (is_shared and ("round trip", key) in self._quantities):
-                self._observe("round trip", key, log(seconds), "idle", weight, now)
-            if rate is not None and not (is_shared and ("pair rate", key) in self._quantities):
+            # Work of a device only adds to a round trip, so a shorter one counts at any time.
+            if seconds is not None and (not is_shared or seconds < self._round_trip_s(name, peer)):
+                self._observe("round trip", _ends(name, peer), log(seconds), "idle", weight, now)
+            # Tiles share the link, and what they leave says nothing of the rate that runs will have.
+            if rate is not None and not loading and not (is_shared and ("pair rate", key) in self._quantities):
                 self._record_rate(key, _log_rate(rate), "idle", weight, now)
 
     def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
@@ -262,8 +264,10 @@ class SiteEstimates:
         lines = min(self._quantities[line].mean for line in _lines(key) if line in self._quantities)
         pair.observe(value - lines, stream, OF_PAIR * weight, now)
 
-    def _record_edges(self, name: str, device: _Device, edges: Mapping[str, PeerStats], now: float) -> None:
-        """Take what came from peers since the last heartbeat, where that says enough."""
+    def _record_edges(
+        self, name: str, device: _Device, edges: Mapping[str, PeerStats], now: float, *, loading: bool
+    ) -> None:
+        """Take what came from peers since the last heartbeat, where that says enough; tiles say nothing."""
         for peer, told in edges.items():
             nbytes, us = device.timed.get(peer, (told.timed_bytes, told.timed_us))
             more, more_us = told.timed_bytes - nbytes, told.timed_us - us
@@ -271,7 +275,7 @@ class SiteEstimates:
                 device.timed.setdefault(peer, (nbytes, us))
                 continue
             device.timed[peer] = (told.timed_bytes, told.timed_us)
-            if more > 0 and more_us > 0:
+            if more > 0 and more_us > 0 and not loading:
                 self.record_edge(peer, name, 1e6 * more / more_us, now)
 
     def begin_plan(self, names: Collection[str]) -> None:
@@ -324,17 +328,23 @@ class SiteEstimates:
         round_trip_s = self._exp_mean("round trip", (name, BROKER), 2 * Link().latency_s)
         return Link(round_trip_s / 2, bytes_per_s, bytes_per_s)
 
-    def peer_link(self, source: str, target: str) -> PeerLink | None:
-        """Return the mean link from one device straight to another; None before it was probed."""
-        if ("round trip", (source, target)) not in self._quantities:
-            return None
-        round_trip_s = self._exp_mean("round trip", (source, target), 0.0)
-        return PeerLink(round_trip_s / 2, self._bytes_per_s((source, target)))
+    def peer_link(self, source: str, target: str) -> PeerLink:
+        """Return the mean link from one device straight to another.
+
+        Before it was probed its latency is the prior's, or less if the broker answers both ends sooner: round trips to
+        the broker include the work of a machine that is not on the way.
+        """
+        return PeerLink(self._round_trip_s(source, target) / 2, self._bytes_per_s((source, target)))
+
+    def _round_trip_s(self, source: str, target: str) -> float:
+        if target == BROKER:
+            return self._exp_mean("round trip", (source, BROKER), inf)
+        by_broker_s = 2 * (self.link(source).latency_s + self.link(target).latency_s)
+        return self._exp_mean("round trip", _ends(source, target), min(by_broker_s, exp(PRIORS["round trip"].mean)))
 
     def peer_links(self, source: str) -> dict[str, PeerLink]:
         """Return the mean links of a device straight to others."""
-        targets = {key[1] for what, key in self._quantities if what == "round trip" and key[0] == source}
-        return {t: x for t in sorted(targets - {BROKER}) if (x := self.peer_link(source, t)) is not None}
+        return {target: self.peer_link(source, target) for target in sorted(self._devices) if target != source}
 
     def _bytes_per_s(self, key: Key) -> float | None:
         """Return the mean rate of a pair, None before it was measured."""
@@ -530,6 +540,11 @@ def _lines(key: Key) -> tuple[Name, ...]:
     source, target = key
     there: tuple[Name, ...] = (("rate up", (source,)), ("rate down", (target,)))
     return (*there, ("rate down", (source,))) if target == BROKER else there
+
+
+def _ends(source: str, target: str) -> Key:
+    """Return the key of a round trip: peers that probe each other measure the same one."""
+    return (source, target) if BROKER in (source, target) else (min(source, target), max(source, target))
 
 
 def _whose(what: What, key: Key) -> str:

@@ -369,7 +369,7 @@ class RequestHandler:
         }
         if context.model_input.new_tokens:
             fields["final"] = True
-            fields["cached_tokens"] = 0 if request.generation is None else request.generation.reused_rows
+            fields["cached_tokens"] = 0 if request.generation is None else request.generation.session.reused_rows
         head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(fields, allow_nan=False)[1:]}'.encode()

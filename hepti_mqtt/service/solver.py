@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -143,46 +142,55 @@ class MeasuredErrors:
         """Read the cached errors; a missing or damaged file only slows down the first search."""
         if self._kept is None:
             return
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        try:
             data = json.loads(self._kept.read_text())
             wire = {(str(method), int(count), _WIRE[wire]): float(error) for method, count, wire, error in data["wire"]}
             weights = {_WEIGHTS[dtype]: float(error) for dtype, error in data["weights"].items()}
-            self.wire, self.weights = wire, weights
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("%s cannot be read, so errors of narrow numbers are measured again: %r", self._kept, error)
+            return
+        self.wire, self.weights = wire, weights
 
     def _write(self) -> None:
         if self._kept is None:
             return
         data = {"wire": [[*key, error] for key, error in self.wire.items()], "weights": self.weights}
-        with suppress(OSError):
+        try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._kept, json.dumps(data).encode())
+        except OSError as error:
+            _log.warning("%s cannot be written, so the next start measures again: %s", self._kept, error)
 
 
 def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
     """Return the result of a search, with the active plan's price under the same measurements, or its error."""
     try:
-        decision, active = _search(command, accuracy)
+        decision, active, is_whole = _search(command, accuracy)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
     except Exception as error:  # requests that wait need an end, whatever mistake there is in a strategy
         _log.exception("the search for a plan of %s failed", command.model)
         return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
-    return Solved(command.model, command.ticket, decision, active)
+    return Solved(command.model, command.ticket, decision, active, is_whole=is_whole)
 
 
-def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None]:
+def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None, bool]:
+    """Return the decision, the active plan's price, and whether the search looked at all that a whole one would."""
     question, kind = command.question, command.kind
     if question.weight_dtype != "f32" and accuracy is not None:
         question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
     if command.recalled is not None:
         question = replace(question, errors={} if accuracy is None else accuracy.wire)
-        return decide_recalled(question, command.recalled), None
+        return decide_recalled(question, command.recalled), None, False
     _load()
     if kind is SearchKind.HURRIED:
         # Plans with loaded weights need no budget: they are priced first.
         is_first = question.active is None and not question.residents
         budget = Budget(SEARCHES[kind].budget_s if is_first else 0.0, time.thread_time)
-        return with_loads(question, decide_hurried(replace(question, budget=budget)), None), None
+        decision = with_loads(question, decide_hurried(replace(question, budget=budget)), None)
+        return decision, None, is_first and question.accuracy is None and not budget.is_spent
     if kind is SearchKind.BRIEF:
         question = replace(question, budget=Budget(SEARCHES[kind].budget_s))
     if kind is SearchKind.NAMED:
@@ -191,4 +199,4 @@ def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, 
         accuracy = accuracy or MeasuredErrors(question.spec, {})
         decision = decide_within_accuracy(question, accuracy.wire, accuracy.measure_wire)
     active = None if command.active is None else simulate_plan(question, command.active)
-    return with_loads(question, decision, active), active
+    return with_loads(question, decision, active), active, kind is SearchKind.WHOLE

@@ -25,6 +25,7 @@ KIND = {
     "q5_k": 13,
     "q6_k": 14,
     "bf16": 30,
+    "mxfp4": 39,
 }
 LAYER = {
     "attention_norm": "attn_norm",
@@ -41,6 +42,7 @@ LAYER = {
     "key_norm": "attn_k_norm",
     "attention_out_norm": "post_attention_norm",
     "mlp_down_norm": "post_ffw_norm",
+    "sinks": "attn_sinks",
 }
 WHOLE = {"stem.word": "token_embd", "final_norm": "output_norm", "head.decoder": "output"}
 
@@ -130,9 +132,19 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([lower.reshape(-1), upper.reshape(-1), scales.view(np.uint8), _half(scale)])
 
 
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _mxfp4(x: np.ndarray) -> np.ndarray:
+    top = np.abs(x).max()
+    exponent = int(np.floor(np.log2(top))) - 2 if top else -127
+    q = np.abs(x[:, None] / 2.0**exponent - FP4).argmin(axis=1).astype(np.uint8)
+    return np.concatenate([np.array([exponent + 127], np.uint8), q[:16] | q[16:] << 4])
+
+
 _BLOCK = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q5_k": _q5_k,
-    "q6_k": _q6_k,
+    "q6_k": _q6_k, "mxfp4": _mxfp4,
 }  # fmt: skip
 
 
@@ -194,20 +206,24 @@ def converted(
         config = whole.config
     stored: dict[str, tuple[np.ndarray, str]] = {}
     for name, array in tensors.items():
-        own, end = name.rsplit(".", 1) if name != "stem.word" else (name, "weight")
+        own, end = (name, "weight") if name.endswith(("stem.word", "sinks")) else name.rsplit(".", 1)
         values, how = (array.T if array.ndim == 2 and own != "stem.word" else array), "f32"
         if ".experts." in own:
-            _, layer, _, expert, part = own.split(".")
+            _, layer, _, *expert, part = own.split(".")
+            if end == "bias":
+                stored[f"blk.{layer}.ffn_{part}_exps.bias"] = array, "f32"
+                continue
             whole = stored.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", (np.empty((0, *values.shape)), storage))
-            assert len(whole[0]) == int(expert)
+            assert [str(len(whole[0]))] == expert
             how = "f16" if values.shape[1] % STORAGES[storage].block else storage
             stored[f"blk.{layer}.ffn_{part}_exps.weight"] = np.concatenate([whole[0], values[None]]), how
             continue
         if own.startswith("layers."):
             _, layer, part = own.split(".")
-            if part in ("query", "key") and architecture in ("llama", "smollm3", "granite"):
+            if part in ("query", "key") and architecture in ("llama", "smollm3", "granite", "granitemoe"):
                 values = permuted(values, spec.heads if part == "query" else spec.kv_heads)
-            own = f"blk.{layer}.{LAYER[part]}"
+            is_other = architecture == "gpt-oss" and part == "mlp_norm"
+            own = f"blk.{layer}.{'post_attention_norm' if is_other else LAYER[part]}"
         else:
             own = WHOLE[own]
             if own == "output" and spec.head.tied:

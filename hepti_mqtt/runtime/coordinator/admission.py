@@ -68,7 +68,7 @@ class Admission:
 
     def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
         """Queue a request in its group, or refuse it if there is no plan and none to come."""
-        group.pace.record_request(now)
+        group.pace.record_request(now, served=group.plans.in_use is not None)
         if group.error is not None and not group.plans.may_serve():
             return [RefuseRequest(request, group.error)]
         self._number += 1

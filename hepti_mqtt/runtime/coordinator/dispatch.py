@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -117,9 +117,6 @@ class Dispatcher:
         """Return when the next delayed batch is due; infinity if there is none."""
         return min(self._held.values(), default=inf)
 
-    def _runs(self) -> Iterator[Run]:
-        return (run for group in self._groups for run in group.runs.values())
-
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch queued requests of a model while a plan is active and the limit of concurrent runs allows."""
         groups, out = self._groups.of_model(name), list[CoordinatorCommand]()
@@ -232,9 +229,6 @@ class Dispatcher:
             *(self._orders.command(device, left) for device in run.plan.devices if device not in plan.devices),
         ]
 
-    def _searches(self) -> bool:
-        return any(group.plans.searching is not None for group in self._groups)
-
     def _dispatch(
         self,
         group: PlanGroup,
@@ -276,9 +270,10 @@ class Dispatcher:
         # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
         overdue = now + min(patience_s, OVERDUE_MAX_S)
-        others = [run for run in self._runs() if run.is_computing]
+        others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
             run.beside.alone = False
+        searches = any(other.plans.searching is not None for other in self._groups)
         ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         group.runs[run_id] = Run(
             run_id,
@@ -288,7 +283,7 @@ class Dispatcher:
             group.cluster(),
             RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
             sent,
-            BesideRun(not others and before is None, only_search=self._searches()),
+            BesideRun(not others and before is None, only_search=searches),
             kind,
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),

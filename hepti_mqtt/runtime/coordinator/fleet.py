@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
-FIRST_RATE_S: Final = 2.5  # after a device is online: its third heartbeat has the rate of its link
+FIRST_PROBES_S: Final = 2.5  # after a device is online, until its link was measured a few times
 UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
 QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
@@ -490,9 +490,9 @@ class Fleet:
         return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
 
     def is_measuring(self, now: float) -> bool:
-        """Return whether the rate of a usable device's link is not measured yet, and soon will be."""
-        young = (m.name for m in self.usable().values() if now - m.online_s < FIRST_RATE_S)
-        return any(map(self.estimates.lacks_rate, young))
+        """Return whether a usable device that is not on the broker's machine measures its link for the first time."""
+        young = (m.name for m in self.usable().values() if now - m.online_s < FIRST_PROBES_S)
+        return any(map(self.estimates.has_link, young))
 
     def refusal_reasons(self) -> list[str]:
         """Return why devices that are there are not used."""

@@ -85,16 +85,14 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The search is over: a decision with the active plan's price under the same measurements, or an error.
-
-    active: None if there was none.
-    """
+    """The search is over: a decision with the active plan's price under the same measurements, or an error."""
 
     model: str
     ticket: int
     decision: Decision | None
-    active: Candidate | None = None
+    active: Candidate | None = None  #: None if there was none
     error: HeptiError | None = None
+    is_whole: bool = False  #: a search of another kind looked at all that a whole one would
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class KvCaches:
         generation.session.left.clear()
         generation.states.clear()
         if not generation.text.tokens:
-            generation.reused_rows = min(generation.session.rows, len(generation.prompt))
+            generation.session.reused_rows = min(generation.session.rows, len(generation.prompt))
         room_rows = self.room_rows(group) - reserved_rows(group, version) - rows_of_text(generation)
         ended += self._held.make_room(version, room_rows, 0 if prefix is None else prefix.session)
         return self.end(group, version, ended)

@@ -258,8 +258,12 @@ class PlanGroups:
         """Return all requests for a model that wait or run; one of several runs comes several times."""
         return [request for group in self.of_model(model) for request in group.requests()]
 
+    def runs(self) -> Iterator[Run]:
+        """Yield all runs under way."""
+        return (run for group in self for run in group.runs.values())
+
     def plan_versions(self) -> set[PlanVersion]:
-        """Return the plans of all plans that devices may hold."""
+        """Return the plan versions that devices may hold."""
         return {plan_version for group in self for plan_version in group.plans.versions()}
 
     def new_illegal_steps(self) -> str | None:

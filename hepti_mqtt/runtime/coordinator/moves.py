@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one that is asked once in this time
 HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-PACE_WEIGHT: Final = 0.1  # of the last interval between two requests
+PACE_COUNT: Final = 10  # intervals between requests that the pace remembers
 LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
 
 # Before any search was measured:
@@ -52,27 +52,34 @@ WORK_WEIGHT: Final = 0.3  # of the last search, or run during one
 
 
 class RequestPace:
-    """How often a model is asked."""
+    """How often requests for a model come: the geometric mean of intervals, over about the last `PACE_COUNT`.
+
+    A long pause between two series of requests would hide their pace from an arithmetic mean for the next fifty.
+    """
 
     def __init__(self) -> None:
-        self._usual_s: float | None = None
-        self.last_s = float("-inf")
+        self._usual_s = IN_USE_S
+        self._count = 0  #: of intervals, at most `PACE_COUNT`
+        self.last_s = float("-inf")  #: of the last request, or the begin of service for requests that waited
 
-    def record_request(self, now: float) -> None:
-        """Take a request."""
-        since_s = min(now - self.last_s, IN_USE_S)
-        if self.last_s > float("-inf"):
-            before = since_s if self._usual_s is None else self._usual_s
-            self._usual_s = before + PACE_WEIGHT * (since_s - before)
+    def record_request(self, now: float, *, served: bool = True) -> None:
+        """Record a request; served: a plan was in use: what comes without one says nothing of later requests."""
+        interval_s = max(min(now - self.last_s, IN_USE_S), LEAST_PERIOD_S)
+        if served and self.last_s > float("-inf"):
+            self._count = min(self._count + 1, PACE_COUNT)
+            self._usual_s *= (interval_s / self._usual_s) ** (1 / self._count)
+        self.last_s = now
+
+    def begin_service(self, now: float) -> None:
+        """Measure the next interval from now: requests have waited for a plan, and their clients for answers."""
         self.last_s = now
 
     def period_s(self, now: float) -> float:
         """Return the seconds from one request to the next, at most `IN_USE_S`."""
-        usual_s = IN_USE_S if self._usual_s is None else self._usual_s
-        return max(min(max(usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
+        return max(min(max(self._usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
 
     def is_in_use(self, now: float) -> bool:
-        """Return whether somebody asked recently."""
+        """Return whether a request came recently."""
         return now - self.last_s < IN_USE_S
 
 
@@ -190,9 +197,8 @@ class Moves:
         return replace(option, seconds=option.seconds * group.durations.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the plan that serves or loads is to be judged: now and then, and after a change at once."""
-        plans = group.plans
-        record = plans.active or plans.preparing
+        """Return whether the active plan is to be judged: now and then, and after a change at once."""
+        plans, record = group.plans, group.plans.active
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
         if plans.preparing is not None and plans.preparing.state == "swapping":
@@ -209,6 +215,7 @@ class Moves:
             options,
             group.pace.period_s(now),
             self.busy(now),
+            waiting=len({id(item.request) for item in group.queue}) if group.unserved else 0,
             may_try=free and not self._is_trying(group),
             tried=tried,
             is_unclear=self._fleet.estimates.is_unclear(group.active_devices, now),

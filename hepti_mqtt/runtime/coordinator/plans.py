@@ -142,21 +142,15 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the planner serves.
-
-    manifest: hash of the manifest of its weights. default_length: the length that plans are optimised for at first.
-    pins: what the planner's user fixed; a request may carry others, which hold for that request alone. batching: which
-    requests run together.
-    """
+    """A model that the planner serves."""
 
     name: str
     spec: Spec
-    manifest: bytes
-    default_length: int = 128
-    pins: Pins = field(default_factory=Pins)
-    batching: Batching = field(default_factory=Batching)
-    #: Tiles of its weights, None if nobody loads them.
-    tiles: TileMap | None = None
+    manifest: bytes  #: hash of the manifest of its weights
+    default_length: int = 128  #: that plans are optimised for at first
+    pins: Pins = field(default_factory=Pins)  #: of the planner's user; those of a request hold for that request alone
+    batching: Batching = field(default_factory=Batching)  #: which requests run together
+    tiles: TileMap | None = None  #: of its weights, None if nobody loads them
 
     def block_count(self, shape: RequestShape) -> int:
         """Return how many blocks the graph of a request has."""
@@ -165,14 +159,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlanSnapshot:
-    """A plan that is active or being prepared, with the measurements it was chosen by.
-
-    simulated: the search's own simulation of this very plan by these measurements, None if it simulated another one.
-    """
+    """A plan that is active or being prepared."""
 
     plan: Plan
-    cluster: Cluster
-    simulated: SimulatedRequest | None = None
+    cluster: Cluster  #: measurements that it was chosen by
+    simulated: SimulatedRequest | None = None  #: of this plan by these measurements, None if the search has none
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,29 +219,22 @@ class Search:
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
-    """A plan that a search found, from its preparation on.
-
-    begun_s, prepare_sent_s, progress_s: when its preparation began, a Prepare was last sent, and a device last
-    answered. transaction_id: of its Prepare. device_progress_s: last progress by device. progress_bytes: (loaded, all)
-    bytes of weights by device; published_s: when these were last published. waits_for: plan versions that make room
-    while it is swapping. suspect_versions: replicas under which a run never ended; they get no more runs. run_count:
-    runs by themselves that have ended.
-    """
+    """A plan from its preparation on."""
 
     plan: Plan
     decision: Decision
-    transaction_id: int
-    progress_s: float
+    transaction_id: int  #: of its Prepare
+    progress_s: float  #: when a device last answered
     state: PlanState
     unready_devices: set[str] = field(default_factory=set)
-    prepare_sent_s: float = float("-inf")
-    progress_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    published_s: float = float("-inf")
-    waits_for: frozenset[PlanVersion] = frozenset()
-    begun_s: float = 0.0
-    device_progress_s: dict[str, float] = field(default_factory=dict)
-    suspect_versions: set[PlanVersion] = field(default_factory=set)
-    run_count: int = 0
+    prepare_sent_s: float = float("-inf")  #: when a Prepare was last sent
+    progress_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)  #: (loaded, all) weights by device
+    published_s: float = float("-inf")  #: when the progress was last published
+    waits_for: frozenset[PlanVersion] = frozenset()  #: plans that make room while it is swapping
+    begun_s: float = 0.0  #: start of its preparation
+    device_progress_s: dict[str, float] = field(default_factory=dict)  #: last progress by device
+    suspect_versions: set[PlanVersion] = field(default_factory=set)  #: replicas whose runs do not end: they get no more
+    run_count: int = 0  #: runs that were alone on their devices
     move: Assessment | None = None  #: by which the rule chose it; None: it served before
 
     @property

@@ -37,10 +37,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is fixed of a model's plans; the planner chooses where a field is None.
-
-    accuracy: the largest relative error that a narrow wire dtype may cause; the planner chooses the wire then.
-    """
+    """What is fixed of a model's plans; the planner chooses where a field is None."""
 
     strategy: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +46,7 @@ class Pins:
     weight_dtype: WeightDtype = "f32"
     route: Route | None = None
     objective: Objective = "latency"
-    accuracy: float | None = None
+    accuracy: float | None = None  #: largest relative error of a narrow wire dtype, which the planner then chooses
 
     @property
     def is_unpinned(self) -> bool:
@@ -83,32 +80,25 @@ LEAST_TOKEN_S: Final = 1e-6
 
 @dataclass(slots=True)
 class Request:
-    """A user's request; `reply_context` is the shell's own handle for writing the answer.
-
-    pins: of the plan it runs under; None: the planner's own. wants_result: False if it only wants a plan and its
-    forecast. losses: by batch. generation: of a request that generates tokens; its batch is the prompt. digest: of the
-    content, to tell a repetition from another request under the same id. sequence: order of arrival. wants_report: the
-    answer waits for the devices' reports. last_link_loss_s: when a lost connection between devices last counted as an
-    attempt. unbatchable: batches that run alone, because a run with them has failed.
-    """
+    """A user's request to one model."""
 
     key: RequestKey
-    batches: tuple[Batch, ...]
-    reply_context: object
+    batches: tuple[Batch, ...]  #: the prompt alone if it generates tokens
+    reply_context: object  #: the shell's own handle for writing the answer
     deadline_s: float | None
-    pins: Pins | None = None
-    wants_result: bool = True
-    outputs: dict[int, Array] = field(default_factory=dict)
+    pins: Pins | None = None  #: of the plan that it runs under; None: the planner's own
+    wants_result: bool = True  #: False: the plan and its forecast are the answer
+    outputs: dict[int, Array] = field(default_factory=dict)  #: by batch
     stats: list[RunStats] = field(default_factory=list)
-    losses: Counter[int] = field(default_factory=Counter)
+    losses: Counter[int] = field(default_factory=Counter)  #: lost runs by batch
     finished: bool = False
-    generation: Generation | None = None
-    digest: bytes = b""
-    sequence: int = 0
+    generation: Generation | None = None  #: None unless it generates tokens
+    digest: bytes = b""  #: of its content: a repetition has the same, another request under its id has not
+    sequence: int = 0  #: order of arrival
     arrived_s: float = 0.0
-    wants_report: bool = True
-    last_link_loss_s: float = -inf
-    unbatchable: set[int] = field(default_factory=set)
+    wants_report: bool = True  #: the answer waits for the devices' reports
+    last_link_loss_s: float = -inf  #: when a lost connection between devices last counted as an attempt
+    unbatchable: set[int] = field(default_factory=set)  #: batches that run alone, because a run with them has failed
 
     @property
     def nbytes(self) -> int:
@@ -199,20 +189,16 @@ AS_PREDICTED: Final = Expectation()
 
 @dataclass(slots=True)
 class RunStats:
-    """One run as its devices reported it: microseconds and bytes by device, and the planner's own bytes.
-
-    cluster: as it was when the plan was chosen. requests: that it computed. reported: by every device. dispatched_s:
-    None if it never was. expectation: of its time, when it was dispatched.
-    """
+    """One run as its devices reported it."""
 
     plan: Plan
-    cluster: Cluster
+    cluster: Cluster  #: as it was when the plan was chosen
     shape: RequestShape
-    compute_us: dict[str, int]
-    wait_us: dict[str, int]
-    sent_bytes: dict[str, int]
-    dispatch_bytes: int
-    requests: int = 1
-    reported: bool = True
-    dispatched_s: float | None = None
-    expectation: Expectation = AS_PREDICTED
+    compute_us: dict[str, int]  #: by device
+    wait_us: dict[str, int]  #: by device
+    sent_bytes: dict[str, int]  #: by device
+    dispatch_bytes: int  #: of the planner
+    requests: int = 1  #: that it computed
+    reported: bool = True  #: by every device
+    dispatched_s: float | None = None  #: None if it never was
+    expectation: Expectation = AS_PREDICTED  #: of its duration, at its dispatch

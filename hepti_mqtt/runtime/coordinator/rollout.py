@@ -182,13 +182,9 @@ class Rollout:
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
         coming = (group.plans.preparing for group in self._groups)
         record = next((r for r in coming if r is not None and plan.version in r.versions), None)
-        share = 0.0 if record is None else self._share(record, device)
-        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
-
-    def _share(self, record: PlanRecord, device: str) -> float:
-        """Return the share of a device that the load of a plan may take: all of a device without active plan."""
         serves = any(device in group.active_devices for group in self._groups)
-        return record.share if serves else 1.0
+        share = 0.0 if record is None else record.share if serves else 1.0  # a device that does not serve has no runs
+        return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
 
     def probe(
         self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()
@@ -291,6 +287,8 @@ class Rollout:
 
     def _activate(self, group: PlanGroup, record: PlanRecord, now: float) -> list[CoordinatorCommand]:
         self._note_trial(group, record, now)
+        if group.unserved:
+            group.pace.begin_service(now)
         group.plans.activate(record, now)
         group.failed_preparations = 0
         plan = record.plan

@@ -26,6 +26,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     DeviceFrame,
     LogEvent,
     RefuseRequest,
+    RequestCancelled,
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
@@ -33,7 +34,7 @@ from hepti_mqtt.runtime.coordinator.leases import Leases
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
-from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, RunStats, WorkItem
+from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEvent
 from hepti_mqtt.runtime.machinery import StateMachine, TransitionLog
 
@@ -68,7 +69,7 @@ class Scheduler:
     @property
     def due_s(self) -> float:
         """Return when the next delayed batch or overdue lease is due; infinity if there is none."""
-        queues = (run.task_queue for run in self._runs() if run.plan.root not in run.answers.reports)
+        queues = (run.task_queue for run in self._groups.runs() if run.plan.root not in run.answers.reports)
         takeovers = (queue.next_takeover_s for queue in queues if queue is not None)
         return min([self._dispatcher.due_s, *takeovers], default=inf)
 
@@ -91,9 +92,6 @@ class Scheduler:
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
         """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
         return self._dispatcher.go_on(group, run, plan, block, now)
-
-    def _runs(self) -> Iterator[Run]:
-        return (run for group in self._groups for run in group.runs.values())
 
     def _run_of(self, device: str, message: RunMessage) -> tuple[PlanGroup, Run] | None:
         """Return the run that a device's message is about; None if it is over, or the device has no part in it."""
@@ -234,7 +232,7 @@ class Scheduler:
 
     def mark_broker_lost(self) -> None:
         """The broker was lost, and with it whatever was on its way."""
-        for run in self._runs():
+        for run in self._groups.runs():
             run.broker_was_lost = True
 
     def retry_after_broker_loss(self, now: float) -> list[CoordinatorCommand]:
@@ -263,10 +261,10 @@ class Scheduler:
             run.progress = Progress(message.block, now)
         return run
 
-    def cancel(self, key: RequestKey, now: float) -> list[CoordinatorCommand]:
+    def cancel(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
         """End a request that its client cancels, or refuse it when it comes."""
         out: list[CoordinatorCommand] = []
-        for group, request in self.admission.find_cancelled(key, now):
+        for group, request in self.admission.find_cancelled(event.key, now):
             out += self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
             group.queue.discard_finished()
         return out
@@ -373,7 +371,7 @@ class Scheduler:
 
     def lease_overdue(self, now: float) -> list[CoordinatorCommand]:
         """Lease overdue tasks again."""
-        return [command for run in self._runs() for command in self._leases.lease(run, now)]
+        return [command for run in self._groups.runs() for command in self._leases.lease(run, now)]
 
     # -- generation -----------------------------------------------------------------------------------------------
     #
@@ -515,7 +513,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        self._ahead.check(frozenset(run.run_id for run in self._runs()))
+        self._ahead.check(frozenset(run.run_id for run in self._groups.runs()))
 
 
 def _usable(logits: Array) -> bool:

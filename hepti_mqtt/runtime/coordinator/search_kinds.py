@@ -39,8 +39,8 @@ class SearchRules:
 SEARCHES: Final[Mapping[SearchKind, SearchRules]] = {
     SearchKind.WHOLE: SearchRules(),
     SearchKind.BRIEF: SearchRules(budget_s=0.0, keeps_known=True, whole_after_s=SETTLE_S),
-    # A second on a hub of a quarter of a core: enough for plans on all devices, which would otherwise load later.
-    SearchKind.HURRIED: SearchRules(budget_s=0.3, is_short=True, whole_after_s=SETTLE_S),
+    # Enough for plans on all of a few devices: a search takes seconds, a load that was begun in vain a minute.
+    SearchKind.HURRIED: SearchRules(budget_s=2.0, is_short=True, whole_after_s=SETTLE_S),
     SearchKind.NAMED: SearchRules(is_short=True, keeps_known=True),
     SearchKind.RECALLED: SearchRules(is_short=True, whole_after_s=PRICED_S),
 }

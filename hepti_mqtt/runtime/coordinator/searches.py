@@ -48,13 +48,14 @@ class Searches:
 
     # -- the plan that served before --------------------------------------------------------------------------------
 
-    def handle_recalled(self, event: PlanRecalled) -> None:
+    def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         """Remember the plan of an earlier planner."""
         group = self._groups.default(event.model)
         if event.recalled is not None and group.last_plan is None:
             group.former_plans.recalled = event.recalled
         if group.former_plans.recalled is None:
             group.former_plans.recall_by_s = -inf
+        return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Take the plan that served before, once all of its devices are there: they have kept its weights."""
@@ -175,7 +176,11 @@ class Searches:
                 plans.active.reprice(event.active, decision.cluster)
             out = self._move(group, search, decision, now)
         rules = SEARCHES[search.origin]
-        if rules.whole_after_s < inf and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED):
+        if (
+            rules.whole_after_s < inf
+            and not event.is_whole
+            and not (plans.wanted and plans.wanted.kind is SearchKind.NAMED)
+        ):
             forced = search.forced and plans.preparing is None
             why = f"the search was {search.origin}"
             plans.request_search(now + rules.whole_after_s, now, why, forced=forced, origin=search.origin)
@@ -257,8 +262,6 @@ class Searches:
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans
-        if plans.active is None:
-            return self._judge_first_load(group, now)
         moved = estimates.moved(group.search_history.inputs, group.active_devices, now) if group.in_use(now) else None
         has_changed = estimates.last_change_s > group.judgement.judged_s
         verdict = Verdict(None)
@@ -276,24 +279,14 @@ class Searches:
         plans.request_search(now, now, moved, kind=SearchKind.BRIEF if has_changed else SearchKind.WHOLE)
         return [LogEvent("drift", moved)]
 
-    def _judge_first_load(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Search again during a first load if links or devices turn out to be others than the plan was made for."""
-        coming = group.plans.preparing
-        assert coming is not None
-        group.judgement.note_looked(now)
-        moved = self._fleet.estimates.moved(group.search_history.inputs, coming.plan.devices, now)
-        if moved is None:
-            return []
-        group.plans.request_search(now, now, moved)
-        return [LogEvent("drift", moved)]
-
 
 def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
     """Return whether a load that was decided is carried out: its remaining cost falls with each second.
 
-    Another plan replaces it if that is worth more by what an activation costs.
+    Another plan replaces it if that is worth more by what an activation costs, and by more than prices are off.
     """
     own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))
-    least_s = max(others, default=-inf) - RULE.cost_factor * RULE.activation_s
+    doubt_s = 0.0 if own is None else RULE.least_gain * abs(own.value_s)
+    least_s = max(others, default=-inf) - max(RULE.cost_factor * RULE.activation_s, doubt_s)
     return own is not None and own.value_s >= (least_s if own.kind == "must" else max(least_s, 0.0))

@@ -110,9 +110,9 @@ class CoordinatorSession:
             DeviceMessage: self._handle_message,
             DeviceFrame: self._handle_frame,
             RequestArrived: self._handle_request,
-            RequestCancelled: self._handle_cancelled,
+            RequestCancelled: self._scheduler.cancel,
             Solved: self._searches.handle_solved,
-            PlanRecalled: self._handle_recalled,
+            PlanRecalled: self._searches.handle_recalled,
             PinPlan: self._pin,
             WeightsUnreadable: self._rollout.handle_unreadable,
             BrokerConnection: self._connection,
@@ -282,7 +282,7 @@ class CoordinatorSession:
         if not self._admit_device(device):
             return []
         heartbeat, wrong = sanitize_heartbeat(event.heartbeat)
-        runs = [run for group in self.groups for run in group.runs.values() if device in run.plan.devices]
+        runs = [run for run in self.groups.runs() if device in run.plan.devices]
         busy, loading = any(run.is_computing for run in runs), bool(self._loading_devices())
         change = self.fleet.record_heartbeat(device, heartbeat, now, busy=busy, loading=loading)
         changed = self._handle_change(device, change, now)
@@ -319,7 +319,7 @@ class CoordinatorSession:
     def _mark_runs_beside_work(self) -> None:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
-        for run in (run for group in self.groups for run in group.runs.values()):
+        for run in self.groups.runs():
             run.beside.loads |= is_loading  # of any device, because the hub sends its tiles
             run.beside.search |= searching
             run.beside.only_search &= searching
@@ -396,13 +396,6 @@ class CoordinatorSession:
             return turned_away
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
-
-    def _handle_cancelled(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        return self._scheduler.cancel(event.key, now)
-
-    def _handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
-        self._searches.handle_recalled(event)
-        return []
 
     def _pin(self, event: PinPlan, now: float) -> list[CoordinatorCommand]:
         self.groups.default(event.model).plans.pin(event.pins, now)
@@ -493,7 +486,7 @@ class CoordinatorSession:
                 continue
             verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
             if active is not None and verdict is not None:
-                is_first, text.judged_for = text.judged_for != active.version, active.version
+                is_first, text.session.judged_for = text.session.judged_for != active.version, active.version
                 yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
                 text.session.leave()

@@ -30,6 +30,8 @@ class TextSession:
     rows: int = 0  #: that are cached
     prefix: Prefix | None = None  #: the rows of another session that it begins with
     left: list[tuple[PlanVersion, int]] = field(default_factory=list)  #: sessions that the text has abandoned
+    reused_rows: int = 0  #: of the prompt, taken from another text when the first session began
+    judged_for: PlanVersion | None = None  #: plan version to which the rule was last asked to move it
 
     def start(self, plan_version: PlanVersion, number: int, prefix: Prefix | None = None) -> None:
         """Begin under a plan version: the next runs compute the prompt and all tokens so far, but the prefix."""
@@ -107,12 +109,10 @@ class Generation:
     guesses: Guesses | None = None  #: of what follows, None without
     guessed: tuple[int, ...] = ()  #: tokens that the run under way has behind the last one
     foresees: bool = False  #: it had guesses, or would have if devices had not begun it ahead
-    judged_for: PlanVersion | None = None  #: the plan under which it might go on, when the rule was asked first
     vocab: int = 0  #: V, if candidates are wanted
     undecided: int = 0  #: tokens that candidates left open
     open: bool = False  #: the next token is one of them
     wants_states: bool = field(init=False)  #: the final hidden states of the prompt instead of tokens
-    reused_rows: int = 0  #: of the prompt, that the first session took from another text
     states: list[Array] = field(default_factory=list)  #: of all rows, if they are wanted instead of tokens
 
     def __post_init__(self) -> None:

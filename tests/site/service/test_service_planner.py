@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import threading
 import uuid
@@ -28,6 +29,7 @@ from hepti_mqtt.protocol.topics import DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service import PlannerConfig, planner, run_planner
 from hepti_mqtt.service.__main__ import main
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
@@ -403,6 +405,20 @@ def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
     key = unconnected.session.fleet.public_key
     own = Status("online", unconnected.start.boot, version=__version__, public_key=key, term=unconnected.start.term)
     assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
+def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
+    log = logging.getLogger(f"planner at {level}")
+    log.setLevel(level)
+    config = PlannerConfig(NOWHERE, "checked", {"bert": checkpoints["bert"].path}, state_dir=tmp_path, log=log)
+    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoints["bert"], Pins())})
+    monkeypatch.setattr(CoordinatorSession, "assert_invariants", lambda _: 1 // 0)
+    started._run_guarded(lambda: started._handle(Tick()))
+    for connection in (started.control, started.channel, started.bulk):
+        connection.close()
+    errors = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert errors == ([ZeroDivisionError] if level == logging.DEBUG else [])
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for 
     assert "hepti_mqtt.kernels" in sys.modules
 
 
-def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
+def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     split = plan(FAMILIES["bert-embedding"], ("row", {"variant": "kv"}), (1.0, 1.0))
     found = {}
@@ -198,11 +198,21 @@ def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch) -> None:
             assert MeasuredErrors.of(checkpoint).wire == {("row/kv", 2, w): error for w, error in found[seed].items()}
     (first, _) = (tmp_path / "hepti" / "accuracy").iterdir()
     assert found[0] != found[1]
+    assert not caplog.records
     for damaged in ("", "[[1, 2]]", '{"wire": [["row/kv", 2, "f8", 0.1]], "weights": {}}', "{}"):
         first.write_text(damaged)
+        caplog.clear()
         for seed in (0, 1):
             with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
                 assert set(MeasuredErrors.of(checkpoint).wire.values()) in (set(), set(found[seed].values()))
+        assert [str(first) in record.getMessage() for record in caplog.records] == [True]
+    in_the_way = tmp_path / "a file"
+    in_the_way.touch()
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda _: str(in_the_way))
+    caplog.clear()
+    with Checkpoint.open(tmp_path / "m0") as checkpoint:
+        assert MeasuredErrors.of(checkpoint).measure_wire(split) == found[0]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "it is neither read nor written"
 
 
 def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -> None:

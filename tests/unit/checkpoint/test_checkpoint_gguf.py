@@ -70,6 +70,8 @@ FAMILIES = {
     "tiny-olmoe": ("olmoe", COUNTS),
     "tiny-smollm3": ("smollm3", {}),
     "tiny-granite": ("granite", GRANITE),
+    "tiny-granite-moe": ("granitemoe", {**GRANITE, **COUNTS, "expert_used_count": 3}),
+    "tiny-gpt-oss": ("gpt-oss", {**YARN, **NEAR, **COUNTS, "expert_feed_forward_length": 64}),
 }
 
 
@@ -83,6 +85,9 @@ def test_other_architectures_are_their_originals(tmp_path: Path, kind: str) -> N
     if architecture == "gemma3":  # whose files do not say by what scores are divided
         config = json.loads((original / "config.json").read_text())
         (original / "config.json").write_text(json.dumps({**config, "query_pre_attn_scalar": config["head_dim"]}))
+    if architecture == "gpt-oss":  # whose files do not say the limit
+        config = json.loads((original / "config.json").read_text())
+        (original / "config.json").write_text(json.dumps({**config, "swiglu_limit": 7.0}))
     keys = {f"{architecture}.{key}": value for key, value in more.items()}
     ends = {"tokenizer.ggml.eot_token_id": 4} if architecture == "gemma3" else {}
     path = converted(original, tmp_path / "m.gguf", "f32", "f32", architecture, **keys, **ends)
@@ -231,11 +236,17 @@ def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: d
         Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
 
 
-def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(original: Path, tmp_path: Path) -> None:
-    path = converted(original, tmp_path / "m.gguf", "f16", **{"llama.attention.head_count_kv": 3})
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama.attention.head_count_kv", 3), ("tokenizer.ggml.merges", None)], ids=str
+)
+def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(
+    original: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    path = converted(original, tmp_path / "m.gguf", "f16", **{key: value})
     with pytest.raises(ModelError) as error:
-        Checkpoint.open(path)
+        _ = Checkpoint.open(path).tokenizer
     assert str(error.value).startswith(str(path))
+    assert value is not None or key in str(error.value)
 
 
 @pytest.mark.parametrize(

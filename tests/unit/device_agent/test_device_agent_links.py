@@ -284,7 +284,7 @@ def probes(d):
 
 def measured(d, large=True):
     """Let a device know its way to the broker."""
-    for now in range(6):
+    for now in range(FIRST_LARGE + 2):
         answer(d.network.prober, d.network.prober.due_probes(float(now), not large), float(now))
 
 

@@ -24,7 +24,8 @@ def append_rows(state, new, first, **attrs):
 def attention_at(q, kv, first, heads, d, **attrs):
     columns = {"q_column": 2, "k_column": kv.shape[1] // 2, "v_column": 1}
     attrs = {**columns, "heads": heads, "head_dim": d, "scale": d**-0.5, **attrs}
-    return Case("attention_at", [q, kv, at(first)], [(len(q), heads * d)], **attrs)
+    weights = [array(heads)] if attrs.get("sinks") else []
+    return Case("attention_at", [q, kv, at(first)], [(len(q), heads * d)], weights, **attrs)
 
 
 def queries_and_cache(m, capacity, heads, d):
@@ -111,7 +112,7 @@ def test_rows_that_do_not_fit_into_the_cache_are_refused(first):
     d=st.sampled_from([1, 2, 7, 16, 32, 64]),
     before=st.integers(0, 50),
     after=st.integers(0, 5),
-    near=st.sampled_from([{}, {"window": 0}, {"window": 5}, {"window": 60}]),
+    near=st.sampled_from([{}, {"window": 0}, {"window": 5}, {"window": 60}, {"sinks": True}]),
 )
 def test_attention_at(m, heads, d, before, after, near):
     q, kv = queries_and_cache(m, before + m + after, heads, d)
@@ -124,8 +125,18 @@ def test_attention_at(m, heads, d, before, after, near):
 def test_many_queries_and_blocks_of_keys(m, first, kept):
     q, kv = queries_and_cache(m, 430, 4, 32)
     kv[first + m :] = np.nan
-    for more in ({}, {"window": 100}, {"group": 2}):
+    for more in ({}, {"window": 100}, {"group": 2}, {"group": 2, "window": 100, "sinks": True}):
         attention_at(q, kv.astype(kept), first, 4, 32, **more).check()
+
+
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("sink", [-np.inf, 40.0])
+def test_a_sink_takes_all_weight_or_none(m, sink):
+    q, kv = queries_and_cache(m, 50, 2, 32)
+    case = attention_at(q, kv, 30, 2, 32, sinks=True)
+    case.weights[0][:] = sink
+    want = attention_at(q, kv, 30, 2, 32).run()[0] if sink < 0 else np.zeros((m, 64))
+    np.testing.assert_allclose(case.run()[0], want, atol=1e-6)
 
 
 def test_a_prompt_in_parts_is_the_prompt_at_once_and_causal_attention():

@@ -44,14 +44,21 @@ def operation(kernel: str, attrs: dict) -> Compute:
 @pytest.mark.parametrize("storage", ["f32", "q4_0"])
 @pytest.mark.parametrize("m", [1, 13])
 @pytest.mark.parametrize("normed", [True, False])
-def test_chosen_experts_are_those_of_the_reference_and_a_row_has_its_own(storage: str, m: int, normed: bool) -> None:
+@pytest.mark.parametrize("more", [{}, {"bias": True, "limit": 3.0, "offset": 1.0}], ids=str)
+def test_chosen_experts_are_those_of_the_reference_and_a_row_has_its_own(
+    storage: str, m: int, normed: bool, more: dict
+) -> None:
     x, logits = (RNG.standard_normal((m, n)).astype(np.float32) for n in (H, EXPERTS))
     ups, up_values = matrices(storage, 2 * EXPERTS, H, F)
     downs, down_values = matrices(storage, EXPERTS, F, H)
     steps = (
-        ("experts_up", {"activation": "silu"}, F, ups, up_values),
-        ("experts_down", {"normed": normed}, H, downs, down_values),
+        ("experts_up", {"activation": "silu", **more}, F, ups, up_values),
+        ("experts_down", {"normed": normed, **more}, H, downs, down_values),
     )
+    for _, _, columns, packed, values in steps if more else ():
+        tables = [RNG.standard_normal((EXPERTS, columns)).astype(np.float32) for _ in range(len(packed) // EXPERTS)]
+        packed += tables
+        values += tables
     read = x
     for kernel, attrs, columns, packed, values in steps:
         out = run(kernel, attrs, [read, logits], columns, packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -312,11 +313,16 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     for source in sources:
         if source.resized is not None:
             continue
-        if source.first is None:
+        if not source.places:
             assert math.prod(source.shape) == math.prod(source.stored_shape)
-        else:
-            rows = source.stored_shape[:-1] or source.stored_shape  # of experts too, one below the other
-            assert source.first + source.shape[-1] <= math.prod(rows)
+        for place in source.places:
+            rows, columns = source.matrix_shape
+            last = place.first + place.step * (rows - 1)
+            if place.by_inputs or rows == 1 or columns < place.shape[-1]:  # elements of rows
+                last = place.first % place.shape[-1] + place.step * ((rows if place.by_inputs else columns) - 1)
+                assert last < place.shape[-1]
+            else:
+                assert last < math.prod(place.shape[:-1])
         as_stored = spec.family == "gpt2" or (architecture, source.name) == ("Gemma3VisionTower", "head.rows.weight")
         assert source.transposed == (source.layout == "packed" and not as_stored) or "decoder" in source.name
         ref = models.full_ref(spec, source.name)
@@ -328,7 +334,8 @@ def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_name
     # Different tensors never share a stored name, except the decoder and the word embeddings, which may be tied.
     tied = {s.name: s.stored for s in sources if s.name in ("stem.word", "head.decoder.weight")}
     own = [s for s in sources if s.name not in tied and s.projected is None]
-    stored = [(name, s.first) for s in own for name in s.stored]
+    stored = [(name, None) for s in own if not s.places for name in s.stored]
+    stored += [(place.name, place.first) for s in own for place in s.places]
     if spec.head.tied:
         assert set(tied["stem.word"]) == set(tied["head.decoder.weight"])
     else:
@@ -465,6 +472,66 @@ def test_a_decoder_is_read_as_by_transformers_or_refused(base, changes, alike):
     if "layer_types" in alike and base is QWEN2:
         alike = {**alike, "use_sliding_window": True}
     assert spec_of(base, **changes) == spec_of(base, **alike)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 32
+# Values of positions and windows that no model has: a key, and what it must not be.
+POSITIONS = [
+    *((YARN, "attention_factor", value) for value in (0, -1, "1", math.nan, [1])),
+    *((YARN, key, 0) for key in ("beta_fast", "beta_slow", "factor", "original_max_position_embeddings")),
+    *((YARN, key, -1) for key in ("mscale", "mscale_all_dim")),
+    *((YARN, *pair) for pair in (("truncate", 1), ("factor", 0.5), ("factor", None), ("unheard_of", 1))),
+    *((LLAMA3, key, value) for key in ("low_freq_factor", "high_freq_factor") for value in (0, None, "2")),
+    *((LLAMA3, *pair) for pair in (("high_freq_factor", 1.0), ("original_max_position_embeddings", -3))),
+    *((LINEAR, "factor", value) for value in (None, 0, True)),
+    ({"type": "dynamic", "factor": 4.0}, "rope_type", "dynamic"),
+]
+WINDOWS = [
+    *((QWEN2, {"use_sliding_window": True}, "max_window_layers", value) for value in (-1, 1.5, "2")),
+    *((QWEN2, {"use_sliding_window": True}, "sliding_window", value) for value in (0, 2.5)),
+    (QWEN2, {}, "use_sliding_window", "yes"),
+    (GEMMA3, {}, "sliding_window", 0),
+    (GEMMA3, {"layer_types": None}, "sliding_window_pattern", 0),
+    *((LLAMA, {}, "rope_scaling", value) for value in ("yarn", [YARN])),
+    *((LLAMA, {"rope_scaling": YARN}, "rope_theta", value) for value in (0, 1, "10000")),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "key"),
+    [(LLAMA, {"rope_scaling": {**scaling, key: value}}, key) for scaling, key, value in POSITIONS]
+    + [(base, {**more, key: value}, key) for base, more, key, value in WINDOWS],
+)
+def test_a_value_of_positions_that_makes_no_sense_is_refused_by_its_key(base, changes, key):
+    assert spec_of(base, **{name: value for name, value in changes.items() if name != key} | {"rope_scaling": None})
+    with pytest.raises(ModelError) as caught:
+        spec_of(base, **changes)
+    assert "config.json" in str(caught.value)
+    assert re.search(rf"\b{key}\b", str(caught.value)), caught.value
+
+
+SEEING = ["tiny-vit", "tiny-beit", "tiny-clip", "tiny-siglip", "tiny-smolvlm", "tiny-gemma3-eyes", "tiny-efficientnet"]
+PIXELS = [
+    *({"image_mean": value} for value in (None, [0.5] * 2, [0.5] * 4, "0.5", [0.5, math.nan, 0.5], [True] * 3)),
+    *({"image_std": value} for value in (None, 0, [0.5, 0, 0.5], [-0.5] * 3, [0.5] * 2, {"r": 1})),
+    *({"rescale_factor": value} for value in (0, -1, "1/255")),
+    *({"resample": value} for value in (9, -1, True, "bilinear")),
+    *({"size": value} for value in (0, {"height": 0, "width": 0}, {"shortest_edge": -4}, "20")),
+    *({key: 1} for key in ("do_normalize", "do_rescale", "do_resize")),
+]
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_a_value_of_pictures_that_makes_no_sense_is_refused_by_its_key(kind):
+    config, extras = models.models_of(KINDS[kind].config), KINDS[kind].extras
+    config = config.get("image", config.get(""))
+    file = "preprocessor_config.json"
+    for change in PIXELS:
+        with pytest.raises(ModelError) as caught:
+            models.spec_from_config(config, {**extras, file: {**extras[file], **change}})
+        assert file in str(caught.value), change
+        assert next(iter(change)) in str(caught.value), change
 
 
 def test_what_is_not_supported_is_named():

@@ -154,20 +154,23 @@ def test_where_nothing_serves_the_plan_that_is_ready_soonest_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone_s", "together_s", "period_s", "first"),
+    ("alone_s", "together_s", "period_s", "waiting", "first"),
     [
-        (45.0, 45.0, 60.0, "row"),  # empty caches: tiles travel between devices
-        (45.0, 45.0, 1.0, "row"),
-        (45.0, 180.0, 60.0, "single"),  # each device loads from the planner
-        (0.0, 45.0, 1.0, "single"),  # it serves while the others load
-        (4.5, 4.5, 60.0, "row"),  # full caches
+        (45.0, 45.0, 60.0, 0, "row"),  # empty caches: tiles travel between devices
+        (45.0, 45.0, 1.0, 0, "row"),
+        (45.0, 57.0, 60.0, 0, "single"),  # few requests: the first one is answered sooner
+        (45.0, 57.0, 60.0, 1, "row"),  # a client that waits asks again: ten seconds later it has the faster plan
+        (45.0, 180.0, 60.0, 1, "single"),  # each device loads from the planner
+        (0.0, 45.0, 1.0, 0, "single"),  # it serves while the others load
+        (0.0, 45.0, 60.0, 1, "single"),
+        (4.5, 4.5, 60.0, 0, "row"),  # full caches
     ],
 )
 def test_a_first_plan_is_chosen_by_its_load_and_by_what_requests_take_until_the_best_one_serves(
-    alone_s: float, together_s: float, period_s: float, first: str
+    alone_s: float, together_s: float, period_s: float, waiting: int, first: str
 ) -> None:
     single, row = option(2.7, "single", load_s=alone_s), option(1.1, "row", load_s=together_s)
-    verdict = decide(situation(None, single, row, period_s=period_s))
+    verdict = decide(situation(None, single, row, period_s=period_s, waiting=waiting))
     assert verdict.move is not None
     assert verdict.move.option.plan.strategy == first
 

@@ -182,7 +182,6 @@ def test_what_was_not_measured_has_defaults_and_a_device_that_is_not_known_is_ig
     found = site("a")
     assert found.slowdown("a") == found.slowdown("nobody") == 1.0
     assert found.link("a").up_bytes_per_s >= 1e9
-    assert found.peer_link("a", "b") is None
     assert found.frame_cost("a") is None
     found.record_heartbeat("nobody", beat(3.0), 0.0, busy=False, loading=False)
     found.record_compute("nobody", 1.0, 0.0)
@@ -326,6 +325,18 @@ def test_probes_beside_exchanges_that_find_less_are_doubted() -> None:
     assert found.link("a").up_bytes_per_s > 2.5e7
 
 
+def test_a_load_hides_no_link_and_makes_none_slower() -> None:
+    found = site("a", "b")
+    peers = lambda round_trip_s, rate: {"b": LinkReport(round_trip_s, rate)}  # noqa: E731
+    found.record_heartbeat("a", beat(peers=peers(40e-3, 2e6)), 0.0, busy=False, loading=True)
+    assert found.peer_link("a", "b").latency_s <= 0.5e-3, "a busy device answers late; its link was not measured"
+    assert found.peer_link("a", "b").bytes_per_s is None
+    found.record_heartbeat("b", beat(peers={"a": LinkReport(0.2e-3, 2e6)}), 1.0, busy=False, loading=True)
+    assert found.peer_link("a", "b").latency_s == pytest.approx(0.1e-3, rel=0.1), "either end measures it"
+    found.record_heartbeat("a", beat(peers=peers(4e-3, 3e7)), 20.0, busy=False, loading=False)
+    assert found.peer_link("a", "b").bytes_per_s == pytest.approx(3e7, rel=0.1)
+
+
 def test_loads_change_little() -> None:
     found = site("a")
     for i in range(30):
@@ -371,7 +382,7 @@ def test_a_device_that_starts_anew_is_not_what_it_was() -> None:
     found.forget_device("a")
     found.add_device("a", "board")
     assert found.slowdown("a") == 1.0
-    assert found.peer_links("a") == {}
+    assert found.peer_links("a")["b"].bytes_per_s is None
 
 
 def test_a_recorded_site_in_which_nothing_changes_raises_no_alarm_after_the_first_minute() -> None:

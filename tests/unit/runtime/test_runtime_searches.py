@@ -7,14 +7,14 @@ from random import Random
 
 import numpy as np
 import pytest
-from scripted_site import Site, caps, everyone, heartbeat
+from scripted_site import Site, caps, everyone
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan
+from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan, with_loads
 from hepti_mqtt.planner.decisions import Kind, Option
 from hepti_mqtt.protocol.messages import Endpoint, Status
-from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceHeartbeat, DeviceStatus, Solve, Solved, Tick
+from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceStatus, Solve, Solved
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S, is_worth_finishing
 from hepti_mqtt.service.solver import solve
@@ -164,19 +164,28 @@ def test_a_search_without_a_plan_during_a_load_refuses_no_request() -> None:
     assert site.plan is not None
 
 
-def test_links_that_are_measured_during_the_first_load_lead_to_another_search() -> None:
-    site = loading("a", "b")
-    site.now += 1
-    site.event(Tick())
-    site.searches, before = False, len(site.solves)
-    for device in site.boots:
-        site.event(DeviceHeartbeat(device, replace(heartbeat(1), bandwidth_bytes_per_s=1e6)))
-    site.now += 1
-    site.event(Tick())
-    assert len(site.solves) == before + 1
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_hurried_search_that_looked_at_everything_is_not_repeated_during_the_load(is_whole: bool) -> None:
+    """The planner's machine sends the tiles meanwhile."""
+    site = Site(searches=False)
+    site.submit("waits")
+    site.join("a", "b")
+    site.tick(1.1)
+    hurried = site.solves[-1]
+    assert hurried.kind is SearchKind.HURRIED
+    decision = with_loads(hurried.question, everyone(hurried.question), None)
+    site.event(Solved("m", hurried.ticket, decision, is_whole=is_whole))
+    site.pass_by(10)
+    assert (site.solves[-1] is hurried) is is_whole
 
 
-def test_the_first_search_waits_for_the_rates_of_links_for_a_while() -> None:
+@pytest.mark.parametrize("kind", [SearchKind.WHOLE, SearchKind.HURRIED])
+def test_a_search_of_a_few_devices_looks_at_everything(kind: SearchKind) -> None:
+    _, search = unanswered("a", "b")
+    assert solve(replace(search, kind=kind)).is_whole
+
+
+def test_the_first_search_waits_until_links_were_measured_a_few_times() -> None:
     site = Site(decider=everyone, secret=bytes(32))
     site.submit("waits")
     for place, device in enumerate("ab"):
@@ -184,13 +193,10 @@ def test_the_first_search_waits_for_the_rates_of_links_for_a_while() -> None:
         endpoint = Endpoint(f"192.168.1.{place}", 1883)
         site.event(DeviceCaps(device, replace(caps(device, 1), endpoint=endpoint)))
         site.event(DeviceStatus(device, Status("online", 1)))
-    site.tick(0.5, alive=False)
-    assert not site.solves
-    site.event(DeviceHeartbeat("a", heartbeat(1)))
-    site.tick(0.5, alive=False)
-    assert not site.solves, "nothing is known of the link of b"
-    site.event(DeviceHeartbeat("b", heartbeat(1)))
-    site.tick(0.1, alive=False)
+    for _ in range(4):
+        site.tick(0.5)
+        assert not site.solves
+    site.tick(1.0)
     assert site.solves
 
 

@@ -68,7 +68,8 @@ CASES = [
     ("tiny-qwen3-text", "three"),  # of two heads of keys and values
     ("tiny-qwen3-moe", "three, one nearly nothing"),
     ("tiny-qwen3-moe-mixed", "three"),
-    *((f"tiny-{name}", "two uneven") for name in ("mixtral", "olmoe", "granite-moe", "smollm3", "granite")),
+    ("tiny-gpt-oss", "three, one nearly nothing"),
+    *((f"tiny-{name}", "two uneven") for name in ("mixtral", "olmoe", "granite-moe", "gpt-oss", "smollm3", "granite")),
     *((f"tiny-{name}", "three") for name in ("gemma3-text", "phi3")),  # with windows that texts outgrow
     *((f"tiny-{name}", "two uneven") for name in ("gemma3-text", "mistral", "phi3", "qwen2")),
 ]
