@@ -82,7 +82,11 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         site.kill("z")
         with pytest.raises(HeptiError):  # the other three cannot hold it
             hepti.infer("mixture", **ASKED, timeout_s=20)
-        poll(lambda: "add a device with" in site.log("planner"), "the planner says what would help", PATIENCE_S)
+
+        def advised() -> bool:
+            return "add a device with" in str(hepti.plan("mixture")["error"])
+
+        poll(advised, "the planner says what would help", PATIENCE_S, every=1.0)
         site.agent("z", f"{BUDGET_MIB}MiB")
         hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         assert say(hepti) == before
