@@ -112,7 +112,7 @@ class Swarm:
         self.last_on: dict[tuple[str, str], float] = {}
         self.workers = Workers(1)
         served = ServedModel(MODEL, spec, b"\0" * 32, 16, pins or Pins(), batching)
-        self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), in_flight, secret=SECRET)
+        self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), in_flight, secret=SECRET, checks=True)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
         self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # frames of exchanges that were known

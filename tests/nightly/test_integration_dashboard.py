@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -85,10 +86,12 @@ def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Pa
 def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path) -> None:
     kept = Path(os.environ.get("HEPTI_SCREENSHOTS", tmp_path))
     served = {
-        "other": make_model("tiny-bert", tmp_path / "other"),
+        "other": make_model("tiny-qwen2", tmp_path / "other"),
         "writer": make_model("tiny-llama", tmp_path / "writer"),
     }
-    with contextmanager(running_site)(tmp_path, served, {"kitchen": "200MiB"}) as site:
+    agents = dict.fromkeys(("kitchen", "attic", "livingroom"), "200MiB")
+    planner = ("--strategy", "decoder", "--devices", ",".join(agents))
+    with contextmanager(running_site)(tmp_path, served, agents, planner=planner) as site:
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = int(found.getsockname()[1])
         gateway = site.start("gateway", "gateway", "--port", str(port))
@@ -116,10 +119,20 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
                 browser.run("document.getElementById('ask').requestSubmit()")
                 answer = "document.querySelector('#answer .chat')?.textContent"
                 poll(lambda: browser.run(answer), "a streamed text", PATIENCE_S)
+                for drawn, count in (("#links circle", 3), ("#latency circle", 8)):
+                    shown = f"document.querySelectorAll('{drawn}').length >= {count}"
+                    poll(partial(browser.run, shown), drawn, PATIENCE_S)
                 for name, width in (("busy", 1240), ("busy-phone", 390)):
                     browser.call(
-                        "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False
+                        "Emulation.setDeviceMetricsOverride",
+                        width=width,
+                        height=844,
+                        deviceScaleFactor=1,
+                        mobile=width < 600,
                     )
+                    # It draws again with the next state of the site.
+                    fits = "document.querySelector('#latency svg').clientWidth <= document.documentElement.clientWidth"
+                    poll(partial(browser.run, fits), "the width")
                     browser.screenshot(kept / f"dashboard-{name}.png")
                 assert browser.messages == []
         finally:

@@ -39,23 +39,23 @@ class Admission:
     def refuse_or_none(self, request: Request, now: float) -> list[CoordinatorCommand] | None:
         """Return the commands that refuse or ignore a request; None if it may be queued."""
         name = request.key.model
-        same = next((j for j in self._groups.requests(name) if j.key == request.key), None)
+        same = next((r for r in self._groups.requests(name) if r.key == request.key), None)
         if same is not None and same.digest != request.digest:
             return [RefuseRequest(request, IdInUseError.of(request.key.id))]
         if same is not None:
             self._counters["repeated_request"] += 1
             return []
-        if self._cancelled.pop(request.key.asked, -inf) > now:
+        if self._cancelled.pop(request.key.client_request, -inf) > now:
             return [RefuseRequest(request, CancelledRequestError(CANCELLED))]
         waiting = list(
             {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
         )
         is_burst = now < self._burst_until_s
         most_of_client, most = (MAX_IN_BURST, MAX_IN_BURST) if is_burst else (MAX_QUEUED_PER_CLIENT, MAX_QUEUED)
-        if (of_client := sum(j.key.client == request.key.client for j in waiting)) >= most_of_client:
+        if (of_client := sum(r.key.client == request.key.client for r in waiting)) >= most_of_client:
             text = f"{of_client} requests of {request.key.client} wait for {name} already; wait for some answers"
             return self.refuse_overloaded(request, text)
-        nbytes = sum(j.nbytes for j in waiting)
+        nbytes = sum(r.nbytes for r in waiting)
         if len(waiting) >= most or (waiting and nbytes + request.nbytes > MAX_QUEUED_BYTES):
             text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
             return self.refuse_overloaded(request, text)
@@ -73,9 +73,9 @@ class Admission:
             return [RefuseRequest(request, group.error)]
         self._number += 1
         request.sequence, request.arrived_s = self._number, now
-        longest = max(c.shape.size for c in request.batches)
+        longest = max(batch.shape.size for batch in request.batches)
         generation = request.generation
-        grows = generation is not None and not generation.carried.size  # else what it carries is what takes the time
+        grows = generation is not None and not generation.carried.size  # else the carried inputs take the time
         if not grows:
             group.recent.lengths.append(longest)
         if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
@@ -86,7 +86,7 @@ class Admission:
     def find_cancelled(self, key: RequestKey, now: float) -> list[tuple[PlanGroup, Request]]:
         """Return the parts of a client's cancelled request; if there is none, the next one is refused when it comes."""
         groups = [group for group in self._groups if asked_name(group.name) == key.model]
-        parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.asked == key}
+        parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:
             self._cancelled[key] = now + CANCELLED_S
             if len(self._cancelled) > MAX_CANCELLED:

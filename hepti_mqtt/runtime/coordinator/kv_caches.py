@@ -21,13 +21,13 @@ from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
-ROWS_AHEAD: Final = 256  # for which a session must have room beside those that it has: most answers are no longer
+ROWS_AHEAD: Final = 256  # more rows for which a session must have room: most answers are no longer
 
 
 def _open_texts(group: PlanGroup) -> list[Generation]:
     """Return the texts of requests that have not ended."""
-    made = {id(r): r.generation for r in group.requests() if r.generation is not None and not r.finished}
-    return [generation for generation in made.values() if generation is not None]
+    texts = {id(r): r.generation for r in group.requests() if not r.finished}
+    return [text for text in texts.values() if text is not None]
 
 
 def reserved_rows(group: PlanGroup, version: PlanVersion) -> int:
@@ -59,8 +59,20 @@ def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
 
 def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
     """Return the texts between two tokens whose sessions are under a plan."""
-    made = (item.request.generation for item in group.queue)
-    return [text for text in made if text is not None and text.session.plan_version in record.versions]
+    texts = (item.request.generation for item in group.queue)
+    return [text for text in texts if text is not None and text.session.plan_version in record.versions]
+
+
+def check_texts(group: PlanGroup) -> None:
+    """Raise AssertionError if sessions and runs of open texts contradict each other."""
+    texts = [text for text in _open_texts(group) if text.session.plan_version is not None]
+    sessions = {(text.session.plan_version, text.session.number) for text in texts}
+    assert len(sessions) == len(texts), "two texts write to one session"
+    assert all(text.session.rows <= len(text.prompt) + len(text.text.tokens) for text in texts)
+    for run in group.runs.values():
+        running = [item.request.generation for item in run.open_items if run.state == "dispatched"]
+        versions = {text.session.plan_version for text in running if text is not None}
+        assert versions <= {run.plan_version}, "a run of a session that has been left"
 
 
 class KvCaches:
@@ -76,7 +88,7 @@ class KvCaches:
         return session_rows(group.served.spec, self._in_flight)
 
     def begin(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
-        """Begin a session under a plan: with rows of one whose text begins alike, if devices hold any.
+        """Begin a session under a plan, with the rows of another text that begins alike if devices hold any.
 
         It has a number of its own also if it takes such a session over: steps that were ordered ahead for the request
         before may still be on their way to devices, and must not write to it.
@@ -97,9 +109,9 @@ class KvCaches:
         return self.end(group, version, ended)
 
     def suspend(self, group: PlanGroup, room_rows: int) -> list[CoordinatorCommand]:
-        """Take the sessions of the latest requests back while those that are open have grown beyond their room.
+        """Suspend the sessions of the latest requests while all open sessions exceed their room.
 
-        Never that of the earliest one: it ends, and makes room.
+        The earliest request keeps its session: it ends, and makes room.
         """
         out: list[CoordinatorCommand] = []
         for version in {plan.version for plan in group.session_plans}:
@@ -127,22 +139,22 @@ class KvCaches:
         return self.end(group, version, self._held.make_room(version, room_rows))
 
     def forget_prefixes(self, version: PlanVersion, items: Sequence[WorkItem]) -> bool:
-        """Forget the caches whose rows texts began with, because a device lost them; return whether there were any."""
-        made = [item.request.generation for item in items if item.request.generation is not None]
-        prefixes = [generation.session.prefix for generation in made if generation.session.prefix is not None]
+        """Forget the caches that a device lost and texts began with; return whether there were any."""
+        texts = [item.request.generation for item in items if item.request.generation is not None]
+        prefixes = [text.session.prefix for text in texts if text.session.prefix is not None]
         for prefix in prefixes:
             self._held.forget((version, prefix.session))
         return bool(prefixes)
 
     def end_of(self, group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
         """Let devices drop the caches of a request that has failed, once no run with it is under way."""
-        made = request.generation
-        if made is None or not request.finished or made.done:
+        text = request.generation
+        if text is None or not request.finished or text.done:
             return []
         if any(run.is_computing and any(i.request is request for i in run.items) for run in group.runs.values()):
             return []
-        made.session.leave()
-        left, made.session.left = made.session.left, []
+        text.session.leave()
+        left, text.session.left = text.session.left, []
         return [c for version, session in left for c in self.end(group, version, [session])]
 
     def end(self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]) -> list[CoordinatorCommand]:

@@ -23,7 +23,7 @@ from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
 from hepti_mqtt.runtime.machinery import TransitionLog
 from hepti_mqtt.spec import RequestShape
 
-MAX_PREBUILT_SHAPES: Final = 8  # shapes of which devices build the Programs ahead
+MAX_PREBUILT_SHAPES: Final = 8  # shapes for which devices build Programs ahead
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class PlanGroup:
         return self.pace.last_s
 
     def in_use(self, now: float) -> bool:
-        """Return whether somebody asked recently."""
+        """Return whether a request came recently."""
         return self.pace.is_in_use(now)
 
     def requests(self) -> list[Request]:
@@ -133,12 +133,12 @@ class PlanGroup:
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
     def held(self) -> tuple[Plan, ...]:
-        """Return the plans whose weights devices may have: of those in use, and left last."""
+        """Return the plans whose weights devices may have: the plans in use and the last released ones."""
         coming = self.plans.preparing
         return (*(record.plan for record in self.plans.records() if record is not coming), *self.former_plans.released)
 
     def resident_decision(self) -> Decision | None:
-        """Return the decision whose bytes the devices hold or will hold: of the plan on its way, else of the active."""
+        """Return the decision of the plan on its way, else of the active plan: devices hold its bytes, or will."""
         record = self.plans.preparing or self.plans.active
         return None if record is None else record.decision
 
@@ -214,7 +214,7 @@ class PlanGroups:
         return self._of_model.get(model, [])
 
     def pinned(self, model: str | None = None) -> list[PlanGroup]:
-        """Return the pinned groups, of one model or of all, those asked for longest ago first."""
+        """Return the pinned groups of one model or of all, ordered by their last request."""
         return sorted((s for s in self._pinned if model in (None, s.name)), key=lambda group: group.last_request_s)
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
@@ -235,11 +235,11 @@ class PlanGroups:
         return group
 
     def drop(self, group: PlanGroup) -> None:
-        """Forget a pinned group, of which nothing is left."""
+        """Forget a pinned group that has no plans, requests or runs."""
         self._pinned.remove(group)
         self._of_model[group.name].remove(group)
 
-    # -- whose something is ---------------------------------------------------------------------------------------
+    # -- owners of searches, preparations and runs ----------------------------------------------------------------
 
     def group_of_search(self, model: str, ticket: int) -> PlanGroup | None:
         """Return the group of a search."""
@@ -251,7 +251,7 @@ class PlanGroups:
         return next((g for g, record in coming if record and record.transaction_id == transaction_id), None)
 
     def models_in_use(self) -> frozenset[str]:
-        """Return the models of which runs are under way."""
+        """Return the models with runs under way."""
         return frozenset(name for name, groups in self._of_model.items() if any(group.runs for group in groups))
 
     def requests(self, model: str) -> list[Request]:
@@ -267,7 +267,7 @@ class PlanGroups:
         return {plan_version for group in self for plan_version in group.plans.versions()}
 
     def new_illegal_steps(self) -> str | None:
-        """Return what there is to tell of illegal steps, if there are more than when it was asked last."""
+        """Return an error line if there were illegal steps since the last call."""
         count = self._counters["illegal_step"]
         if count == self._illegal:
             return None

@@ -30,7 +30,7 @@ class RequestKey:
     id: str
 
     @property
-    def asked(self) -> RequestKey:
+    def client_request(self) -> RequestKey:
         """Return the key of the client's request, which several models may answer together."""
         return replace(self, model=asked_name(self.model))
 
@@ -62,7 +62,7 @@ class Pins:
         plan_version: PlanVersion,
         **more: Any,
     ) -> Question:
-        """Return what a search for a plan with these pins is asked; more: other fields of `Question`."""
+        """Return the question for a plan with these pins; more: other fields of `Question`."""
         pins = {f.name: getattr(self, f.name) for f in fields(self)}
         return Question(naming, spec, cluster, shape, plan_version, **pins, **more)
 
@@ -102,23 +102,23 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what the request brings."""
-        return sum(chunk.inputs.nbytes for chunk in self.batches)
+        """Return the bytes of its inputs."""
+        return sum(batch.inputs.nbytes for batch in self.batches)
 
     def run_shapes(self) -> list[RequestShape]:
         """Return the shape of every run that the request may take, with one per generated token."""
-        made = self.generation
-        if made is None:
-            return [chunk.shape for chunk in self.batches]
-        return made.shapes_to(len(made.prompt)) + [made.shape.decode_step(1)] * (made.max_new_tokens - 1)
+        text = self.generation
+        if text is None:
+            return [batch.shape for batch in self.batches]
+        return text.shapes_to(len(text.prompt)) + [text.shape.decode_step(1)] * (text.max_new_tokens - 1)
 
-    def upcoming_shapes(self, chunk: int) -> list[RequestShape]:
-        """Return the shapes of the runs that a waiting chunk leads to, should the plan change before the first."""
-        made = self.generation
-        if made is None:
-            return [self.batches[chunk].shape]
-        shapes = made.shapes_to(len(made.prompt) + len(made.text.tokens))
-        return list(dict.fromkeys((*shapes, made.shape.decode_step(1))))
+    def upcoming_shapes(self, batch: int) -> list[RequestShape]:
+        """Return the shapes of the runs that a waiting batch leads to under another plan."""
+        text = self.generation
+        if text is None:
+            return [self.batches[batch].shape]
+        shapes = text.shapes_to(len(text.prompt) + len(text.text.tokens))
+        return list(dict.fromkeys((*shapes, text.shape.decode_step(1))))
 
     def measured_s(self, now: float) -> tuple[int, float, float]:
         """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
@@ -153,8 +153,8 @@ class WorkItem:
     @property
     def tokens(self) -> int:
         """Return the tokens of its own batch, or of its next run."""
-        made = self.request.generation
-        return self.batch.shape.size if made is None else made.next_size
+        text = self.request.generation
+        return self.batch.shape.size if text is None else text.next_size
 
     @property
     def turn(self) -> int:
@@ -164,8 +164,8 @@ class WorkItem:
     @property
     def batchable(self) -> bool:
         """Return whether it may run together with others."""
-        request, made = self.request, self.request.generation
-        joins = made is None or made.joins
+        request, text = self.request, self.request.generation
+        joins = text is None or text.joins
         return request.wants_result and joins and self.index not in request.unbatchable
 
     def joins(self, other: WorkItem) -> bool:

@@ -146,8 +146,8 @@ class Lateness:
     """What the session did about a run that is not as far as it should be, and about going on under another plan."""
 
     is_late: bool = False
-    was_searched_for: bool = False  #: a brief search for a plan that it may go on under was made
-    asked: tuple[PlanVersion, Progress | None] | None = None  #: plan and progress that the rule was last asked about
+    was_searched_for: bool = False  #: a brief search looked for a plan that it may go on under
+    judged: tuple[PlanVersion, Progress | None] | None = None  #: plan and progress that the rule judged last
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class Run:
         return self.state == "dispatched" or not self.places
 
     def needs(self, plan_version: PlanVersion) -> bool:
-        """Return whether devices of a plan are needed for it; once it is seen to go on, none of the plan before."""
+        """Return whether it needs devices of a plan; after its first progress it needs none of the plan before."""
         before = None if self.before is None or self.progress is not None else self.before.plan_version
         return plan_version in (self.plan_version, before)
 
@@ -211,8 +211,8 @@ class Run:
 
     def items_of(self, sessions: Collection[int]) -> list[WorkItem]:
         """Return the items of some sessions; all items if none is among these."""
-        made = [(item, item.request.generation) for item in self.items]
-        return [item for item, of in made if of is not None and of.session.number in sessions] or list(self.items)
+        texts = [(item, item.request.generation) for item in self.items]
+        return [i for i, text in texts if text is not None and text.session.number in sessions] or list(self.items)
 
     def check(self) -> None:
         """Raise AssertionError if its fields contradict its state."""

@@ -1,4 +1,4 @@
-"""Runs from their dispatch to their end: what devices answer, what is lost and run again, and how requests end."""
+"""Runs from their dispatch to their end: answers of devices, lost runs and their retries, and the ends of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
     RequestCancelled,
     TokenReady,
 )
-from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches
+from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches, check_texts
 from hepti_mqtt.runtime.coordinator.leases import Leases
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
@@ -74,7 +74,7 @@ class Scheduler:
         return min([self._dispatcher.due_s, *takeovers], default=inf)
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
-        """Begin the runs of a model that may begin now, and stop steps ahead that no run asked for."""
+        """Begin the runs of a model that may begin now, and cancel steps ahead that the planner does not want."""
         out = self._dispatcher.dispatch_ready(name, now)
         while reports := self._ahead.take_reports():  # they may end runs, so that others begin
             for device, report in reports:
@@ -105,10 +105,10 @@ class Scheduler:
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
         """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
         frame = event.frame
-        if (found := self._run_of(event.device, frame)) is None:
+        if (target := self._run_of(event.device, frame)) is None:
             self._counters["late"] += not (frame.kind == "done" and self._ahead.keep_report(event.device, frame))
             return []
-        group, run = found
+        group, run = target
         out: list[CoordinatorCommand] = []
         if not frame.has_tag(run.kind.frame_key):
             self._counters["forged"] += 1
@@ -133,10 +133,10 @@ class Scheduler:
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
         """Retry a run that was lost on the wire, and once a run that a device could not compute."""
-        if (found := self._run_of(device, message)) is None:
+        if (target := self._run_of(device, message)) is None:
             self._counters["late"] += not self._ahead.keep_report(device, message)
             return []
-        group, run = found
+        group, run = target
         out: list[CoordinatorCommand] = [LogEvent("request_failed", f"{device}: {message.text}")]
         if message.code in ("wire", "session", "link", "passed"):
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
@@ -165,7 +165,7 @@ class Scheduler:
         return self._part(group, run, now)
 
     def _part(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Take a run of several items back: whose fault it was shows when each runs by itself."""
+        """Cancel a run of several items, which then run alone: so the item with the fault fails alone."""
         items = run.open_items
         out = self._cancel(group, run, "retry", now)
         for item in items:
@@ -186,10 +186,10 @@ class Scheduler:
     def retry(
         self, group: PlanGroup, run: Run, now: float, blameless: bool = False, failed: Sequence[WorkItem] = ()
     ) -> list[CoordinatorCommand]:
-        """Take a run back and queue it first; its job fails after too many attempts.
+        """Cancel a run and queue its items first; a request fails after too many attempts.
 
         blameless: no device had a part in the loss, so it is no attempt. failed: the items that begin again, while the
-        others go on as they are; all of them if none is named.
+        others go on as they are; without any, all begin again.
         """
         items = run.open_items
         out = self._cancel(group, run, "retry", now)
@@ -255,8 +255,8 @@ class Scheduler:
 
     def record_progress(self, device: str, message: messages.RunProgress, now: float) -> Run | None:
         """Take how far a device is with a run; return the run, None if it is over."""
-        found = self._run_of(device, message)
-        run = None if found is None else found[1]
+        target = self._run_of(device, message)
+        run = None if target is None else target[1]
         if run is not None and (run.progress is None or message.block > run.progress.block):
             run.progress = Progress(message.block, now)
         return run
@@ -330,7 +330,7 @@ class Scheduler:
         outputs = split_output(group.served.spec, [item.batch for item in run.items], output)
         for item, own in zip(run.items, outputs, strict=True):
             if early is not None and not item.request.wants_report:  # it has the output: only the reports are new
-                item.request.stats = [stats if known is early else known for known in item.request.stats]
+                item.request.stats = [stats if each is early else each for each in item.request.stats]
             elif item in takers:
                 out += self._deliver_output(group, run, item, stats, own)
         return out
@@ -366,8 +366,8 @@ class Scheduler:
 
     def complete_task(self, device: str, message: messages.TaskDone, now: float) -> list[CoordinatorCommand]:
         """Record a task that a device has computed; lease it the next one, or say that none is left."""
-        known = self._run_of(device, message)
-        return [] if known is None else self._leases.complete(known[1], device, message.task, now)
+        target = self._run_of(device, message)
+        return [] if target is None else self._leases.complete(target[1], device, message.task, now)
 
     def lease_overdue(self, now: float) -> list[CoordinatorCommand]:
         """Lease overdue tasks again."""
@@ -514,6 +514,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._ahead.check(frozenset(run.run_id for run in self._groups.runs()))
+        for group in self._groups:
+            check_texts(group)
 
 
 def _usable(logits: Array) -> bool:

@@ -471,10 +471,10 @@ class CoordinatorSession:
         active, before = group.plans.active, group.plans.retiring
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
-            asked = (active.version, run.progress)
-            if not run.may_go_on or run.lateness.asked == asked or run.plan_version in active.versions:
+            judged = (active.version, run.progress)
+            if not run.may_go_on or run.lateness.judged == judged or run.plan_version in active.versions:
                 continue
-            last, run.lateness.asked = run.lateness.asked, asked
+            last, run.lateness.judged = run.lateness.judged, judged
             is_first = last is None or last[0] != active.version
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._tell_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)

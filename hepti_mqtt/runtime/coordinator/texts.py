@@ -18,7 +18,7 @@ from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.prefixes import Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Want
 
-MOST_UNDECIDED: Final = 0.25  # share of tokens that candidates leave open, from which on all logits are asked for
+MOST_UNDECIDED: Final = 0.25  # share of tokens that candidates leave open above which runs answer with all logits
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class TextSession:
         self.rows = 0 if prefix is None else prefix.rows
 
     def leave(self) -> None:
-        """Abandon the session: what is cached may be wrong or incomplete, so another one begins."""
+        """Abandon the session: cached rows may be wrong or incomplete, so another session begins."""
         if self.plan_version is not None:
             taken = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
             self.left += [(self.plan_version, session) for session in (self.number, *taken)]
@@ -99,15 +99,15 @@ class Generation:
     max_new_tokens: int
     shape: RequestShape  #: of the prompt's run
     rules: TokenRules = LIKELIEST
-    #: i32 [n], what the first run of a session reads beside tokens.
+    #: i32 [n], inputs of a session's first run other than tokens.
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
     pictured: PicturedPrompt | None = None  #: None: the prompt has no rows of pictures
     text: TextSoFar = field(default_factory=TextSoFar)
     session: TextSession = field(default_factory=TextSession)
-    published_tokens: tuple[int, ...] = ()  #: tokens that the user has seen and that are computed again
+    published_tokens: tuple[int, ...] = ()  #: tokens that the user has and that are computed again
     steps: list[GeneratedTokens] = field(default_factory=list)  #: tokens accepted after each run
     guesses: Guesses | None = None  #: of what follows, None without
-    guessed: tuple[int, ...] = ()  #: tokens that the run under way has behind the last one
+    guessed: tuple[int, ...] = ()  #: tokens that the run under way computes after the last one
     foresees: bool = False  #: it had guesses, or would have if devices had not begun it ahead
     vocab: int = 0  #: V, if candidates are wanted
     undecided: int = 0  #: tokens that candidates left open
@@ -152,18 +152,18 @@ class Generation:
     def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
         """Return the next run, of tokens that are not cached, and whether it is the session's last.
 
-        Where the last token alone is not cached, guesses of what follows it may come behind it; pace: of runs with
-        them, None where they are not wanted. begun: devices have begun with it by themselves, without guesses.
+        If the last token alone is not cached, the run may have guesses of the next tokens. pace: of runs with guesses,
+        None without. begun: devices have begun the run ahead, without guesses.
         """
-        tokens, behind = self.text.tokens, len(self.prompt)
-        total = behind + len(tokens)
+        tokens, start = self.text.tokens, len(self.prompt)
+        total = start + len(tokens)
         first, stop = self._rows_behind(self.session.rows, total)
         self.guessed, self.foresees = (), False
         guesses = None if self.open else self.guesses
         if guesses is not None and tokens and total - self.session.rows == 1:
             proposed = guesses.propose(self.prompt, tokens, self.max_new_tokens - len(tokens) - 1, pace)
             self.foresees, self.guessed = bool(proposed), () if begun else proposed
-        ids = (*self.prompt[first:stop], *tokens[max(first - behind, 0) : max(stop - behind, 0)], *self.guessed)
+        ids = (*self.prompt[first:stop], *tokens[max(first - start, 0) : max(stop - start, 0)], *self.guessed)
         inputs, begins = np.array([first, *ids], np.int32), not self.session.rows
         if begins and self.carried.size:
             inputs = np.concatenate([inputs, self.carried])
@@ -187,9 +187,9 @@ class Generation:
         return self.shape.decode_step(stop - first, begins, added)
 
     def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
-        """Return a step behind the run that `next_batch` gave, and how its token, -1, is drawn from the one before.
+        """Return a step after the run of `next_batch`, and how devices draw its token, -1, from the step before.
 
-        place: 0 for the first. None where it takes more than candidates to know the step, or where none is wanted.
+        place: 0 for the first. None if the token depends on more than candidates, or if no step follows.
         """
         written = len(self.text.tokens)
         total, want = len(self.prompt) + written, self.next_want
@@ -205,7 +205,7 @@ class Generation:
 
     @property
     def next_want(self) -> Want:
-        """Return what its next run answers with: all logits where candidates leave a token open, or do so too often."""
+        """Return what its next run answers with: all logits if candidates leave a token open, or often do."""
         often = self.undecided > 2 + MOST_UNDECIDED * len(self.text.tokens)
         return "task" if self.open or often else self.shape.want
 
@@ -225,15 +225,15 @@ class Generation:
         return shapes
 
     def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
-        """Return the rows of the next run; what it carries is beside the whole prompt."""
+        """Return the rows of the next run; a run with carried inputs has the whole prompt."""
         if self.pictured is not None:
             return self.pictured.next_rows(cached, total)
         return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
-        """Take the answer of the run that `next_batch` gave, logits or candidates; return the tokens that follow.
+        """Take the answer, logits or candidates, to the run of `next_batch`; return the tokens that follow.
 
-        None, where more rows are to be cached first; several, where what was guessed is what follows.
+        None if more rows must be cached first; several if guesses were right.
         """
         total, cached = len(self.prompt) + len(self.text.tokens), self.session.rows
         first, self.session.rows = self._rows_behind(cached, total)
@@ -247,7 +247,7 @@ class Generation:
         return step
 
     def _take(self, logits: Array) -> GeneratedTokens:
-        """Take tokens as long as the guesses are right, and the one behind them; none that candidates leave open."""
+        """Take tokens while the guesses are right, and the next one; stop at a token that candidates leave open."""
         text, place = self.text, len(self.text.tokens)
         vocab = None if self.next_want == "task" else self.vocab
         self.open = False
@@ -266,7 +266,7 @@ class Generation:
         return GeneratedTokens(text, place, taken)
 
     def rewind(self, run: int) -> None:
-        """Take back what has followed since a run; what is cached may be wrong, so a new session begins."""
+        """Remove the tokens since a run; cached rows may be wrong, so a new session begins."""
         step = self.steps[run]
         del self.steps[run:]
         self.session.leave()
