@@ -181,7 +181,7 @@ lock: $(VENV)/.dev
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
-		pyproject.toml --extra broker --extra chat --extra discovery --extra gateway --extra grammar --extra heic --extra onnx --extra site --extra speech --group dev -o requirements-dev.lock
+		pyproject.toml --extra broker --extra chat --extra discovery --extra gateway --extra grammar --extra heic --extra onnx --extra site --extra speech --extra websocket --group dev -o requirements-dev.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
 		pyproject.toml --extra bench -o requirements-bench.lock
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \

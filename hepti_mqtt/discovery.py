@@ -59,7 +59,7 @@ def read_announcement(
             url = BrokerUrl.parse(broker) if "://" in broker else None
             if url is None or url.user is not None or url.ca:
                 return None
-            return Found(_text_of(url), check_name("site", (texts.get(b"site") or b"").decode()))
+            return Found(url.address, check_name("site", (texts.get(b"site") or b"").decode()))
         usable = sorted((a for a in addresses if "%" not in a), key=lambda address: (":" in address, address))
         return Found(f"mqtt://{_host(usable[0])}:{port}") if usable and port else None
     except (ConfigError, UnicodeDecodeError):
@@ -154,7 +154,7 @@ def announced(
     if is_loopback(broker.host) and (interfaces is None or not all(map(is_loopback, interfaces))):
         yield False
         return
-    told = {"site": site, "broker": _text_of(broker), "role": who}
+    told = {"site": site, "broker": broker.address, "role": who}
     with registered(SITES, f"Hepti {site} {who}", port, told, interfaces) as works:
         yield works
 
@@ -272,11 +272,6 @@ def reaches_devices(interface: Path) -> bool:
     """Return whether an interface is, or stands for, hardware: a port, or a bridge, bond or VLAN over one."""
     below = [*interface.glob("lower_*"), *interface.glob("brif/*")]
     return (interface / "device").exists() or any((each / "device").exists() for each in below)
-
-
-def _text_of(url: BrokerUrl) -> str:
-    """Return a broker's URL without user and password."""
-    return f"{'mqtts' if url.tls else 'mqtt'}://{url.place}"
 
 
 def _host(address: str) -> str:

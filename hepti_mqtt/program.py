@@ -216,10 +216,18 @@ class Program:
         filled = {slot for op in self.ops for slot in slots_written(op)}
         return tuple(n for n, spec in enumerate(self.slots) if spec.state and n not in filled)
 
-    def session_arrays(self, item: int = 0) -> dict[str, SlotSpec]:
-        """Return the arrays of the session of an item by name."""
-        found = ((*spec.state.partition("@"), spec) for spec in self.slots if spec.state)
-        return {name: spec for name, _, number, spec in found if int(number or 0) == item}
+    def sessions(self) -> tuple[dict[str, SlotSpec], ...]:
+        """Return the arrays of the session of each item by name; empty without any."""
+        items: dict[int, dict[str, SlotSpec]] = {}
+        for spec in self.slots:
+            if spec.state:
+                name, _, number = spec.state.partition("@")
+                items.setdefault(int(number or 0), {})[name] = spec
+        return tuple(items[item] for item in sorted(items))
+
+    def session_arrays(self) -> dict[str, SlotSpec]:
+        """Return the arrays of the session of the first item by name."""
+        return next(iter(self.sessions()), {})
 
     def block_of(self, node: int) -> int:
         """Return the block of a tensor, 0 where blocks are not known."""

@@ -7,6 +7,8 @@ class would build in another way, with nothing stated, is refused: versions diff
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +40,8 @@ _CLIP_TOKENS: Final = dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>") | {"
 _GEMMA_TOKENS: Final = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
 _MARK: Final = "\u2581"  # what stands for a space
 _SPACES: Final = {"type": "WhitespaceSplit"}
+_SINGLE_SPACES: Final = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
+_STRIP: Final = {"type": "Strip", "strip_left": True, "strip_right": True}
 _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
@@ -130,6 +134,21 @@ def _sentencepiece_normalizer(_options: JsonConfig, found: Part) -> Part:
     return found
 
 
+def _canonical_text(options: JsonConfig, found: Part) -> Part:
+    """Return SigLIP's preparation of a text: lower case, no punctuation, single spaces, then its sentencepiece model's.
+
+    Its class in transformers does so whatever tokenizer.json says.
+    """
+    rest = [step for step in _steps(found) if step["type"] == "Precompiled"]
+    dropped = ({"type": "Lowercase"}, _SINGLE_SPACES)
+    for step in _steps(found):
+        if not (step in rest or step in dropped or (step["type"] == "Replace" and step["content"] == "")):
+            raise differs("normalizer", "lower case, no punctuation, and the one of its sentencepiece model")
+    lower = [{"type": "Lowercase"}] if options.flag("do_lower_case", True) else []
+    marks = {"type": "Replace", "pattern": {"Regex": f"[{re.escape(string.punctuation)}]"}, "content": ""}
+    return {"type": "Sequence", "normalizers": [*lower, marks, _SINGLE_SPACES, _STRIP, *rest]}
+
+
 def _albert_normalizer(options: JsonConfig, found: Part) -> Part:
     steps = _steps(found)
     lower = {"type": "Lowercase"} in steps if found is not None else True
@@ -183,8 +202,7 @@ def _qwen2_words(options: JsonConfig, found: Part) -> Part:
 
 
 def _lower_nfc(_options: JsonConfig, found: Part) -> Part:
-    spaces = {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}
-    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, spaces, {"type": "Lowercase"}]}
+    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, _SINGLE_SPACES, {"type": "Lowercase"}]}
     if found not in (None, steps):
         raise differs("normalizer", "NFC, single spaces, lower case")
     return steps
@@ -205,6 +223,13 @@ def _marked_spaces(_options: JsonConfig, found: Part) -> Part:
     if found not in (None, marks):
         raise differs("normalizer", f"one that marks spaces with {_MARK!r}")
     return marks
+
+
+def _lower_marked_spaces(options: JsonConfig, found: Part) -> Part:
+    """Return SigLIP 2's: Gemma's, after lower case, which files from before its class do not have."""
+    lower, steps = {"type": "Lowercase"}, found["normalizers"] if found and found["type"] == "Sequence" else []
+    marks = _marked_spaces(options, steps[1] if len(steps) == 2 and steps[0] == lower else found)
+    return {"type": "Sequence", "normalizers": [lower, marks]}
 
 
 def _whole_text(_options: JsonConfig, found: Part) -> Part:
@@ -241,6 +266,23 @@ _XLM_ROBERTA: Final = TokenizerClass(
     typed=False,
     doubled=True,
 )
+_GEMMA: Final = TokenizerClass(
+    "BPE",
+    _GEMMA_TOKENS,
+    {**_BPE, "fuse_unk": (True,), "byte_fallback": (True,)},
+    _marked_spaces,
+    _whole_text,
+    None,
+    False,
+    {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": _MARK}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+)
 CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "BertTokenizer": _BERT,
     "DistilBertTokenizer": _BERT._replace(typed=False),
@@ -260,22 +302,15 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
         typed=False,
         doubled=True,
     ),
-    "GemmaTokenizer": TokenizerClass(
-        "BPE",
-        _GEMMA_TOKENS,
-        {**_BPE, "fuse_unk": (True,), "byte_fallback": (True,)},
-        _marked_spaces,
-        _whole_text,
-        None,
-        False,
-        {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": _MARK}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ],
-        },
+    "GemmaTokenizer": _GEMMA,
+    "Siglip2Tokenizer": _GEMMA._replace(normalizer=_lower_marked_spaces),
+    "SiglipTokenizer": _XLM_ROBERTA._replace(
+        tokens={"eos": "</s>", "unk": "<unk>", "pad": "</s>"},
+        parameters={"byte_fallback": (None, False)},
+        normalizer=_canonical_text,
+        around=None,
+        always=False,
+        doubled=False,
     ),
     "RobertaTokenizer": _GPT2._replace(
         tokens=_ROBERTA_TOKENS, around=("cls", "sep"), always=True, typed=False, doubled=True

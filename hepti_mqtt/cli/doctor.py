@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import queue
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from operator import eq
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
@@ -21,9 +18,7 @@ from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkErro
 from hepti_mqtt.ids import check_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
-    from hepti_mqtt.transport import BrokerConnection, BrokerUrl, State
-
-T = TypeVar("T")
+    from hepti_mqtt.transport import BrokerUrl, Echo
 
 WANTED_BYTES: Final = (32 << 20) - 1  # MQTT 5 adds a byte
 LARGE_BYTES: Final = 1 << 20
@@ -166,40 +161,26 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
     """Return seconds of a small and of a large message to the broker and back, medians of a few."""
-    from hepti_mqtt.transport import BrokerConnection, Subscribed
+    from hepti_mqtt.transport import Echo
 
-    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    states: queue.SimpleQueue[State] = queue.SimpleQueue()
-    transport = BrokerConnection(
-        url, "hepti-doctor", on_message=lambda _, payload: heard.put(payload), on_state=states.put, name="doctor"
-    )
+    echo = Echo(url, "hepti-doctor", topic, PATIENCE_S, until_s=time.monotonic() + 2 * PATIENCE_S)
     try:
-        transport.connect()
-        transport.subscribe([(topic, 0)])
-        _wait(states.get, lambda state: isinstance(state, Subscribed))
-        return _echo(transport, topic, heard, 64), _echo(transport, topic, heard, large_bytes)
+        echo.open()
+        return _echo_s(echo, 64), _echo_s(echo, large_bytes)
     finally:
-        transport.close()
+        echo.close()
 
 
-def _echo(transport: BrokerConnection, topic: str, heard: queue.SimpleQueue[bytes], size: int) -> float:
+def _echo_s(echo: Echo, size: int) -> float:
     times = []
     for number in range(5):
         payload = bytes([number]) * size
         started = time.perf_counter()
-        transport.publish(topic, payload)
-        _wait(heard.get, partial(eq, payload))
+        echo.send(payload)
+        while echo.next() != payload:
+            pass
         times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def _wait(get: Callable[..., T], right: Callable[[T], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    try:
-        while not right(get(timeout=max(until - time.monotonic(), 0.0))):
-            pass
-    except queue.Empty:
-        raise NetworkError("the broker does not echo a device's probe topic: check its access list") from None
 
 
 def _site(text: str, site: str) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ BAR: Final = 24  # characters of the longest bar
 class Row:
     """What a number of boards does.
 
-    tokens_per_s: of a text that a decoder writes, else of the request. prompt_tokens_per_s, first_token_s: of decoders.
+    tokens_per_s: of a text that a decoder writes, else of the request. prompt_tokens_per_s, first_token_ms: decoders.
     """
 
     boards: int
@@ -35,7 +35,7 @@ class Row:
     memory_mib: float
     memory_share: float
     prompt_tokens_per_s: float | None = None
-    first_token_s: float | None = None
+    first_token_ms: float | None = None
 
 
 def size(args: argparse.Namespace, spec: Spec) -> int:
@@ -77,9 +77,9 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
     rows = min(largest_shape(spec).size, shape.session_rows)
     run_s = _run_s(asked, decision, rows)
-    first_s = ceil(shape.session_rows / rows) * run_s
+    first_ms = ceil(shape.session_rows / rows) * run_s * 1e3
     return Row(
-        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=rows / run_s, first_token_s=first_s
+        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=rows / run_s, first_token_ms=first_ms
     )
 
 
@@ -90,7 +90,7 @@ def _run_s(asked: Question, decision: Decision, rows: int) -> float:
 
 
 def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:
-    writes = rows[0].first_token_s is not None
+    writes = rows[0].first_token_ms is not None
     best = max(row.tokens_per_s for row in rows)
     columns: list[Any] = ["boards", "tokens/s"]
     columns += ["prompt tokens/s", "first token s"] if writes else ["ms"]
@@ -98,7 +98,7 @@ def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:
     for row in rows:
         speed = [f"{row.tokens_per_s:.1f}"]
         if writes:
-            speed += [f"{row.prompt_tokens_per_s:.0f}", f"{row.first_token_s:.1f}"]
+            speed += [f"{row.prompt_tokens_per_s:.0f}", f"{(row.first_token_ms or 0.0) / 1e3:.1f}"]
         else:
             speed += [f"{row.request_ms:.0f}"]
         bar = "█" * max(round(BAR * row.tokens_per_s / best), 1)

@@ -29,7 +29,8 @@ class Hepti(Connection):
     ) -> Hepti:
         """Return a connection to a site's broker.
 
-        url: mqtt[s]://host:port, or a login file, by default HEPTI_BROKER. site: by default HEPTI_SITE, else home.
+        url: mqtt[s]:// or ws[s]://host:port, or a login file, by default HEPTI_BROKER. site: by default HEPTI_SITE,
+        else home.
         client_id: the name in topics, by default the broker's user, to whom an access list binds it, else a random one.
         Raises ConfigError without a URL, NetworkError if no broker answers within `timeout` seconds, RefusedError.
         """

@@ -134,7 +134,7 @@ def host_name() -> str:
 
 def add_site_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes: the broker and the site."""
-    broker = "mqtt[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)"
+    broker = "mqtt[s]:// or ws[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)"
     parser.add_argument("--broker", metavar="URL|FILE", help=broker)
     parser.add_argument("--site", help="name of the site (default: HEPTI_SITE, else home)")
 

@@ -24,6 +24,8 @@ KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for ea
 # what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
+# Of a kernel that notes only where each matrix lies: that, and the reference of the Program.
+MATRIX_BYTES: Final = 256
 
 
 def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[WeightRef, WeightRef]:
@@ -147,7 +149,7 @@ def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
 
 
 def _bound_bytes(made: Lowered, device: str) -> int:
-    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+    from hepti_mqtt.kernels import KERNELS, weight_bytes  # not at the top: simulating needs no compiler
 
     layer, times = made.repeated_layer or (-1, 1)
     whole, program = 0, made.compact_program(device)
@@ -155,8 +157,11 @@ def _bound_bytes(made: Lowered, device: str) -> int:
         # Those of embeddings have no notes: they read rows, wherever these are.
         is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
         refs = op.weights if isinstance(op, Compute) and is_product else ()
-        columns = sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
-        whole += (OP_BYTES + COLUMN_BYTES * columns) * (times if op.layer == layer else 1)
+        if refs and isinstance(op, Compute) and KERNELS[op.kernel].by_matrix:
+            notes = MATRIX_BYTES * len(refs) + sum(weight_bytes(ref) for ref in refs if ref.layout == "plain")
+        else:
+            notes = COLUMN_BYTES * sum(ref.columns[1] - ref.columns[0] for ref in refs if ref.layout == "packed")
+        whole += (OP_BYTES + notes) * (times if op.layer == layer else 1)
     return whole
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -13,6 +11,7 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site, unit
+from hepti_mqtt.service.encoded import read_base64
 
 MARKER: Final = "<__media__>"  # where a picture stands in a prompt
 
@@ -74,10 +73,7 @@ def _item(item: str | PromptBody) -> str | bytes:
         return prompt
     if len(data) != 1 or prompt.strip() != MARKER:
         raise RequestError(f"a picture stands alone: one in multimodal_data, and {MARKER} as the prompt_string")
-    try:
-        return base64.b64decode(data[0], validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise RequestError(f"multimodal_data is not base64 ({error})") from None
+    return read_base64("multimodal_data", data[0], "picture")
 
 
 OPERATIONS: Final = (

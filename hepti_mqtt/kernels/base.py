@@ -109,6 +109,8 @@ class Kernel:
     in_place: bool = False
     later: bool = False
     scratch_function: Scratch = _no_scratch
+    #: What a bound op notes about its matrices does not grow with their columns.
+    by_matrix: bool = False
 
     def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> BoundKernel:
         """Return the calls of one op of a template; they allocate nothing large and release the GIL.

@@ -107,7 +107,7 @@ def _encode(values: Any, rounded: int, codes: Any, words: Any) -> None:
 
 
 @helper
-def _prepare_tile(x: Any, rounded: int, first: int, rows: int, left: int, words: int) -> None:
+def prepare_tile(x: Any, rounded: int, first: int, rows: int, left: int, words: int) -> None:
     """Fill what a tile reads of some rows of x, those of each 32 values side by side: at `left`, and words."""
     k, digits = x.shape[1], 1 if rounded else DIGITS
     nbytes = digits * BLOCK if BYTEWISE else 4 * BLOCK
@@ -131,18 +131,18 @@ def sizes(rows: int, k: int, rounded: int) -> tuple[int, int]:
     return rows * k * (digits if BYTEWISE else 4), rows * (k // BLOCK) * digits * WORDS
 
 
-_sizes = helper(sizes)
+sizes_of_rows: Final = helper(sizes)
 
 
 @helper
 def _prepare(x: Any, taken: Any, words: Any, rounded: int, first_tile: int, last_tile: int) -> None:
     """Fill what some tiles read of x."""
     rows, k = x.shape
-    tiles, of_row = -(-rows // ROWS[rounded]), _sizes(1, k, rounded)
+    tiles, of_row = -(-rows // ROWS[rounded]), sizes_of_rows(1, k, rounded)
     for t in range(first_tile, last_tile):
         i, last = t * rows // tiles, (t + 1) * rows // tiles
         at = taken.ctypes.data + of_row[0] * i, words.ctypes.data + 4 * of_row[1] * i
-        _prepare_tile(x, rounded, i, last - i, at[0], at[1])
+        prepare_tile(x, rounded, i, last - i, at[0], at[1])
 
 
 @kernel(reads(float32, 2), fills(uint8, 1), fills(float32, 1), INT, INT, INT, part=2, narrow=True)
@@ -166,7 +166,7 @@ def _linear_blocks(
     """
     rows, k = x.shape
     width, plain = out.shape[1], activation == NONE and residual.size == 0
-    digits, of_row = 1 if rounded else DIGITS, _sizes(1, k, rounded)
+    digits, of_row = 1 if rounded else DIGITS, sizes_of_rows(1, k, rounded)
     if taken.size == 0:
         taken, words = np.empty(rows * of_row[0], np.uint8), np.empty(rows * of_row[1], np.float32)
         _prepare(x, taken, words, rounded, first_tile, last_tile)

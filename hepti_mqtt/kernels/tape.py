@@ -13,6 +13,7 @@ A row may also be a frame to or from a peer (`transfers`). Before `learn` the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from math import prod
 from time import perf_counter_ns
 from types import MappingProxyType
@@ -281,6 +282,9 @@ class Tape:
         #: for each choice the one in force: another for each size of work
         self._in_force = {each: each if isinstance(each, Choice) else pool.alone for each in self._choices}
         self._skips, self._bases = 0, list[int]()
+        #: of externals that grow where their extents are among these: addresses of the last run, and its extents
+        self._extents = {self._externals[slot]: at for at, slot in enumerate(self._growing, len(self.slots))}
+        self._addresses, self._base = [0] * (len(self.slots) + len(self._growing)), 0
         #: nanoseconds of each row, and whether the run under way adds to them
         self._times, self._timed = np.zeros(len(self.calls), np.int64), False
         #: whether all rows of the last run were measured, and the row that ran last, or failed
@@ -404,14 +408,21 @@ class Tape:
         """Write the addresses of a run's arrays."""
         if scratch is None or len(scratch) < self.nbytes:
             scratch = np.empty(self.nbytes, np.uint8)
-        self._arrays, self._scratch, self._delivered = arrays, scratch, delivered
+        before, self._arrays, self._delivered = self._arrays, arrays, delivered
         if not JIT:
+            self._scratch = scratch
             return
-        base = scratch.__array_interface__["data"][0]
-        base += -base % LINE_BYTES
-        bases = [base, *(array.__array_interface__["data"][0] for array in arrays)]
-        bases += [len(arrays[self._externals[slot]]) for slot in self._growing]
-        bases += [base + self._offsets.get(slot, 0) for slot in self._received]
+        # To read an address takes long, and most arrays are those of the last run, which live as long as they are here.
+        if scratch is not self._scratch:
+            self._scratch, self._base = scratch, scratch.__array_interface__["data"][0]
+            self._base += -self._base % LINE_BYTES
+        for place, (array, same) in enumerate(zip_longest(arrays, before)):
+            if array is not same:
+                self._addresses[place] = array.__array_interface__["data"][0]
+                if (at := self._extents.get(place)) is not None:
+                    self._addresses[at] = len(array)
+        bases = [self._base, *self._addresses]
+        bases += [self._base + self._offsets.get(slot, 0) for slot in self._received]
         bases += [0] * len(self._received)
         for slot, array in delivered.items():
             number = self._received[slot]
@@ -583,9 +594,11 @@ class Tape:
         """Return the number of the op that a row is of."""
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
-    def seconds_of(self, op: int) -> float:
-        """Return how long an op took in the last run, if that was `measured`."""
-        return 1e-9 * float(self._times[self.starts[op] : self.starts[op + 1]].sum())
+    def seconds(self) -> list[float]:
+        """Return how long each op took in the last run, if that was `measured`."""
+        until = np.concatenate([[0], np.cumsum(self._times)])[self.starts]
+        seconds: list[float] = (1e-9 * np.diff(until)).tolist()
+        return seconds
 
 
 def share(pool: Workers, function: Callable[..., None], arguments: Sequence[Any], parts: Parts, threads: int) -> None:

@@ -174,6 +174,19 @@ def _smollm3_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
     return tuple(rope if turns else Rope(0.0) for turns in named[:layers])
 
 
+_LENGTHENED: Final = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _lengthened_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
+    """Return positions that are scaled by YaRN unless the file says otherwise."""
+    says = config.get("rope_parameters", None) or config.get("rope_scaling", None)
+    data = config.data if says else {**config.data, "rope_parameters": _LENGTHENED}
+    return (read_rope(JsonConfig(config.file, data), d, of.theta),)
+
+
 def _gemma_scalar(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return by what scores are divided: the columns of a head, but in the model of 27 B those of a row for each."""
     wide = config["num_hidden_layers"] == 62
@@ -339,13 +352,14 @@ DECODERS: Final[Mapping[str, Decoder]] = {
             "mlp.experts.down_proj",
         ),
         replace(_BLOCK, sinks=True),
-        {"attention_bias": _OUT},
+        {"": _OUT},
         ("layer_types", "sliding_window"),
-        {"swiglu_alpha": (1.702,)},  # that of quick GELU
+        {"swiglu_alpha": (1.702,), "attention_bias": (True,)},  # alpha: that of quick GELU
         head_dim=64,
         kv_heads=8,
         theta=150_000.0,
         windows=_alternating_windows,
+        ropes=_lengthened_ropes,
         experts=Experts(
             "num_local_experts",
             activation="quick_gelu",

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, permutations
 from math import inf, log2
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT
+from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.models import largest_shape, weight_dtypes
+from hepti_mqtt.errors import ConfigError, PlanError, UnsupportedModelError
+from hepti_mqtt.lowering.passes import narrow_weight
+from hepti_mqtt.models import largest_shape, quantised, weight_dtypes
+from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
+from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.program import WeightRef
 from hepti_mqtt.shares import DeviceResources, Options
+from hepti_mqtt.storage import QUANTISED, STORAGES
 from hepti_mqtt.strategies import STRATEGIES, Method
 
 if TYPE_CHECKING:
@@ -229,16 +236,50 @@ def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
     """Return the error that says what the candidate lacks that lacks least; its detail is a line for each one."""
     closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
     lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
-    may_narrow = question.weight_dtype == "f32" and "w8a32" in weight_dtypes(question.spec)
-    advice = ", keep the weights narrow (--weights w8a32)" if may_narrow else ""
+    changes = [*_narrower(question, closest)]
     if largest_shape(question.spec).session_rows > ROWS_IN_FLIGHT:
-        advice += ", take shorter texts (model_max_length in tokenizer_config.json)"
+        changes.append("take shorter texts (model_max_length in tokenizer_config.json)")
+    changes.append(_another_device(question, closest[0]) if closest else "add devices")
     found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
+    helpful = "; ".join(changes)
     return PlanError(
-        f"no strategy fits {question.naming.model} into the devices' memory; {found}. Add devices, raise --memory on "
-        f"the agents{advice}, or choose a smaller model (--explain lists all {len(lines)} candidates)",
+        f"no strategy fits {question.naming.model} into the devices' memory; {found}. What would help: {helpful}; or "
+        f"raise --memory on the agents, or choose a smaller model (--explain lists all {len(lines)} candidates)",
         lines,
     )
+
+
+def _in_blocks(spec: ModelSpec, ref: WeightRef) -> bool:
+    return spec.storage_of(ref.tensor) is not None
+
+
+def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the setting of the widest weights by which one of the candidates would fit, if there is one."""
+    spec = question.spec
+    if question.weight_dtype != "f32":
+        return
+    ways: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
+    if "w8a32" in weight_dtypes(spec):
+        ways.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
+    for how, storage in QUANTISED.items():
+        with suppress(UnsupportedModelError):
+            narrow, of = quantised(spec, how), STORAGES[storage]
+            assert isinstance(narrow, ModelSpec)
+            ways.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
+    for name, bits, becomes_narrow in sorted(ways, key=lambda way: -way[1]):
+        for c in candidates:
+            refs = {device: resident_weights(spec, c.plan, device) for device in c.price.missing}
+            wide = {device: weights_bytes(ref for ref in own if becomes_narrow(ref)) for device, own in refs.items()}
+            if all(wide[device] * (1 - bits / 32) >= lack for device, lack in c.price.missing.items()):
+                yield f"--weights {name}"
+                return
+
+
+def _another_device(question: Question, closest: Candidate) -> str:
+    """Say how much memory another device needs: what the others lack, and what a device has beside weights."""
+    price, plan = closest.price, closest.plan
+    rest = min(price.needs[d] - weights_bytes(resident_weights(question.spec, plan, d)) for d in price.missing)
+    return f"add a device with {(sum(price.missing.values()) + rest) / 2**20:.0f} MiB"
 
 
 def _lacks(question: Question, c: Candidate) -> str:

@@ -20,8 +20,8 @@ from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
+from hepti_mqtt.service.envelope import peek_id
 from hepti_mqtt.service.handler import Asked, Reply, encode_failure
-from hepti_mqtt.service.requests import peek_id
 from hepti_mqtt.transport import (
     BrokerConnection,
     BrokerUrl,

@@ -32,19 +32,10 @@ from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
+from hepti_mqtt.service.envelope import RequestEnvelope, bare_text, digest, parse, peek_id, request_id, split_envelope
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.logprobs import described
-from hepti_mqtt.service.requests import (
-    MAX_WAITING_BYTES,
-    MemoryQuota,
-    bare_text,
-    digest,
-    parse,
-    peek_id,
-    request_id,
-    split_envelope,
-    split_into_batches,
-)
+from hepti_mqtt.service.requests import MAX_WAITING_BYTES, MemoryQuota, split_into_batches
 from hepti_mqtt.service.seen import has_pictures, rows_of
 from hepti_mqtt.service.thinking import Thoughts
 from hepti_mqtt.service.written import WrittenText
@@ -445,7 +436,7 @@ def _request(
     model: OpenModel,
     prepared: requests.ModelInput,
     context: _ReplyContext,
-    parts: requests.RequestEnvelope,
+    parts: RequestEnvelope,
 ) -> Request:
     """Return a request to one model."""
     generation = None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import io
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +15,8 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.models.views import Box, Cut, Views
 from hepti_mqtt.service.boxed_pictures import UnreadablePicture, is_boxed, unboxed
+from hepti_mqtt.service.encoded import read_base64
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, MAX_SEQUENCES
-from hepti_mqtt.service.texts import describe
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _GREY: Final = frozenset({"I;16", "I;16B", "I;16L"})  # 16 bits, of which Pillow takes the upper half of colours
@@ -35,9 +31,6 @@ _WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for deco
 _BOXED_WEIGHT: Final = 2  # of AVIF and HEIC
 _LISTED: Final = f"{', '.join(_FORMATS)}, AVIF"
 _LONG: Final = 4  # times the shorter side
-_SPACES: Final = b" \t\r\n"
-_URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
-_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _SCAN: Final = b"\xff\xda"  # marker in a JPEG file
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is stricter, with a better message
@@ -85,7 +78,7 @@ def _view(picture: Image.Image, box: Box, reads: ImageInput, views: Views) -> np
 
 def _files(items: Sequence[tuple[str, Any]], reads: ImageInput) -> dict[str, bytes]:
     """Return the pictures' files by name; raises RequestError for too many pixels in total."""
-    files = {name: _file(name, value) for name, value in items}
+    files = {name: read_base64(name, value, "picture") for name, value in items}
     boxed = [name for name, file in files.items() if is_boxed(file)]
     total = 0
     for name, file in files.items():
@@ -112,19 +105,6 @@ def _too_large(name: str, size: str, reads: ImageInput) -> RequestError:
         f"{name}, {size}, is too large, or too many pictures are before it: send at most {MAX_PIXELS} pixels in one "
         f"request, half of that as WebP, AVIF or HEIC (the model reads {reads.size} x {reads.size} of each)"
     )
-
-
-def _file(name: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string of base64, not {describe(value)}")
-    try:
-        data = value.encode("ascii")
-        if (url := _URL.match(data)) is not None:
-            data = unquote_to_bytes(data[url.end() :])
-        data = data.translate(_URL_SAFE, _SPACES).rstrip(b"=")
-        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{name} is not valid base64 ({error}); encode the picture's file with base64") from error
 
 
 @contextlib.contextmanager

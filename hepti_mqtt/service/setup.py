@@ -22,8 +22,8 @@ from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service.envelope import validate_pins
 from hepti_mqtt.service.handler import OpenModel
-from hepti_mqtt.service.requests import validate_pins
 from hepti_mqtt.service.solver import MeasuredErrors
 from hepti_mqtt.transport import BrokerUrl
 

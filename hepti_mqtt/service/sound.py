@@ -5,29 +5,24 @@ What a file has is known from its header before anything is converted, so that i
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import math
-import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.models.mel import RATE
+from hepti_mqtt.service.encoded import read_base64
 
 Floats = npt.NDArray[np.float32]
 
 MIN_RATE, MAX_RATE = 4_000, 192_000  # samples per second
 MAX_CHANNELS: Final = 8
 MAX_VALUES: Final = 24_000_000  # of all channels: more than fit into a request
-_URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
-_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 
 
 class Pcm(NamedTuple):
@@ -77,25 +72,12 @@ def read(name: str, value: Any, longest_s: float) -> Floats:
 
     name: for errors. longest_s: seconds that are read at most.
     """
-    return read_file(name, _file(name, value), longest_s)
+    return read_file(name, read_base64(name, value, "recording"), longest_s)
 
 
 def read_file(name: str, file: bytes, longest_s: float) -> Floats:
     """Return the samples of a file, mono at 16 kHz; raises as `read` does."""
     return samples_of(name, pcm_of(name, file), longest_s)
-
-
-def _file(name: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string of base64: a WAV file")
-    try:
-        data = value.encode("ascii")
-        if (url := _URL.match(data)) is not None:
-            data = unquote_to_bytes(data[url.end() :])
-        data = data.translate(_URL_SAFE, b" \t\r\n").rstrip(b"=")
-        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{name} is not valid base64 ({error}); encode the recording's file with base64") from error
 
 
 def pcm_of(name: str, file: bytes) -> Pcm:
@@ -162,7 +144,7 @@ def _other(name: str, file: bytes) -> Pcm:
     except ImportError:
         raise RequestError(
             f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install Hepti with the extra speech where "
-            "the planner runs: pip install 'hepti[speech]'"
+            "the planner runs: pip install '.[speech]' in the checkout"
         ) from None
     try:
         with av.open(io.BytesIO(file), mode="r", format=reader) as opened:

@@ -19,6 +19,7 @@ from hepti_mqtt.transport.base import (
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import (
     DeliveryWindow,
+    Echo,
     PacketLimit,
     QueueCapacity,
     is_loopback,
@@ -42,6 +43,7 @@ __all__ = [
     "Delivery",
     "DeliveryWindow",
     "Disconnected",
+    "Echo",
     "Inbox",
     "OnDelivery",
     "OnMessage",

@@ -190,8 +190,8 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
         )
     if url.tls and isinstance(error, ssl.SSLError | ConnectionResetError | BrokenPipeError | EOFError):
         return NetworkError(
-            f"{url.place} ended the TLS handshake ({error}), so it may not encrypt on this port; use mqtt://, or the "
-            "broker's port for mqtts:// (usually 8883)"
+            f"{url.place} ended the TLS handshake ({error}), so it may not encrypt on this port; use "
+            f"{url.scheme[:-1]}://, or the broker's port for {url.scheme}://"
         )
     return NetworkError(
         f"no broker answers at {url.place} ({error}); start one (`hepti broker`, or mosquitto) or name another "
@@ -199,6 +199,7 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     )
 
 
+_SCHEMES: Final = "mqtt, mqtts, ws or wss"
 _LOOK_S: Final = 2.0  # to fetch a certificate that is only looked at
 # OpenSSL's codes of a certificate that is not yet valid, and of one that is no longer.
 _DATED: Final = (9, 10)
@@ -238,14 +239,14 @@ def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
     """Return the error for a broker that does not answer our CONNECT."""
     return VersionRefused(
         f"{url.place} accepts connections but does not answer as a broker of MQTT "
-        f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the port, and mqtt:// against mqtts://"
+        f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the URL's port and scheme ({_SCHEMES})"
     )
 
 
 def hung_up(url: BrokerUrl, error: object, is_sure: bool = True) -> VersionRefused:
     """Return the error for a broker that ends the connection instead of answering."""
     refusal = VersionRefused(
-        f"{url.place} closed the connection before answering ({error}); check the port, and mqtt:// against mqtts://"
+        f"{url.place} closed the connection before answering ({error}); check the URL's port and scheme ({_SCHEMES})"
     )
     refusal.is_sure = is_sure
     return refusal

@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from math import isqrt
-from typing import Final, NamedTuple
+from functools import partial
+from math import inf, isqrt
+from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
@@ -90,15 +91,82 @@ def largest_packet(
         probe.close()
 
 
+class Echo:
+    """A connection on which a user sends to itself on `topic`; timeout_s: for each answer, until `until_s` at most.
+
+    Errors are NetworkError where nothing comes back, RefusedError where the broker does not let the user read.
+    """
+
+    def __init__(
+        self,
+        url: BrokerUrl,
+        client_id: str,
+        topic: str,
+        timeout_s: float = ANSWER_S,
+        *,
+        qos: int = 0,
+        until_s: float = inf,
+        **options: Any,
+    ) -> None:
+        self._place, self._topic, self._qos = url.place, topic, qos
+        self._timeout_s, self._until_s = timeout_s, until_s
+        self._events: queue.SimpleQueue[State | bytes | Delivery | bool] = queue.SimpleQueue()
+        self._transport = BrokerConnection(
+            url,
+            client_id,
+            on_message=lambda _topic, payload: self._events.put(payload),
+            on_state=self._events.put,
+            on_delivery=self._events.put if qos else None,
+            name="hepti-probe",
+            **options,
+        )
+        self.acknowledge = self._transport.acknowledge
+
+    def open(self) -> Connected:
+        """Connect and subscribe; whatever comes of it, `close` follows."""
+        self._transport.connect(self._timeout_s)
+        self._transport.subscribe([(self._topic, self._qos)])
+        connected, is_subscribed = None, False
+        while connected is None or not is_subscribed:  # either may come first
+            event = self.next()
+            is_subscribed |= isinstance(event, Subscribed)
+            connected = event if isinstance(event, Connected) else connected
+            if isinstance(event, Disconnected):
+                raise NetworkError(f"the broker at {self._place} closed the connection: {event.reason}")
+        return connected
+
+    def send(self, payload: bytes, qos: int = 0) -> None:
+        """Send a message; of QoS 1 True comes when the broker has taken it."""
+        self._transport.publish(self._topic, payload, qos, taken=self._events.put if qos else None)
+
+    def next(self) -> State | bytes | Delivery | bool:
+        """Return what comes next: a payload (a delivery where it subscribed at QoS 1), or a state of the connection."""
+        try:
+            event = self._events.get(timeout=max(min(self._timeout_s, self._until_s - time.monotonic()), 0.0))
+        except queue.Empty:
+            raise NetworkError(
+                f"the broker at {self._place} does not give back what is published to {self._topic} within "
+                f"{self._timeout_s:g} s: check its access list"
+            ) from None
+        if isinstance(event, Refused):
+            raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
+        return event
+
+    def close(self) -> None:
+        """End the connection."""
+        self._transport.close(timeout_s=0.5)
+
+
 class _SizeProbe:
-    """A connection to send to oneself with, restored whenever the broker has closed it."""
+    """Sends to itself on a connection that is made again whenever the broker has closed it."""
 
     def __init__(self, url: BrokerUrl, client_id: str, topic: str, protocol: int | None, timeout_s: float) -> None:
-        self._url, self._client_id, self._topic, self._protocol = url, client_id, topic, protocol
-        self._timeout_s = timeout_s
-        self._transport: BrokerConnection | None = None
+        self._topic = topic
+        self._make = partial(
+            Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES
+        )
+        self._echo: Echo | None = None
         self._said: int | None = None
-        self._events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
 
     def announced(self) -> int | None:
         """Return what the broker announces, None if nothing."""
@@ -108,12 +176,12 @@ class _SizeProbe:
     def passes(self, packet_bytes: int) -> bool:
         """Return whether a PUBLISH of that size comes back."""
         # The mark follows on the same connection: if it comes back alone, the large one was dropped without a word.
-        transport, payload_bytes = self._connected(), _payload_bytes(self._topic, packet_bytes)
-        transport.publish(self._topic, bytes(payload_bytes))
-        transport.publish(self._topic, _MARK)
+        echo, payload_bytes = self._connected(), _payload_bytes(self._topic, packet_bytes)
+        echo.send(bytes(payload_bytes))
+        echo.send(_MARK)
         came = False
         while True:
-            event = self._next()
+            event = echo.next()
             if isinstance(event, Disconnected):
                 self.close()
                 return False
@@ -123,44 +191,15 @@ class _SizeProbe:
 
     def close(self) -> None:
         """End the connection, if there is one."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close(timeout_s=0.5)
+        echo, self._echo = self._echo, None
+        if echo is not None:
+            echo.close()
 
-    def _connected(self) -> BrokerConnection:
-        if self._transport is not None:
-            return self._transport
-        events: queue.SimpleQueue[State | bytes] = queue.SimpleQueue()
-        self._events = events
-        transport = self._transport = BrokerConnection(
-            self._url,
-            self._client_id,
-            on_message=lambda _topic, payload: events.put(payload),
-            on_state=events.put,
-            protocol=self._protocol,
-            name="hepti-probe",
-            max_queued_bytes=MAX_PACKET_BYTES,
-        )
-        transport.connect(self._timeout_s)
-        transport.subscribe([(self._topic, 0)])
-        while True:
-            event = self._next()
-            if isinstance(event, Connected):
-                self._said = event.largest_packet_bytes
-            elif isinstance(event, Subscribed):
-                return transport
-            elif isinstance(event, Refused):
-                raise RefusedError(f"the broker at {self._url.place} refused to send {self._topic}: {event.reason}")
-            elif isinstance(event, Disconnected):
-                raise NetworkError(f"the broker at {self._url.place} closed the connection: {event.reason}")
-
-    def _next(self) -> State | bytes:
-        try:
-            return self._events.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise NetworkError(
-                f"nothing came back from the broker at {self._url.place} on {self._topic} within {self._timeout_s:g} s"
-            ) from None
+    def _connected(self) -> Echo:
+        if self._echo is None:
+            self._echo = self._make()
+            self._said = self._echo.open().largest_packet_bytes
+        return self._echo
 
 
 def _payload_bytes(topic: str, packet_bytes: int) -> int:
@@ -227,8 +266,7 @@ def queue_capacity(
     """
     probe = _QueueProbe(url, client_id, topic, receive_maximum, timeout_s)
     try:
-        probe.open()
-        if probe.protocol < 5:
+        if probe.open().protocol < 5:
             return None
         sent = 0
         while probe.arrived == sent and sent <= MOST_IN_FLIGHT:
@@ -243,41 +281,21 @@ def queue_capacity(
 
 
 class _QueueProbe:
-    """A connection to send to oneself with; arrived: messages of QoS 1 that have come."""
+    """Sends messages of QoS 1 to itself and acknowledges none until `fetch`; arrived: those that have come."""
 
     def __init__(
         self, url: BrokerUrl, client_id: str, topic: str, receive_maximum: int | None, timeout_s: float
     ) -> None:
-        self._place, self._topic, self._timeout_s = url.place, topic, timeout_s
-        self._until_s = time.monotonic() + timeout_s
-        self._events: queue.SimpleQueue[State | Delivery | bool] = queue.SimpleQueue()
+        until_s = time.monotonic() + timeout_s
+        self._echo = Echo(url, client_id, topic, timeout_s, qos=1, until_s=until_s, receive_maximum=receive_maximum)
         self._unacknowledged: list[Delivery] = []
-        self.arrived = self.protocol = 0
-        self._transport = BrokerConnection(
-            url,
-            client_id,
-            on_message=lambda _topic, _payload: None,
-            on_delivery=self._events.put,
-            on_state=self._events.put,
-            name="hepti-queue",
-            receive_maximum=receive_maximum,
-        )
-
-    def open(self) -> None:
-        """Connect and subscribe; whatever comes of it, `close` follows."""
-        self._transport.connect(self._timeout_s)
-        self._transport.subscribe([(self._topic, 1)])
-        subscribed = False
-        while not (self.protocol and subscribed):  # either may come first
-            event = self._next()
-            subscribed |= isinstance(event, Subscribed)
-            if isinstance(event, Connected):
-                self.protocol = event.protocol
+        self.arrived = 0
+        self.open, self.close = self._echo.open, self._echo.close
 
     def send(self, count: int) -> int:
         """Send so many messages and return when the broker has taken all of them."""
         for _ in range(count):
-            self._transport.publish(self._topic, _SMALL, 1, taken=self._events.put)
+            self._echo.send(_SMALL, 1)
         taken = 0
         while taken < count:
             taken += isinstance(self._next(), bool)
@@ -288,31 +306,19 @@ class _QueueProbe:
         while self._unacknowledged:
             for delivery in self._unacknowledged:
                 assert delivery.receipt is not None
-                self._transport.acknowledge(delivery.receipt)
+                self._echo.acknowledge(delivery.receipt)
             self._unacknowledged.clear()
             # What these acknowledgements make room for comes before what we send after them.
-            self._transport.publish(self._topic, _MARK)
+            self._echo.send(_MARK)
             while not (isinstance(event := self._next(), Delivery) and event.payload == _MARK):
                 continue
         return self.arrived
 
-    def close(self) -> None:
-        """End the connection."""
-        self._transport.close(timeout_s=0.5)
-
-    def _next(self) -> State | Delivery | bool:
-        try:
-            event = self._events.get(timeout=max(self._until_s - time.monotonic(), 0.0))
-        except queue.Empty:
-            raise NetworkError(
-                f"the broker at {self._place} does not give back what is published to {self._topic} within "
-                f"{self._timeout_s:g} s"
-            ) from None
+    def _next(self) -> State | bytes | Delivery | bool:
+        event = self._echo.next()
         if isinstance(event, Delivery) and event.receipt is not None:
             self.arrived += 1
             self._unacknowledged.append(event)
-        elif isinstance(event, Refused):
-            raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
         return event
 
 

@@ -18,7 +18,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.errors import ConfigError, HeptiError
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
     UNAVAILABLE,
@@ -46,6 +46,7 @@ from hepti_mqtt.transport.codec import (
     reason,
 )
 from hepti_mqtt.transport.sockets import (
+    BufferedConnection,
     Connection,
     TlsConnection,
     acknowledge_soon,
@@ -58,6 +59,7 @@ from hepti_mqtt.transport.sockets import (
     unacknowledged,
 )
 from hepti_mqtt.transport.url import BrokerUrl
+from hepti_mqtt.transport.websocket import WebSocketConnection, shake_hands
 
 TURN_S: Final = 1.0
 CONTROL_BYTES: Final = 70_000  # the longest topic that MQTT allows, with its header
@@ -113,7 +115,7 @@ class Link:
         self._queued = self._written = 0  # bytes of all packets, and those that the kernel has taken
         self._sock: socket.socket | None = None
         self._connection: Connection | None = None
-        self._secured: TlsConnection | None = None
+        self._buffered: BufferedConnection | None = None  # the connection, if it is TLS or a WebSocket
         self._reader: Reader | None = None
         self._poll = select.poll()
         self._poll.register(wake.fileno(), select.POLLIN)
@@ -176,7 +178,7 @@ class Link:
         if events != self._events:
             self._poll.register(self._connection.fileno(), events)
             self._events = events
-        pending = self._secured is not None and self._secured.pending() > 0
+        pending = self._buffered is not None and self._buffered.pending() > 0
         # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
         readable = pending or self._answer_by < inf
         for fd, occurred in self._poll.poll(0 if pending else min(timeout_s, TURN_S) * 1000):
@@ -194,15 +196,16 @@ class Link:
     def send(self, parts: list[memoryview], copied: bool, counted: bool = True) -> None:
         """Send a message, on this thread if nothing waits before it.
 
-        copied: its payload is the caller's again on return. counted: its loss counts, as it is of QoS 0. Over TLS the
-        network thread sends everything: one connection cannot read and write at once. A loss is seen by that thread.
+        copied: its payload is the caller's again on return. counted: its loss counts, as it is of QoS 0. Over TLS or a
+        WebSocket the network thread sends everything: one connection cannot read and write at once. A loss is seen by
+        that thread.
         """
         nbytes = sum(part.nbytes for part in parts)
         self._queued += nbytes
         if counted:
             self._ends.append((self._queued, nbytes))
             self.unwritten_bytes += nbytes
-        if self._out or self._secured is not None or self._connection is None:
+        if self._out or self._buffered is not None or self._connection is None:
             self._out.extend((memoryview(b"".join(parts)),) if copied else parts)
             self._wake.set()
             return
@@ -239,7 +242,7 @@ class Link:
                 self._connection.close()
             elif self._sock is not None:
                 self._sock.close()
-            self._sock = self._connection = self._secured = self._reader = None
+            self._sock = self._connection = self._buffered = self._reader = None
             lost = len(self._ends)
             self._out.clear()
             self._ends.clear()
@@ -249,20 +252,26 @@ class Link:
         url = self._url
         try:
             self._sock = sock = connect_any(url.host, url.port, timeout_s)
+            connection: Connection = sock
             context = url.ssl_context()
             if context is not None:  # shakes hands at once, within the same time
-                self._sock = secured = context.wrap_socket(sock, server_hostname=url.host)
-                self._connection = self._secured = TlsConnection(secured)
-            else:
-                self._connection = sock
-            tune(self._sock)
+                self._sock = sock = secured = context.wrap_socket(sock, server_hostname=url.host)
+                connection = self._buffered = TlsConnection(secured)
+            if url.path:
+                websocket = shake_hands(sock, url.place, url.path, timeout_s)
+                connection = self._buffered = WebSocketConnection(connection, websocket)
+            self._connection = connection
+            tune(sock)
             if self._bulk:
-                tune_sender(self._sock)
-                tune_receiver(self._sock)
+                tune_sender(sock)
+                tune_receiver(sock)
+        except ConfigError:
+            self.close()
+            raise
         except (OSError, UnicodeError) as error:
             self.close()
             raise absent(url, error) from error
-        plain = self._sock if self._secured is None else None
+        plain = self._sock if self._buffered is None else None
         self._reader = Reader(self.protocol.decoder, self._connection, plain)
         self.say(self.protocol.encode(self._connect_packet))
 
@@ -340,7 +349,7 @@ class Link:
         assert reader is not None
         before = reader.nbytes
         try:
-            reader.read(self._accept, None if self._secured is None else self._secured.pending)
+            reader.read(self._accept, None if self._buffered is None else self._buffered.pending)
         finally:
             if reader.nbytes > before:
                 self._flowed, self.heard_at = True, time.monotonic()

@@ -62,14 +62,18 @@ class Connection(Protocol):
         """Close it."""
 
 
-class SecureConnection(Connection, Protocol):
+class BufferedConnection(Connection, Protocol):
+    """A connection that decodes what it reads: the socket may be empty while bytes are left, so its user asks."""
+
+    def pending(self) -> int:
+        """Return how many bytes are decoded and not received."""
+
+
+class SecureConnection(BufferedConnection, Protocol):
     """A connection with TLS."""
 
     def handshake(self) -> None:
         """Return once the handshake is done; raises Malformed if the other side is not who it should be."""
-
-    def pending(self) -> int:
-        """Return how many bytes are decrypted and not received."""
 
 
 def mesh_possible() -> bool:

@@ -13,8 +13,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from hepti_mqtt.errors import ConfigError
 
-DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883}
-FORM: Final = "mqtt[s]://[user:password@]host[:port]"
+DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
+FORM: Final = "mqtt[s]://[user:password@]host[:port], or ws[s]://[user:password@]host[:port][/path]"
+WEBSOCKET_PATH: Final = "/mqtt"  # where brokers listen, unless the URL says another
 FILES: Final = frozenset({"ca", "cert", "key"})  # of the query
 MAX_LOGIN_BYTES: Final = 1_000_000
 _ITERATIONS: Final = 20_000
@@ -25,7 +26,8 @@ _CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 class BrokerUrl:
     """A broker's address; `str()` and `repr()` leave the password out.
 
-    tls: encrypted (mqtts). ca: file of the authority that signed the broker's certificate, "" for the system's own.
+    tls: encrypted (mqtts, wss). path: of a WebSocket, "" for MQTT on TCP alone.
+    ca: file of the authority that signed the broker's certificate, "" for the system's own.
     cert, key: files of the client's own certificate and its key; "" for none, and for a key in the certificate's file.
     """
 
@@ -37,12 +39,13 @@ class BrokerUrl:
     ca: str = ""
     cert: str = ""
     key: str = ""
+    path: str = ""
 
     @classmethod
     def parse(cls, text: str) -> BrokerUrl:
-        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE&cert=FILE&key=FILE]`.
+        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE&cert=FILE&key=FILE]`, or of `ws[s]://`.
 
-        Or of a login file: it has such a URL as its first line that is no comment (#), and below it, for mqtts, the
+        Or of a login file: it has such a URL as its first line that is no comment (#), and below it, with TLS, the
         authority's certificate. User and password may be percent-encoded. Raises `ConfigError` otherwise. No message
         repeats the text of a URL: it may hold a password.
         """
@@ -56,10 +59,7 @@ class BrokerUrl:
                 content = file.read(MAX_LOGIN_BYTES)
         except (FileNotFoundError, IsADirectoryError, ValueError, RuntimeError):  # whatever it is, no login file
             looks = f"there is no login file {name}: " if "@" not in name and name.isprintable() else ""
-            raise ConfigError(
-                f"{looks}the broker must be a URL that begins with mqtt:// or mqtts://, or a login file that is there; "
-                f"write it as {FORM}"
-            ) from None
+            raise ConfigError(f"{looks}the broker must be a URL, {FORM}, or a login file that is there") from None
         except OSError as error:
             raise ConfigError(f"the login file {name} cannot be read: {error.strerror or error}") from error
         lines = (line.strip() for line in content.splitlines())
@@ -85,15 +85,17 @@ class BrokerUrl:
                 "digit in user and password (%2F for /, %23 for #, %3F for ?, %40 for @)"
             ) from None
         if parts.scheme not in DEFAULT_PORTS:
-            raise ConfigError(f"the broker's URL must begin with mqtt:// or mqtts://; write it as {FORM}")
+            raise ConfigError(f"the broker's URL has another scheme; write it as {FORM}")
         if not parts.hostname or port == 0 or any(letter.isspace() for letter in parts.hostname):
             raise ConfigError(f"the broker's URL names no host, or port 0; write it as {FORM}")
-        if parts.path not in ("", "/") or parts.fragment:
+        is_websocket, tls = parts.scheme in ("ws", "wss"), parts.scheme in ("mqtts", "wss")
+        if (parts.path not in ("", "/") and not is_websocket) or parts.fragment:
             raise ConfigError(f"the broker's URL has a path; write it as {FORM}, and the site with --site")
-        tls = parts.scheme == "mqtts"
+        if not all("!" <= letter <= "~" for letter in parts.path):
+            raise ConfigError("the path of the broker's URL has letters that must be percent-encoded")
         if set(query) - (FILES if tls else set()):
             raise ConfigError(
-                "the broker's URL has a query other than ?ca=FILE, cert=FILE or key=FILE, which belong to mqtts://"
+                "the broker's URL has a query other than ?ca=FILE, cert=FILE or key=FILE, which belong to mqtts:// and wss://"
             )
         files = {name: query.get(name, [""])[-1] for name in FILES}
         if files["key"] and not files["cert"]:
@@ -107,7 +109,18 @@ class BrokerUrl:
             user=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password is not None else None,
             **files,
+            path=(parts.path or WEBSOCKET_PATH) if is_websocket else "",
         )
+
+    @property
+    def scheme(self) -> str:
+        """Return mqtt, mqtts, ws or wss."""
+        return ("ws" if self.path else "mqtt") + ("s" if self.tls else "")
+
+    @property
+    def address(self) -> str:
+        """Return the URL without user, password and files, for announcements."""
+        return f"{self.scheme}://{self.place}{'' if self.path == WEBSOCKET_PATH else self.path}"
 
     @property
     def place(self) -> str:
@@ -148,8 +161,8 @@ class BrokerUrl:
         return context
 
     def __str__(self) -> str:
-        user = f"{self.user}@" if self.user else ""
-        return f"{'mqtts' if self.tls else 'mqtt'}://{user}{self.place}"
+        scheme, _, place = self.address.partition("://")
+        return f"{scheme}://{f'{self.user}@' if self.user else ''}{place}"
 
 
 @lru_cache(maxsize=16)

@@ -48,6 +48,7 @@ CONFIGURED = (
     *("tiny-mpnet-mlm", "tiny-mpnet-classifier", "tiny-modernbert-mlm", "tiny-modernbert-classifier"),
     *("tiny-nomic-mlm", "tiny-nomic-classifier", "tiny-gte-mlm", "tiny-gte", "tiny-qwen3", "tiny-gemma3"),
     *("tiny-deberta", "tiny-deberta-classifier"),
+    *(MIXTURES := tuple(f"tiny-{name}" for name in ("qwen3-moe", "mixtral", "olmoe", "granite-moe", "gpt-oss"))),
 )
 LAST = ("tiny-qwen3", "tiny-gemma3")  # causal ones: their last token is read
 KINDS = (*TEXT, *CONFIGURED, *IMAGE)
@@ -215,7 +216,7 @@ def _added(number, content, **flags):
 # The changes.
 
 SENTENCES = ("tiny-minilm",)
-DECODERS = ("tiny-gpt2",)
+DECODERS = ("tiny-gpt2", *MIXTURES)  # whose tokens are compared
 # The reference finds control tokens in the texts of these, or it would find no mask.
 UNMASKED = tuple(kind for kind in TEXT if not kind.endswith("-mlm"))
 CLASSIFIERS = tuple(kind for kind in KINDS if kind.endswith("classifier"))
@@ -276,8 +277,8 @@ def _changes():
     yield one("config: DistilBERT's activation", (*TEXT, *CONFIGURED), put(CONFIG, activation="relu"))
     yield one("config: fewer layers", (*TEXT, *CONFIGURED), put(CONFIG, num_hidden_layers=2))
     yield one("config: pruned heads", (*TEXT, *CONFIGURED), put(CONFIG, pruned_heads={"0": [1]}))
-    yield one("config: the other family's names", ("tiny-distilbert", *DECODERS), _aliased)
-    yield one("config: two numbers of heads", ("tiny-distilbert", *DECODERS), _both_names)
+    yield one("config: the other family's names", ("tiny-distilbert", "tiny-gpt2"), _aliased)
+    yield one("config: two numbers of heads", ("tiny-distilbert", "tiny-gpt2"), _both_names)
     yield one("config: another padding id", (*TEXT, *CONFIGURED), put(CONFIG, pad_token_id=4))
     yield one("config: no padding id", (*TEXT, *CONFIGURED), drop(CONFIG, "pad_token_id"))
     for name, values in (
@@ -293,6 +294,27 @@ def _changes():
         ("scores that are capped", {"attn_logit_softcapping": 5.0}),
     ):
         yield one(f"config: {name}", CONFIGURED, put(CONFIG, **values))
+    for key in (
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "norm_topk_prob",
+        "tie_word_embeddings",
+        "sliding_window",
+        "layer_types",
+        "num_experts_per_tok",
+        "swiglu_limit",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "intermediate_size",
+    ):
+        yield one(f"config: no {key}", MIXTURES, drop(CONFIG, key))
     yield one("config: regression", CLASSIFIERS, put(CONFIG, problem_type="regression"))
     yield one("config: several labels", CLASSIFIERS, put(CONFIG, problem_type="multi_label_classification"))
     yield one("config: no names of labels", CLASSIFIERS, drop(CONFIG, "id2label", "label2id"))

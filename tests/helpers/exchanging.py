@@ -62,12 +62,13 @@ class Device:
         self.links.admit(AllowPeers(MODEL, VERSION, peers))
         self.links.join(JoinPeers(MODEL, VERSION, peers))
 
-    def admit(self, run_id: int, inputs: np.ndarray) -> None:
-        slots = self.bound.template.program.slots
+    def admit(self, run_id: int, inputs: np.ndarray, bound: BoundProgram | None = None) -> None:
+        bound = bound or self.bound
+        slots = bound.template.program.slots
         states = {spec.state: np.zeros(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in slots if spec.state}
-        self.executor.admit(run_id, self.bound, states)
+        self.executor.admit(run_id, bound, states)
         self.outputs[run_id] = []
-        for key in self.bound.template.inputs:
+        for key in bound.template.inputs:
             self.executor.deliver(run_id, key, inputs)
         early, self.early = self.early, []
         for event in early:
@@ -187,6 +188,33 @@ class Site:
         self._together({run_id: inputs}, 0.0, goes_on)
         return ended.is_set()
 
+    def go_on(
+        self, run_ids: tuple[int, int], heirs: Mapping[str, BoundProgram], inputs: np.ndarray, block: int, steps: int
+    ) -> np.ndarray:
+        """Return the answer to a run that ends before a block, and goes on in other Programs under a number of its own.
+
+        steps: of the first device, after which it is told; the others are told at the start.
+        """
+        first, taken, (run_id, heir) = next(iter(self.devices.values())), 0, run_ids
+        for device in self.devices.values():
+            device.admit(run_id, inputs)
+            device.admit(heir, inputs, heirs[device.name])
+            assert device is first or device.executor.hold(run_id, block)
+
+        def goes_on(device: Device) -> bool:
+            nonlocal taken
+            if device is first:
+                taken += 1
+                assert taken != steps or device.executor.hold(run_id, block)
+            is_held = device is not first or taken >= steps
+            if is_held and run_id in device.executor and device.executor.is_done(run_id):
+                device.executor.hand_over(run_id, heir)
+                device.over.append(run_id)
+            return True
+
+        self._together({heir: inputs}, 0.0, goes_on)
+        return self.answer(heir)
+
     def _together(self, inputs: Mapping[int, np.ndarray], limit_s: float, goes_on: Callable[[Device], bool]) -> None:
         threads = [
             threading.Thread(target=self._work, args=(d, inputs, limit_s, goes_on)) for d in self.devices.values()
@@ -207,7 +235,8 @@ class Site:
     ) -> None:
         try:
             for run_id, array in inputs.items():
-                device.admit(run_id, array)
+                if run_id not in device.executor:
+                    device.admit(run_id, array)
             device.work(tuple(inputs), limit_s, goes_on)
         except BaseException as error:
             self.errors.append(error)

@@ -148,11 +148,11 @@ _BLOCK = {
 }  # fmt: skip
 
 
-def _text(value: str) -> bytes:
+def text_bytes(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def _value(value: Any) -> bytes:
+def value_bytes(value: Any) -> bytes:
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, int):
@@ -160,10 +160,11 @@ def _value(value: Any) -> bytes:
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
+        return struct.pack("<I", 8) + text_bytes(value)
     first, *_ = value
-    items = b"".join(_value(item)[4:] for item in value)
-    return struct.pack("<I", 9) + _value(first)[:4] + struct.pack("<Q", len(value)) + items
+    items = b"".join(value_bytes(item)[4:] for item in value)
+    kind = struct.pack("<I", 5) if isinstance(first, int) else value_bytes(first)[:4]  # signed, as the converter has it
+    return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + items
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, str]]) -> Path:
@@ -172,9 +173,9 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tu
     for name, (values, storage) in tensors.items():
         raw = quantised(values.reshape(-1, values.shape[-1]), storage)
         dims = struct.pack(f"<I{values.ndim}Q", values.ndim, *values.shape[::-1])
-        infos.append(_text(name) + dims + struct.pack("<IQ", KIND[storage], len(data)))
+        infos.append(text_bytes(name) + dims + struct.pack("<IQ", KIND[storage], len(data)))
         data += raw.tobytes() + b"\0" * (-raw.nbytes % 32)
-    keys = [_text(key) + _value(value) for key, value in metadata.items()]
+    keys = [text_bytes(key) + value_bytes(value) for key, value in metadata.items()]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(keys)) + b"".join(keys + infos)
     path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
     return path

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import shutil
 import socket
+import subprocess
 import threading
 import uuid
 
@@ -17,6 +19,21 @@ from relay import Relay
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
 from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DataConnection
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A certificate of 127.0.0.1 signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    root = tmp_path_factory.mktemp("tls")
+    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test -addext"
+    subprocess.run(
+        [*request.split(), "subjectAltName=IP:127.0.0.1", "-keyout", root / "key.pem", "-out", root / "cert.pem"],
+        check=True,
+        capture_output=True,
+    )
+    return root / "cert.pem", root / "key.pem"
 
 
 @pytest.fixture(scope="session", params=KINDS)

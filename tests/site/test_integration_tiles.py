@@ -46,7 +46,7 @@ class PlannerBytes(Voice):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("bert-large", tmp_path_factory.mktemp("model") / "model", seed=3, layers=2)
+    return make_model("minilm", tmp_path_factory.mktemp("model") / "model", seed=3, layers=2)
 
 
 def model_bytes(model: Path) -> int:

@@ -13,7 +13,7 @@ from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import HeptiError, IdInUseError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.service.requests import parse, request_id, split_envelope
+from hepti_mqtt.service.envelope import parse, request_id, split_envelope
 from hepti_mqtt.transport import BrokerUrl
 
 
@@ -79,7 +79,8 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: BrokerUrl.parse("http://x"),
         "config",
-        "the broker's URL must begin with mqtt:// or mqtts://; write it as mqtt[s]://[user:password@]host[:port]",
+        "the broker's URL has another scheme; write it as mqtt[s]://[user:password@]host[:port], or "
+        "ws[s]://[user:password@]host[:port][/path]",
     ),
     (
         lambda: check_name("device", "No Name"),

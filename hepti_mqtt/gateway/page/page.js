@@ -34,7 +34,7 @@ function table(columns, rows) {
 function bar(name, fraction, text, kind = "") {
   const fill = h("div", { class: "fill " + kind });
   fill.style.width = Math.min(Math.max(fraction, 0), 1) * 100 + "%";
-  return h("div", { class: "bar-row" }, h("span", { title: name }, name), h("div", { class: "track" }, fill), h("span", {}, text));
+  return h("div", { class: "bar-row" }, h("span", { title: name }, name), h("div", { class: "track" }, fraction > 0 ? fill : null), h("span", {}, text));
 }
 
 function picture(label, width, height, ...parts) {
@@ -171,16 +171,16 @@ function drawLatency(model) {
   if (!answers.length) { show("latency", wait("No request has been answered since this page's gateway started.")); show("latency-table", wait("Nothing yet.")); return; }
   const first = answers[0].time, span = Math.max(site.time - first, 30);
   const values = answers.flatMap((a) => [a.latency_ms, a.predicted_ms]).filter(known);
-  const top = Math.max(...values) * 1.15, left = 52, width = Math.max($("latency").clientWidth - left - 8, 160), height = 170;
+  const top = Math.max(...values) * 1.15, left = 64, width = Math.max($("latency").clientWidth - left - 8, 160), height = 170;
   const x = (time) => left + ((time - first) / span) * width, y = (ms) => height - (ms / top) * (height - 10);
   const parts = [0, 0.5, 1].map((part) => [s("line", { x1: left, x2: left + width, y1: y(top * part), y2: y(top * part), class: "axis" }),
-    s("text", { x: left - 8, y: y(top * part) + 4, "text-anchor": "end" }, number(top * part, top < 10 ? 1 : 0))]);
+    s("text", { x: left - 8, y: y(top * part) + 4, "text-anchor": "end" }, number(top * part, top < 10 ? 1 : 0, part === 1 ? " ms" : ""))]);
   const changes = model.story.filter((step) => step.to === "active" && step.time >= first);
   for (const step of changes) parts.push(s("line", { x1: x(step.time), x2: x(step.time), y1: 4, y2: height, class: "change" }, s("title", {}, `${clock(step.time)} ${step.plan}: ${step.cause}`)));
   const told = answers.filter((a) => known(a.predicted_ms) && !onIdleCores(model, model.active?.devices ?? []));
   parts.push(s("polyline", { points: told.map((a) => `${x(a.time)},${y(a.predicted_ms)}`).join(" "), class: "predicted-line" }));
   for (const a of answers) parts.push(s("circle", { cx: x(a.time), cy: y(a.latency_ms), r: 4, class: "points" }, s("title", {}, `${clock(a.time)}: ${time(a.latency_ms)}`)));
-  parts.push(s("text", { x: left, y: height + 18 }, clock(first)), s("text", { x: left + width, y: height + 18, "text-anchor": "end" }, clock(first + span)), s("text", { x: 0, y: 14 }, "ms"));
+  parts.push(s("text", { x: left, y: height + 18 }, clock(first)), s("text", { x: left + width, y: height + 18, "text-anchor": "end" }, clock(first + span)));
   const label = `Latency of ${answers.length} answers, median ${time(median(answers.map((a) => a.latency_ms)))}, ${changes.length} changes of the plan`;
   show("latency", picture(label, left + width + 8, height + 24, parts));
   show("latency-table", table([["time"], ["measured", "number"], ["predicted", "number"], ["plan"]],

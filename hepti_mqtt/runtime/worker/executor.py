@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -113,6 +114,8 @@ class BoundProgram:
     in_line: bool
     #: names of those slots that are arrays of the session
     states: Mapping[Slot, str]
+    #: of each item of a run the arrays of its session, by name
+    sessions: tuple[Mapping[str, SlotSpec], ...]
     #: of slots that a stretch receives itself the stretch, and its row
     received: Mapping[Slot, tuple[Stretch, int]]
     #: slots that stretches fill with arrays of the executor
@@ -162,6 +165,7 @@ def bind(
         tuple(ops),
         all(op.slot in coming for op in program.ops if isinstance(op, Recv) and is_direct(program, op)),
         states,
+        program.sessions(),
         coming,
         {spec: tuple(slots) for spec, slots in buffers.items()},
         max((op.tape.nbytes for op in ops if isinstance(op, Stretch)), default=0),
@@ -333,7 +337,7 @@ class Step:
         running.delivered.pop(leader, None)
         self.place = op.places[-1]
         if tape.measured:
-            self.timings = [(each, tape.seconds_of(i)) for i, each in enumerate(op.places)]
+            self.timings = list(zip(op.places, tape.seconds(), strict=True))
         self._finish(leader)
         return out
 
@@ -533,7 +537,8 @@ class Executor:
             return
         del self._steps[run_id]
         self._scratch += running.scratch.values()
-        for array, kept in zip(running.slots, running.free, strict=True):
+        for slot in chain.from_iterable(running.bound.buffers.values()):
+            array, kept = running.slots[slot], running.free[slot]
             if array is not None and kept is not None:
                 kept.append(array)
         self._trim()

@@ -591,7 +591,7 @@ class WorkerRuns:
         shape: RequestShape,
     ) -> Mapping[str, Array]:
         """Return the arrays that the sessions of a run keep here; raises SessionLostError."""
-        if not shape.session_rows:
+        if not bound.sessions:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
         begins = len(sessions) > 1 or any(
@@ -600,16 +600,15 @@ class WorkerRuns:
         used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
         keys = [(*resident.key, session.number) for session in sessions]
         busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
-        for item, (key, session, count) in enumerate(zip(keys, sessions, rows, strict=True)):
+        for item, (key, session, count, states) in enumerate(zip(keys, sessions, rows, bound.sessions, strict=True)):
             at = int(inputs[item])
             run = SessionRun(at, at + count, shape.session_rows, begins, session.source, session.takes_over)
-            states = bound.template.program.session_arrays(item)
             try:
                 arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
             except SessionLostError as error:
                 lost.append(error)
                 continue
-            out |= {state_name(name, item): array for name, array in arrays.items()}
+            out |= {state_name(name, item): array for name, array in arrays.items()} if item else arrays
         if lost:
             raise SessionLostError(str(lost[0]), tuple(number for error in lost for number in error.sessions))
         return out

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hepti_mqtt import errors
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
@@ -311,7 +312,7 @@ def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["boards"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8]
     first = found["rows"][0]
     assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
-    assert first["first_token_s"] == pytest.approx(64 / first["prompt_tokens_per_s"])
+    assert first["first_token_ms"] == pytest.approx(64e3 / first["prompt_tokens_per_s"])
     code, out, _ = run(capsys, *common)
     assert (code, out.count("█") > 6) == (0, True)
     code, out, _ = run(capsys, "simulate", "tiny-bert", "--board", "pi4-2gb", "--tokens-per-s", "1e12")
@@ -389,6 +390,45 @@ def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     found = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
     monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
+
+
+#: As cli.md and troubleshooting.md say, and the services' units, which give up at 2 and 6.
+EXIT_CODES = {
+    **dict.fromkeys(("HeptiError", "WireError", "RemoteError", "PacketLimitError", "WeightsChangedError"), 1),
+    **dict.fromkeys(("RequestError", "ContextLengthError", "UnknownModelError", "OverloadedError"), 1),
+    **dict.fromkeys(("IdInUseError", "CancelledRequestError"), 1),
+    **dict.fromkeys(("ConfigError", "BadNameError", "ModelError", "UnsupportedModelError"), 2),
+    **dict.fromkeys(("NetworkError", "CertificateDateError"), 3),
+    "PlanError": 4,
+    "DeadlineError": 5,
+    "RefusedError": 6,
+}
+
+
+def test_every_error_has_an_exit_code_and_the_pages_name_it() -> None:
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, HeptiError)]
+    assert {one.__name__ for one in classes} == set(EXIT_CODES)
+    for page in ("docs/reference/cli.md", "docs/guide/troubleshooting.md"):
+        sentence = re.search(r"Exit codes: (.*?)\.\s", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        assert sentence is not None
+        named = {int(code) for code in re.findall(r"\b(\d) [a-z]", sentence[1])}
+        assert named == {0, *EXIT_CODES.values()}, page
+
+
+@pytest.mark.parametrize(("name", "code"), EXIT_CODES.items())
+def test_an_error_ends_a_command_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    error = getattr(errors, name)("why")
+
+    def connect(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(infer.Hepti, "connect", connect)
+    command = ("plan", "m", "--broker", "mqtt://nowhere")
+    assert run(capsys, *command)[::2] == (code, "hepti: why\n")
+    ended, out, _ = run(capsys, *command, "--json")
+    assert (ended, json.loads(out)) == (code, {"ok": False, "error": {"code": error.code, "message": "why"}})
 
 
 @pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])

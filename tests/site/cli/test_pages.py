@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import PAGES, blocks, offline_commands, run_as_printed
 
-from hepti_mqtt.cli.main import main
-
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 LONGEST = {"README.md": 130}
 ALL_PAGES = 2000
-#: Commands that need nothing but the package, and files that a page makes before them.
-OFFLINE = re.compile(r"hepti (simulate|site (init|add|revoke)|completion) ")
-
-
-def blocks(page: Path) -> Iterator[str]:
-    """Yield the code blocks of a page, each as one text."""
-    for block in re.findall(r"(?:^    .*\n)+", page.read_text("utf-8"), re.MULTILINE):
-        yield "\n".join(line.removeprefix("    ") for line in block.splitlines()).replace("\\\n", " ")
-
-
-def offline_commands() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for block in blocks(page):
-            lines = re.sub(r"for device in (.*?); do (.*?); done", _unrolled, block).splitlines()
-            found += [(page.name, line.strip()) for line in lines if OFFLINE.match(line.strip())]
-    return found
-
-
-def _unrolled(loop: re.Match[str]) -> str:
-    return "\n".join(loop[2].replace("$device", device) for device in loop[1].split())
 
 
 def test_pages_stay_short() -> None:
@@ -60,19 +34,7 @@ def test_lines_for_a_shell_are_ones(page: Path) -> None:
 def test_offline_commands_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = offline_commands()
+    """But tables of boards: `test_pages_boards.py`."""
+    commands = [(page, line) for page, line in offline_commands() if "--board" not in line]
     assert len(commands) > 12, "the pages are read"
-    for page in dict.fromkeys(page for page, _ in commands):
-        (tmp_path / page).mkdir()  # each page is a walk of its own
-        monkeypatch.setenv("HOME", str(tmp_path / page))
-        monkeypatch.chdir(tmp_path / page)
-        done = set()
-        for line in (line for where, line in commands if where == page):
-            words = [str(Path(w).expanduser()) if w.startswith("~") else w for w in shlex.split(line, comments=True)][
-                1:
-            ]
-            if tuple(words) in done:
-                continue
-            done.add(tuple(words))
-            assert main(words) == 0, f"{page}: {line}\n{capsys.readouterr().err}"
-            capsys.readouterr()
+    run_as_printed(commands, tmp_path, monkeypatch, capsys)

@@ -19,6 +19,7 @@ from hepti_mqtt.client import Hepti
 
 CASE = CASES[0]
 URL = f"data:image/png;base64,{encoded(*CASE.sizes[0])}"
+AGENTS = ("a", "b", "c")
 JSON = {"Content-Type": "application/json"}
 QUESTION = "what is in the room"
 
@@ -27,7 +28,7 @@ QUESTION = "what is in the room"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
     model: Path = make_model(CASE.kind, directory / "model", CASE.seed)
-    yield from running_site(directory, {"seer": model}, {"a": "100MiB", "b": "100MiB"})
+    yield from running_site(directory, {"seer": model}, dict.fromkeys(AGENTS, "100MiB"))
 
 
 def asked(site: Site, **request: object) -> dict:
@@ -48,6 +49,18 @@ def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> 
     assert other["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_devices_sees_the_same(site: Site, count: int) -> None:
+    want, devices = np.load(CASE.file)["tokens"].tolist(), list(AGENTS[:count])
+    with Hepti.connect(site.url, site.name) as hepti:
+        poll(lambda: {d["device"] for d in hepti.devices(wait_s=1.0)} >= {*AGENTS}, "all devices")
+    answer = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS, devices=devices)
+    used = answer["plan"]["devices"]
+    assert {*used} <= {*devices}
+    assert len(used) == min(count, 2), "its text has two heads of keys"
+    assert answer["result"]["ids"] == want[: len(answer["result"]["ids"])]
+
+
 def test_one_text_by_every_interface(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = int(found.getsockname()[1])
@@ -62,6 +75,11 @@ def test_one_text_by_every_interface(site: Site) -> None:
         model="seer", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
     )
     assert chat.choices[0].message.content == text
+    parts = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": QUESTION}]
+    response = client.responses.create(
+        model="seer", input=[{"role": "user", "content": parts}], max_output_tokens=8, temperature=0
+    )
+    assert response.output_text == text
     body = {"model": "seer", "stream": False, "options": {"num_predict": 8, "temperature": 0}}
     body["messages"] = [{"role": "user", "content": QUESTION, "images": [encoded(*CASE.sizes[0])]}]
     sent = urllib.request.Request(f"http://127.0.0.1:{port}/api/chat", json.dumps(body).encode(), JSON)

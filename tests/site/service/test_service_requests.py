@@ -25,8 +25,8 @@ from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError, WireError
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
+from hepti_mqtt.service import envelope as env
 from hepti_mqtt.service import requests
-from hepti_mqtt.service import requests as env
 from hepti_mqtt.service import texts as service_texts
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import (

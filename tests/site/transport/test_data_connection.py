@@ -143,10 +143,13 @@ def test_a_broker_that_does_not_let_us_in_says_why(answer, error):
         thread.join()
 
 
-@pytest.fixture(params=["pair", "TCP"])
+@pytest.fixture(params=["pair", "TCP", "control"])
 def open_link(request, monkeypatch):
-    """A link that is open, the broker's end of it, and a clock to set; low water works over TCP alone."""
-    if request.param == "TCP":
+    """A link that is open, the broker's end of it, and a clock to set; low water works over TCP alone.
+
+    control: as control connections have it, without large buffers; the others are links for tensors.
+    """
+    if request.param != "pair":
         with socket.create_server(("127.0.0.1", 0)) as server:
             here = socket.create_connection(server.getsockname())
             there, _ = server.accept()
@@ -158,12 +161,12 @@ def open_link(request, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("hepti_mqtt.transport.link.time.monotonic", lambda: now[0])
     monkeypatch.setattr("hepti_mqtt.transport.link.connect_any", lambda *_: here)
-    monkeypatch.setattr("hepti_mqtt.transport.link.tune_receiver", lambda sock: sock.setblocking(False))
-    monkeypatch.setattr("hepti_mqtt.transport.link.tune_sender", lambda sock: None)
-    monkeypatch.setattr("hepti_mqtt.transport.link.tune", lambda sock: None)
+    monkeypatch.setattr("hepti_mqtt.transport.link.tune", lambda sock: sock.setblocking(False))
+    for tuned in ("tune_receiver", "tune_sender"):
+        monkeypatch.setattr(f"hepti_mqtt.transport.link.{tuned}", lambda sock: None)
     wake = Wake()
     url, connect = BrokerUrl.parse("mqtt://127.0.0.1"), Connect(4, "a")
-    link = Link(url, connect, threading.RLock(), wake, lambda *_: None, bulk=True)
+    link = Link(url, connect, threading.RLock(), wake, lambda *_: None, bulk=request.param != "control")
     with there:
         there.sendall(b"\x20\x02\0\0")
         link.open(5.0, 5.0, lambda: False)
@@ -197,7 +200,7 @@ def test_a_broker_that_has_fallen_silent_is_given_up(open_link):
         link.turn(0.0)
 
 
-@pytest.mark.parametrize("open_link", ["TCP"], indirect=True)
+@pytest.mark.parametrize("open_link", ["TCP", "control"], indirect=True)
 def test_a_broker_that_reads_slowly_is_not_silent_where_the_kernel_has_taken_everything(open_link):
     """PINGREQ lies in the kernel, which asks for nothing more."""
     link, there, now = open_link

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import ssl
-import subprocess
 
 import pytest
 from broker_kinds import needs_mosquitto
@@ -15,21 +13,6 @@ from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport import BrokerConnection, BrokerUrl, DataConnection
 
 PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A certificate of 127.0.0.1 signed by itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl here to make a certificate with")
-    root = tmp_path_factory.mktemp("tls")
-    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test -addext"
-    subprocess.run(
-        [*request.split(), "subjectAltName=IP:127.0.0.1", "-keyout", root / "key.pem", "-out", root / "cert.pem"],
-        check=True,
-        capture_output=True,
-    )
-    return root / "cert.pem", root / "key.pem"
 
 
 @pytest.fixture

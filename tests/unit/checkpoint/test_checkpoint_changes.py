@@ -91,7 +91,10 @@ def compared(path, kind, want, computed):
     if is_error(want):
         return "answered", want
     if want.dtype.kind == "U":
-        return ("same" if got == [json.loads(one) for one in want] else "different"), (got, want)
+        said = [json.loads(one) for one in want]
+        if kind in changes.MIXTURES:  # their texts have no tokens of control here
+            got, said = [tokens for tokens, _ in got], [tokens for tokens, _ in said]
+        return ("same" if got == said else "different"), (got, said)
     parts = zip(got, np.split(want, len(got)), strict=True)
     error = max(np.abs(mine - other).max() for mine, other in parts if mine is not None)
     return ("same" if error < TOLERANCE else "different"), error

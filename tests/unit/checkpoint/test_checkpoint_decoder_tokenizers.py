@@ -63,6 +63,41 @@ def test_gemma(tmp_path):
     assert tokenizer.encode("The \u00e9").ids == [2, 265, 260, 4 + 0xC3, 4 + 0xA9, 1]
 
 
+def siglip(*steps):
+    pieces = ["<pad>", "</s>", "<unk>", "\u2581", "\u2581the", "\u2581bike", "s", "T", "!", "b", "e"]
+    made = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=2))
+    made.normalizer = normalizers.Sequence(list(steps)) if steps else None
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    return made
+
+
+@pytest.mark.parametrize("steps", [(), (normalizers.Lowercase(), normalizers.Replace("!", ""), normalizers.Strip())])
+def test_siglip_drops_case_and_punctuation(tmp_path, steps):
+    tokenizer = opened(tmp_path, siglip(*steps), ("", "</s>"), {"tokenizer_class": "SiglipTokenizer"})
+    assert tokenizer.encode(" The  BIKE'S! ").ids == [4, 5, 6, 1]
+    assert tokenizer.encode("... !").ids == [1]
+
+
+def test_siglip_keeps_the_case_that_its_file_says(tmp_path):
+    options = {"tokenizer_class": "SiglipTokenizer", "do_lower_case": False}
+    tokenizer = opened(tmp_path, siglip(), ("", "</s>"), options)
+    assert tokenizer.encode("T!").ids == [3, 7, 1]
+
+
+def test_siglip_prepares_texts_in_no_other_way(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="normalizer is not the one of its class"):
+        opened(tmp_path, siglip(normalizers.NFD()), ("", "</s>"), {"tokenizer_class": "SiglipTokenizer"})
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_siglip_2_lowers_the_case_before_gemmas_steps(tmp_path, lowers):
+    made = gemma()
+    if lowers:
+        made.normalizer = normalizers.Sequence([normalizers.Lowercase(), made.normalizer])
+    tokenizer = opened(tmp_path, made, ("<bos>", "<eos>"), {"tokenizer_class": "Siglip2Tokenizer"})
+    assert tokenizer.encode("THe").ids == [2, 4 + ord("t"), 262, 263, 1]
+
+
 def test_other_words_than_those_of_the_class_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="pre_tokenizer is not the one of its class"):
         opened(tmp_path, qwen2("."), ("", "<|endoftext|>"), {"tokenizer_class": "Qwen2Tokenizer"})

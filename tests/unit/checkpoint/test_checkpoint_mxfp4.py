@@ -42,16 +42,16 @@ def test_packed_experts_have_the_values_of_their_codes(tmp_path: Path) -> None:
         assert model.widened == {"mxfp4": "q8_0"}
         assert model.spec.storage_of("layers.1.experts.3.down.weight") == "q8_0"
         assert all(model.tile(digest) for entry in model.manifest.entries for digest in entry.hashes)
-        found = model.tensors()
+        tensors = model.tensors()
         for layer in range(2):
             up, down = (values[f"model.layers.{layer}.mlp.experts.{part}_proj"] for part in ("gate_up", "down"))
             for e in range(6):
                 here = f"layers.{layer}.experts.{e}."
-                np.testing.assert_array_equal(found[f"{here}gate.weight"], up[e, ::2].T)
-                np.testing.assert_array_equal(found[f"{here}up.weight"], up[e, 1::2].T)
-                np.testing.assert_array_equal(found[f"{here}down.weight"], down[e].T)
+                np.testing.assert_array_equal(tensors[f"{here}gate.weight"], up[e, ::2].T)
+                np.testing.assert_array_equal(tensors[f"{here}up.weight"], up[e, 1::2].T)
+                np.testing.assert_array_equal(tensors[f"{here}down.weight"], down[e].T)
             for name in (f"layers.{layer}.experts.{part}.bias" for part in ("gate", "up", "down")):
-                np.testing.assert_array_equal(found[name], plain[name])
+                np.testing.assert_array_equal(tensors[name], plain[name])
 
 
 @pytest.mark.parametrize("how", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}])

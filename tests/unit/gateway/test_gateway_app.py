@@ -93,6 +93,7 @@ def test_the_planners_errors_have_a_status(error: HeptiError, status: int, later
     answer = served(Client(error)).post("/v1/embeddings", json={"model": "m", "input": "1"})
     assert answer.status_code == status
     assert ("retry-after" in answer.headers) is later
+    assert (answer.headers.get("x-should-retry") == "false") is (status == 504), "it would begin the same work again"
     assert answer.json()["error"]["message"] == str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,12 @@ from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import with_storages
+from hepti_mqtt.models import quantised, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.price import needed_bytes, plan_alone
+from hepti_mqtt.storage import QUANTISED
 from hepti_mqtt.strategies.method import EMBEDDINGS
 
 TINY = spec_of_kind("tiny-mistral")
@@ -48,6 +50,23 @@ def test_three_devices_with_room_for_a_third_each_hold_a_model_and_with_less_the
     with pytest.raises(PlanError) as refused:
         decide(question(spec, 0.25 * whole))
     assert f"has {0.25 * whole / 2**20:.1f} MiB" in str(refused.value)
+
+
+@pytest.mark.parametrize(("part", "narrower"), [(0.3, "q8"), (0.22, "q4"), (0.1, "")])
+def test_what_a_refusal_advises_helps(part: float, narrower: str) -> None:
+    room = part * needed_bytes(question(SPEC, 1e12), plan_alone("f32"), "")
+    with pytest.raises(PlanError) as refused:
+        decide(question(SPEC, room))
+    assert re.findall(r"--weights (\w+)", str(refused.value)) == [narrower] * bool(narrower)
+    if narrower:
+        asked = question(quantised(SPEC, narrower) if narrower in QUANTISED else SPEC, room)
+        assert decide(asked if narrower in QUANTISED else replace(asked, weight_dtype=narrower))
+    (more,) = re.findall(r"add a device with (\d+) MiB", str(refused.value))
+    asked = question(SPEC, room)
+    added = replace(asked.cluster.devices["a"], name="d", memory_bytes=1.1 * int(more) * 2**20)
+    links = {**asked.cluster.links, "d": asked.cluster.links["a"]}
+    site = replace(asked.cluster, devices={**asked.cluster.devices, "d": added}, links=links)
+    assert decide(replace(asked, cluster=replace(site, endpoints=frozenset(site.devices))))
 
 
 def test_the_least_memory_of_a_device_divides_the_table() -> None:

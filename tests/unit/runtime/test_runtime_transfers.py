@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import socket
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from exchanging import MODEL, PATIENCE_S, TOPICS, Site
-from sites import EVERY_FAMILY, plan, request, tensors
+from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 from together import bound, run_together
 
 from hepti_mqtt import models
-from hepti_mqtt.kernels import Workers
+from hepti_mqtt.kernels import Workers, transfers
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.plan_programs import continued_program, device_programs
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.keys import FrameKey
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.transport.mesh import mesh_possible
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
+compiled_only = pytest.mark.skipif(not JIT, reason="nothing is compiled")
 IN_LINE = [("bert-embedding", "megatron"), ("tiny-gpt2", "decoder"), ("tiny-qwen3", "megatron")]
 LEARNING = 2  # runs: Python checks frames in the first one, and knows their exchanges in the second
 
@@ -144,6 +148,66 @@ def test_a_run_may_end_before_any_row(family, name):
             np.testing.assert_array_equal(site.run({run + 1: inputs})[run + 1], expected)
             run += 2
         assert steps > 5
+
+
+def hold_little(device, peer: str) -> None:
+    """Let the kernel hold a few KB for a peer, so that large frames go in parts.
+
+    The peer's memory stays: with little of that, TCP itself waits for 40 ms again and again.
+    """
+    channels = device.links.mesh.channels
+    words = (ctypes.c_int64 * transfers.CHANNEL).from_address(channels.channel(peer))
+    with channels.hold() as is_held:
+        assert is_held
+        with socket.socket(fileno=os.dup(words[transfers.OUT])) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+@pytest.mark.parametrize("often", [False, True])
+@pytest.mark.parametrize("name", ["megatron", "row", "galaxy"])
+def test_a_run_goes_on_in_other_programs_from_a_block_on(name, often):
+    spec, method = EVERY_FAMILY["bert-embedding"], (name, STRATEGIES[name].options[0])
+    shape, inputs = request(spec, (13,))
+    before, after = (
+        replace(plan(spec, method, shares), route="mesh").executables[0] for shares in ((1.0, 1.0), (3.0, 2.0))
+    )
+    pools = {device: Workers(1) for device in before.devices}
+    parts = device_programs(spec, before, shape)
+    block = len(models.graph(spec, shape).blocks) - 3
+    handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
+    made = {d: bound({d: part}, tensors(spec), pools[d])[d] for d, part in parts.items()}
+    heirs = {
+        d: replace(bound({d: each.program}, tensors(spec), pools[d])[d], taken=each.taken) for d, each in handed.items()
+    }
+    expected = models.reference(spec, tensors(spec), inputs, shape)[1]
+    with Site(made) as site:
+        for steps in range(1, 7):
+            if often and steps > LEARNING:
+                stop_everywhere(pools)
+            answer = site.go_on((2 * steps, 2 * steps + 1), heirs, inputs, block, steps if often else 1)
+            np.testing.assert_allclose(answer, expected, atol=TOLERANCE)
+        assert not JIT or all(device.compiled for device in site.devices.values())
+
+
+@compiled_only
+def test_a_frame_of_which_a_part_is_sent_follows_whole(monkeypatch):
+    made, inputs, pools = programs("bert-embedding", "megatron", lengths=(20,) * 64)
+    expected = run_together(made, inputs)
+    with Site(made) as site:
+        for run in range(1, LEARNING + 1):
+            site.run({run: inputs})
+        parts = []
+        for device in site.devices.values():
+            (peer,) = (name for name in site.devices if name != device.name)
+            hold_little(device, peer)
+            channels, keep = device.links.mesh.channels, device.links.mesh.channels.keep
+            monkeypatch.setattr(channels, "keep", lambda *kept, keep=keep: (parts.append(kept[2]), keep(*kept)))
+        for run in range(LEARNING + 1, LEARNING + 4):
+            if run % 2:
+                stop_everywhere(pools)
+            np.testing.assert_array_equal(site.run({run: inputs})[run], expected)
+        assert parts
+        assert all(parts)
 
 
 def test_a_peer_that_leaves_is_noticed_within_a_run():

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -876,8 +877,10 @@ def test_no_more_programs_are_kept_than_the_account_says() -> None:
     assert list(resident.programs) == [shape(n) for n in range(3, KEPT_PROGRAMS + 3)]
 
 
-@pytest.mark.parametrize("storage", ["f32", "w8a8"])
-@pytest.mark.parametrize("kind", ["tiny-minilm", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [*product(("tiny-minilm", "tiny-gpt2"), ("f32", "w8a8")), ("tiny-qwen3-moe", "f32")],
+)
 def test_the_account_of_programs_is_a_bound(kind: str, storage: str) -> None:
     spec = spec_of_kind(kind)
     single = replace(plan(spec, ("single", {}), (1.0,)), weight_dtype=storage)

@@ -45,9 +45,10 @@ from hepti_mqtt.service.channel import (
     RequestChannel,
 )
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
+from hepti_mqtt.service.envelope import parse
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import Asked, OpenModel, Reply, RequestHandler
-from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, parse, read_input
+from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, read_input
 from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
 
 TOPICS = Topics("home")

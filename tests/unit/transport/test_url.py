@@ -23,6 +23,8 @@ from hepti_mqtt.transport import BrokerUrl
         ("mqtt://pi:a%3Ab%2F%40@broker", BrokerUrl("broker", 1883, user="pi", password="a:b/@")),
         ("mqtt://[fe80::1]:99", BrokerUrl("fe80::1", 99)),
         ("mqtts://broker?ca=%2Fca.pem", BrokerUrl("broker", 8883, tls=True, ca="/ca.pem")),
+        ("ws://broker", BrokerUrl("broker", 80, path="/mqtt")),
+        ("wss://pi@broker:99/a%20b?ca=/c", BrokerUrl("broker", 99, tls=True, user="pi", ca="/c", path="/a%20b")),
         ("mqtts://broker?cert=/c&key=/k", BrokerUrl("broker", 8883, tls=True, cert="/c", key="/k")),
     ],
 )
@@ -48,6 +50,9 @@ def test_a_url_is_read(text, url):
         "mqtt://[::1",
         "mqtt://broker/site",
         "mqtt://broker#x",
+        "ws://broker#x",
+        "ws://broker/a b",
+        "ws://broker?ca=x",
         "mqtt://broker?ca=x",
         "mqtt://broker?cert=x",
         "mqtts://broker?key=x",
@@ -85,6 +90,7 @@ def test_a_url_is_printed_without_its_password():
     url = BrokerUrl.parse("mqtts://pi:s3cret@broker?ca=x")
     assert str(url) == "mqtts://pi@broker:8883"
     assert "s3cret" not in repr(url)
+    assert str(BrokerUrl.parse("wss://pi:s3cret@broker/x?ca=y")) == "wss://pi@broker:443/x"
     assert BrokerUrl("::1", 1).place == "[::1]:1"
 
 

@@ -1,0 +1,110 @@
+"""Brokers behind a WebSocket, plain and with TLS: Mosquitto's own listener, and ports that have none."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import socket
+import ssl
+import subprocess
+import threading
+
+import pytest
+from broker_kinds import mosquitto_or_skip
+from relay import Relay
+
+from hepti_mqtt.embedded_broker.broker import configuration
+from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory):
+    """The ports of a Mosquitto for MQTT and for WebSockets; skips the tests where its package has none of these."""
+    program, root = mosquitto_or_skip(), tmp_path_factory.mktemp("websocket")
+    with contextlib.ExitStack() as stack:
+        mqtt, websocket = (
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)
+        )
+    text = configuration(
+        "127.0.0.1", mqtt, user=getpass.getuser(), stored_in=f"{root}/", password_file=None, max_packet_bytes=None
+    )
+    path = root / "mosquitto.conf"
+    path.write_text(
+        f"{text}log_type information\nlistener {websocket} 127.0.0.1\nprotocol websockets\nallow_anonymous true\n"
+    )
+    with subprocess.Popen([program, "-c", path], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            if not any("running" in line for line in lines):
+                pytest.skip("this Mosquitto has no WebSockets")
+            yield mqtt, websocket
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"protocol": 4}, {"protocol": 5}, {"tensors": True}], ids=["3.1.1", "5", "tensors"]
+)
+def test_messages_pass_through_a_websocket(options, encrypted, ports, certificate, peers):
+    context = None
+    if encrypted:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+    with contextlib.closing(Relay(ports[1], context)) as relay:
+        scheme, query = ("wss", f"?ca={certificate[0]}") if encrypted else ("ws", "")
+        peer = peers(f"{scheme}://127.0.0.1:{relay.port}{query}", **options)
+        other = peers(f"mqtt://127.0.0.1:{ports[0]}")
+        qos = 0 if "tensors" in options else 1
+        # Mosquitto 2.0 sends 40 kB/s through a WebSocket: what is large goes the other way.
+        for receiver, payloads in (
+            (peer, [b"", b"x", bytes(range(256)) * 16]),
+            (other, [bytes(range(256)) * 12_000, b"y" * 65_536, b"z"]),
+        ):
+            receiver.subscribe(receiver.transport.client_id, qos=qos)
+            for payload in payloads:
+                peer.transport.publish(receiver.transport.client_id, payload, qos)
+            assert [bytes(receiver.message()[1]) for _ in payloads] == payloads
+
+
+def test_a_websocket_that_is_cut_comes_back_with_its_subscriptions(ports, peers):
+    with contextlib.closing(Relay(ports[1])) as relay:
+        peer = peers(f"ws://127.0.0.1:{relay.port}")
+        peer.subscribe("a")
+        relay.cut()
+        peer.await_state(Disconnected)
+        peer.await_state(Connected)
+        peer.transport.publish("a", b"after", 1)
+        assert peer.message() == ("a", b"after")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+        b"Sec-WebSocket-Accept: x\r\n\r\n",
+        b"\x20\x02\x00\x05",
+        b"",
+    ],
+    ids=["404", "wrong key", "MQTT", "hang-up"],
+)
+def test_what_is_no_websocket_is_a_network_error(answer):
+    def serve():
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(65_536)
+            sock.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = BrokerUrl.parse(f"ws://127.0.0.1:{listener.getsockname()[1]}")
+        transport = BrokerConnection(url, "me", on_message=lambda *_: None, on_state=lambda _: None, protocol=5)
+        with pytest.raises(NetworkError):
+            transport.connect(PATIENCE_S)
+        transport.close()
+        thread.join(PATIENCE_S)
