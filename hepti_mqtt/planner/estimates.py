@@ -343,8 +343,18 @@ class SiteEstimates:
         return self._exp_mean("round trip", _ends(source, target), min(by_broker_s, exp(PRIORS["round trip"].mean)))
 
     def peer_links(self, source: str) -> dict[str, PeerLink]:
-        """Return the mean links of a device straight to others."""
-        return {target: self.peer_link(source, target) for target in sorted(self._devices) if target != source}
+        """Return the mean links of a device straight to others, without those that the other end alone has probed."""
+        targets = [
+            target
+            for target in sorted(self._devices)
+            if self._has_probed(source, target)
+            or (self.has_link(source) and self.has_link(target) and not self._has_probed(target, source))
+        ]
+        return {target: self.peer_link(source, target) for target in targets if target != source}
+
+    def _has_probed(self, source: str, target: str) -> bool:
+        device = self._devices.get(source)
+        return device is not None and device.seen.get(f"round trip {target}") is not None
 
     def _bytes_per_s(self, key: Key) -> float | None:
         """Return the mean rate of a pair, None before it was measured."""
