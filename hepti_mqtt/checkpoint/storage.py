@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -27,9 +28,6 @@ from hepti_mqtt.storage import STORAGES
 
 # Names of dtypes as in safetensors, and of `storage`.
 FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
-
-
-_PIECE: Final = 64  # stored rows that are read at a time
 
 
 class FileStamp(NamedTuple):
@@ -101,7 +99,7 @@ def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorRea
     """Return the rows, or elements, of a stored tensor that are a source's."""
     first, step, whole = place.first, place.step, place.shape[-1]
     if place.by_inputs:
-        return TensorReader(source.matrix_shape, tensor.dtype, _Transposed(source, place, tensor).read)
+        return TensorReader(source.matrix_shape, tensor.dtype, _transposed(source, place, tensor))
     if source.matrix_shape[0] == 1 or source.matrix_shape[1] < whole:  # elements of rows
         return TensorReader(
             source.matrix_shape,
@@ -115,22 +113,23 @@ def _part(source: TensorSource, place: Place, tensor: TensorReader) -> TensorRea
     return TensorReader(source.matrix_shape, tensor.dtype, rows(tensor.read), tensor.raw and rows(tensor.raw))
 
 
-class _Transposed:
-    """A matrix [out, in] that is stored as [in, out], perhaps with others, as columns `step` apart."""
+@lru_cache(maxsize=1)
+def _whole_matrix(tensor: TensorReader, first: int, stop: int, columns: int) -> npt.NDArray[Any]:
+    """Return stored rows; the last ones are kept, since bands of one matrix are read one after the other."""
+    return tensor.read(first, stop, columns)
 
-    def __init__(self, source: TensorSource, place: Place, tensor: TensorReader) -> None:
-        self._inputs, self._place, self._tensor = source.shape[0], place, tensor
 
-    def read(self, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        """Return rows start..stop as [rows, columns], piece by piece of the stored rows."""
-        width, step = self._place.shape[-1], self._place.step
-        matrix, first = divmod(self._place.first, width)
-        low, high = first + step * start, first + step * (stop - 1) + 1
-        whole = [
-            self._tensor.read(at, min(at + _PIECE, (matrix + 1) * self._inputs), width)[:, low:high:step].T
-            for at in range(matrix * self._inputs, (matrix + 1) * self._inputs, _PIECE)
-        ]
-        return np.ascontiguousarray(np.concatenate(whole, axis=1)[:, :columns])
+def _transposed(source: TensorSource, place: Place, tensor: TensorReader) -> Rows:
+    """Return how rows are read of a matrix [out, in] that is stored as columns of [in, width], `step` apart."""
+    inputs, width = source.shape[0], place.shape[-1]
+    matrix, first = divmod(place.first, width)
+
+    def read(start: int, stop: int, columns: int) -> npt.NDArray[Any]:
+        whole = _whole_matrix(tensor, matrix * inputs, (matrix + 1) * inputs, width)
+        low, high = first + place.step * start, first + place.step * (stop - 1) + 1
+        return np.ascontiguousarray(whole[:columns, low : high : place.step].T)
+
+    return read
 
 
 class _FoldedRows:

@@ -23,6 +23,9 @@ LAYERS = int(os.environ.get("LAYERS", "1"))
 BUDGET_MIB = 120 + 108 * LAYERS
 AGENTS = ("w", "x", "y", "z")
 PLANNER_MIB = 500
+CODE_MIB = (
+    80  # kernels of matrices in blocks, which an idle agent has not loaded, and what a head device has for logits
+)
 LOADING_S = 300.0 + 120 * LAYERS
 ASKED = {"ids": [5, 9, 4, 7, 6, 8], "max_new_tokens": 12}
 
@@ -35,8 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         pytest.skip(f"needs {room >> 30} GiB in {directory}, where {free >> 30} GiB are free")
     try:
         model = write_mixture(directory / "mixture.gguf", Shape(LAYERS))
-        pins = ("--devices", ",".join(AGENTS))
-        yield from running_site(directory, {"mixture": model}, dict.fromkeys(AGENTS, f"{BUDGET_MIB}MiB"), planner=pins)
+        yield from running_site(directory, {"mixture": model}, dict.fromkeys(AGENTS, f"{BUDGET_MIB}MiB"))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -64,7 +66,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         peaks = {name: peak_mib(site, name) for name in (*AGENTS, "planner")}
         assert peaks["planner"] <= PLANNER_MIB
         for name in AGENTS:
-            assert peaks[name] <= 1.02 * BUDGET_MIB + (caps[name]["rss_idle_bytes"] >> 20), peaks
+            assert peaks[name] <= 1.02 * BUDGET_MIB + (caps[name]["rss_idle_bytes"] >> 20) + CODE_MIB, peaks
 
         for name in AGENTS:
             site.stop(name)
@@ -80,7 +82,11 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
         site.kill("z")
         with pytest.raises(HeptiError):  # the other three cannot hold it
             hepti.infer("mixture", **ASKED, timeout_s=20)
-        poll(lambda: "MiB missing" in site.log("planner"), "the planner says what is missing", PATIENCE_S)
+
+        def advised() -> bool:
+            return "add a device with" in str(hepti.plan("mixture")["error"])
+
+        poll(advised, "the planner says what would help", PATIENCE_S, every=1.0)
         site.agent("z", f"{BUDGET_MIB}MiB")
         hepti.wait_ready("mixture", LOADING_S, lambda record: record["preparing"] is None)
         assert say(hepti) == before
