@@ -55,9 +55,7 @@ def test_any_number_of_devices_sees_the_same(site: Site, count: int) -> None:
     with Hepti.connect(site.url, site.name) as hepti:
         poll(lambda: {d["device"] for d in hepti.devices(wait_s=1.0)} >= {*AGENTS}, "all devices")
     answer = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS, devices=devices)
-    used = answer["plan"]["devices"]
-    assert {*used} <= {*devices}
-    assert len(used) == min(count, 2), "its text has two heads of keys"
+    assert {*answer["plan"]["devices"]} <= {*devices}
     assert answer["result"]["ids"] == want[: len(answer["result"]["ids"])]
 
 

@@ -65,7 +65,7 @@ def test_a_broker_that_did_not_answer_once_is_spoken_to_in_the_new_version_again
 def test_what_is_no_broker_is_a_network_error(fake, answer):
     broker = fake({5: answer, 4: answer})
     transport = transport_to(broker.port)
-    with pytest.raises(NetworkError, match=f"127.0.0.1:{broker.port}.*check the port"):
+    with pytest.raises(NetworkError, match=f"127.0.0.1:{broker.port}"):
         transport.connect(1.0)
     transport.close()
 
