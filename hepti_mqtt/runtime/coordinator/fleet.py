@@ -86,7 +86,7 @@ class Member:
     start: Start = NO_START
     boot_before: int = 0
     online: bool = False
-    online_s: float = -inf  #: when its status last changed to online
+    online_s: float = -inf  #: when it last came online
     caps: Caps | None = None
     other_caps: Caps | None = None
     heartbeat: Heartbeat | None = None
@@ -327,7 +327,8 @@ class Fleet:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if not member.online and not member.farewell and member.caps is not None:
-            member.online, member.unheard = True, False
+            # Heartbeats have a connection of their own, so the first one may come before the status.
+            member.online, member.unheard, member.online_s = True, False, now
             return "joined" if member.usable else None
         return None
 

@@ -185,14 +185,17 @@ def test_a_search_of_a_few_devices_looks_at_everything(kind: SearchKind) -> None
     assert solve(replace(search, kind=kind)).is_whole
 
 
-def test_the_first_search_waits_until_links_were_measured_a_few_times() -> None:
+@pytest.mark.parametrize("first", ["status", "heartbeat"])
+def test_the_first_search_waits_until_links_were_measured_a_few_times(first: str) -> None:
     site = Site(decider=everyone, secret=bytes(32))
     site.submit("waits")
     for place, device in enumerate("ab"):
         site.boots[device] = 1
         endpoint = Endpoint(f"192.168.1.{place}", 1883)
         site.event(DeviceCaps(device, replace(caps(device, 1), endpoint=endpoint)))
-        site.event(DeviceStatus(device, Status("online", 1)))
+        come = [DeviceStatus(device, Status("online", 1)), DeviceHeartbeat(device, heartbeat(1))]
+        for event in come if first == "status" else reversed(come):
+            site.event(event)
     for _ in range(4):
         site.tick(0.5)
         assert not site.solves
