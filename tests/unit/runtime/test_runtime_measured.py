@@ -17,7 +17,7 @@ from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.fleet import Fleet
+from hepti_mqtt.runtime.coordinator.fleet import FIRST_PROBES_S, Fleet
 from hepti_mqtt.runtime.coordinator.requests import Pins
 
 
@@ -453,6 +453,7 @@ def test_plans_are_made_again_when_frames_cost_other_than_was_foreseen(endpoint,
         site.event(interface.DeviceCaps(name, replace(caps(name, 1), endpoint=endpoint)))
         site.event(interface.DeviceHeartbeat(name, heartbeat(1)))
         site.event(interface.DeviceStatus(name, Status("online", 1)))
+    site.tick(FIRST_PROBES_S)
     site.settle()
     site.submit("r1")
     site.answer(1)

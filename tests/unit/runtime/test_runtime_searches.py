@@ -7,14 +7,14 @@ from random import Random
 
 import numpy as np
 import pytest
-from scripted_site import Site, caps, everyone
+from scripted_site import Site, caps, everyone, heartbeat
 
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan, with_loads
 from hepti_mqtt.planner.decisions import Kind, Option
 from hepti_mqtt.protocol.messages import Endpoint, Status
-from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceStatus, Solve, Solved
+from hepti_mqtt.runtime.coordinator.interface import DeviceCaps, DeviceHeartbeat, DeviceStatus, Solve, Solved
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.searches import LOOK_AGAIN_S, is_worth_finishing
 from hepti_mqtt.service.solver import solve
