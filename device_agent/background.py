@@ -107,7 +107,7 @@ def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
 
 
 POLL_S: Final = 1.0
-FIRST_PROBES_S: Final = 3.0  # links are measured first: what else a slow device does would delay its answers
+AFTER_PROBES_S: Final = 3.0  # links are measured first: what else a slow device does would delay its answers
 CLOSE_S: Final = 1.0
 MISMATCH_RATIO: Final = 1.5  # of observed to measured time, in either direction
 MISMATCH_S: Final = 30.0  # of requests
@@ -172,7 +172,7 @@ class BackgroundTuning:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        self._closing.wait(FIRST_PROBES_S)
+        self._closing.wait(AFTER_PROBES_S)
         try:
             self._give_up()
             warm = precompile.load_rest(lambda *_: self._give_up(), self._rest)

@@ -26,7 +26,7 @@ KEPT_LARGE: Final = 4
 SHORTEST_S: Final = 2e-3  # extra time of a large probe below which it says more about the machine than about the link
 FIRST_LARGE: Final = 8  # one after the other at the start, then rarely
 FIRST_PROBES: Final = 32  # small and large, that follow each other quickly: the first plan depends on them
-FIRST_PROBES_S: Final = 0.2  # between two of these
+FIRST_EVERY_S: Final = 0.2  # between two of these
 PROBE_S: Final = 1.0  # between two small probes
 BUSY_S: Final = 1.0  # after the last op, without large probes
 LARGE_EVERY_S: Final = 10.0
@@ -88,7 +88,7 @@ class Prober:
     @property
     def interval_s(self) -> float:
         """Return the seconds from one small probe to the next."""
-        return FIRST_PROBES_S if self._sequence < FIRST_PROBES else PROBE_S
+        return FIRST_EVERY_S if self._sequence < FIRST_PROBES else PROBE_S
 
     def due_probes(self, now: float, busy: bool) -> list[bytes]:
         """Return the payloads to publish now: each second a small probe, and rarely, when not `busy`, a large one."""
