@@ -51,6 +51,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
+from hepti_mqtt.service.kept_texts import contents, save_texts, take_texts
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.served import Served
@@ -211,6 +212,9 @@ class _Planner:
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
         self.session = _coordinator(config, start, models)
+        self.checkpoints = {name: model.checkpoint for name, model in models.items()}
+        self.state = state_directory(config.site, config.state_dir)
+        self.session.recall_texts(take_texts(self.state, self.checkpoints, self.log))
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
@@ -236,7 +240,7 @@ class _Planner:
         self.tiles = TileServer(
             config.site,
             start.boot,
-            {n: m.checkpoint for n, m in models.items()},
+            self.checkpoints,
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
@@ -262,7 +266,7 @@ class _Planner:
             clean=False,
             name="planner-control",
         )
-        place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
+        place, changed = self.state / "requests", self._handle_requests_connection
         self.channel = RequestChannel(
             config.url,
             name,
@@ -502,6 +506,7 @@ class _Planner:
                 served.close()
         if self.failure is not None:
             raise self.failure
+        save_texts(self.state, self.session.held_texts(), contents(self.checkpoints), self.log)
 
     def _connect(
         self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
