@@ -44,7 +44,16 @@ from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
-from hepti_mqtt.protocol.messages import CachedTiles, Caps, RequestTiles, Status, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.messages import (
+    STOPPED,
+    CachedTiles,
+    Caps,
+    RequestTiles,
+    Status,
+    encode,
+    encode_caps,
+    encode_status,
+)
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
@@ -150,7 +159,6 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
-STOPPED: Final = "stopped"  # the reason that an agent gives when it ends in order
 BACKOFF_S: Final = (0.2, 5.0)
 
 

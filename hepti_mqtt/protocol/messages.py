@@ -120,6 +120,7 @@ class Status:
         return Start(self.term, self.boot)
 
 
+STOPPED: Final = "stopped"  # the reason of a device that was asked to stop
 QUESTION: Final = Status("offline", 0)  # published, not retained, by who asks for the status of a running process
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 from site_processes import PATIENCE_S, Site, running_site
@@ -11,42 +13,72 @@ from site_processes import PATIENCE_S, Site, running_site
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 
-PROMPT = [5 + n % 40 for n in range(40)]
-TOKENS = 12
-RESTORED = "continues 1 KV caches"
-AGENTS = {"one": {"a": "100MiB"}, "three": {"a": "100MiB", "b": "90MiB", "c": "80MiB"}}
+PROMPT: Final = [5 + n % 40 for n in range(40)]
+TOKENS: Final = 12
+AGENTS: Final = {"one": ("a",), "three": ("a", "b", "c")}
+MEMORY: Final = "100MiB"
 
 
-@pytest.fixture
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+class Restarts:
+    """A site of which processes start again, and the tokens of an undisturbed run."""
+
+    def __init__(self, site: Site, agents: tuple[str, ...], pins: tuple[str, ...]) -> None:
+        self.site, self.agents, self._pins = site, agents, pins
+        self.tokens, cached = self.answered()
+        assert cached == 0
+
+    def answered(self) -> tuple[list[int], int]:
+        """Return the tokens that follow a prompt, and how many of the prompt's tokens were cached."""
+        with Hepti.connect(self.site.url, self.site.name) as hepti:
+            hepti.wait_ready("tiny", PATIENCE_S)
+            answer = hepti.infer("tiny", ids=PROMPT, max_new_tokens=TOKENS, temperature=0, timeout_s=PATIENCE_S)
+        assert {*answer.plan["devices"]} == {*self.agents}
+        return answer.raw["result"]["ids"], answer.raw["cached_tokens"]
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.site.planner(*self._pins) if name == "planner" else self.site.agent(name, MEMORY)
+
+    def again(self, end: Callable[[str], object], *names: str) -> None:
+        for name in names:
+            end(name)
+        self.start(*names)
+
+
+@pytest.fixture(params=AGENTS)
+def restarts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Restarts]:
     agents = AGENTS[request.param]
     pins = ("--strategy", "decoder", "--devices", ",".join(agents)) if len(agents) > 1 else ()
     model = make_model("tiny-llama", tmp_path / "model", 3)
-    yield from running_site(tmp_path, {"tiny": model}, agents, planner=pins)
+    for site in running_site(tmp_path, {"tiny": model}, dict.fromkeys(agents, MEMORY), planner=pins):
+        yield Restarts(site, agents, pins)
 
 
-def answered(site: Site) -> tuple[list[int], int]:
-    """Return the tokens that follow a prompt, and how many of the prompt's were cached."""
-    with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("tiny", PATIENCE_S)
-        raw = hepti.infer("tiny", ids=PROMPT, max_new_tokens=TOKENS, temperature=0, timeout_s=PATIENCE_S).raw
-    return raw["result"]["ids"], raw["cached_tokens"]
+def test_a_text_goes_on_after_each_process_has_started_again(restarts: Restarts) -> None:
+    with Hepti.connect(restarts.site.url, restarts.site.name) as hepti:
+        shares = hepti.plan("tiny")["active"]["ranges"]
+    sizes = {stop - start for ranges in shares.values() for start, stop in ranges}
+    assert len(sizes) > 1 or len(restarts.agents) == 1, "uneven shares"
+    for names in (("planner",), restarts.agents, ("planner", *restarts.agents)):
+        restarts.again(restarts.site.stop, *names)
+        assert restarts.answered() == (restarts.tokens, len(PROMPT) - 1), names
 
 
-@pytest.mark.parametrize("site", ["one", "three"], indirect=True)
-def test_x(site: Site, request) -> None:
-    name = request.node.callspec.params["site"]
-    agents = AGENTS[name]
-    pins = ("--strategy", "decoder", "--devices", ",".join(agents)) if len(agents) > 1 else ()
-    first, cached = answered(site)
+@pytest.mark.parametrize("restarts", ["one"], indirect=True)
+def test_a_process_that_is_killed_loses_the_cache_and_nothing_else(restarts: Restarts) -> None:
+    for names in (("planner",), restarts.agents):
+        restarts.again(restarts.site.kill, *names)
+        assert restarts.answered() == (restarts.tokens, 0), names
+        assert restarts.answered() == (restarts.tokens, len(PROMPT) - 1)
+
+
+@pytest.mark.parametrize("restarts", ["one"], indirect=True)
+def test_another_model_under_the_same_name_begins_without_a_cache(restarts: Restarts, tmp_path: Path) -> None:
+    for name in ("planner", *restarts.agents):
+        restarts.site.stop(name)
+    shutil.rmtree(tmp_path / "model")
+    make_model("tiny-llama", tmp_path / "model", 4)
+    restarts.start("planner", *restarts.agents)
+    tokens, cached = restarts.answered()
     assert cached == 0
-    site.stop("planner")
-    site.planner(*pins)
-    print(answered(site), first)
-    print(site.log("planner"))
-    for a in agents:
-        site.stop(a)
-    for a, m in agents.items():
-        site.agent(a, m)
-    print(answered(site), first)
-    print(site.log("planner"), site.log("a"))
+    assert tokens != restarts.tokens

@@ -385,6 +385,8 @@ class CoordinatorSession:
                 for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
+            if member.farewell == messages.STOPPED:
+                group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
             out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
@@ -432,6 +434,17 @@ class CoordinatorSession:
             if plan is not None and group.name == message.model and device in plan.devices:
                 return self._scheduler.caches.restore(group, plan, device, message.sessions)
         return []
+
+    def last_plans(self) -> dict[str, Recalled]:
+        """Return the plan of each model that serves, or that served last if none does."""
+        out = dict[str, Recalled]()
+        for group in self.groups.defaults():
+            record, former = group.plans.active, group.former_plans.recalled
+            if record is not None:
+                out[group.name] = Recalled(record.plan, record.decision.chosen.price.needs)
+            elif former is not None:
+                out[group.name] = Recalled(former.plan, former.needs)
+        return out
 
     def held_texts(self) -> list[HeldText]:
         """Return the texts whose KV caches devices hold without a request, the oldest first."""
