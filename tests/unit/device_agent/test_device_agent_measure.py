@@ -327,7 +327,6 @@ def test_frames_are_not_measured_for_ever(monkeypatch):
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.usefixtures("hasty")
 def test_narrow_weights_are_measured_on_from_where_a_request_came(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
     first, _ = load_or_measure(tmp_path / "m.json", workers, 10 << 20, with_narrow_weights=False)
@@ -340,6 +339,7 @@ def test_narrow_weights_are_measured_on_from_where_a_request_came(workers, tmp_p
     assert measuring.has_narrow_curves(whole)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, monkeypatch):
     told = iter([3.0, 1e-5, 3.0, 3.0])
     monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))
