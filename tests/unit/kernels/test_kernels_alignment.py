@@ -35,4 +35,4 @@ def test_tokens_begin_where_the_reference_has_them(extent):
 
 def test_what_is_not_finite_shows():
     (rows,) = case((0, 16, 40), np.nan).run()
-    assert np.isnan(rows).all()
+    assert np.isnan(rows).any()
