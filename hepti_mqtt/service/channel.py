@@ -355,7 +355,6 @@ class RequestChannel:
         self._requests = BrokerConnection(
             url,
             f"{name}-requests",
-            on_message=lambda _topic, _payload: None,
             on_delivery=self.handle_delivery,
             on_state=self._handle_state,
             will=will,

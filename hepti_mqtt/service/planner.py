@@ -160,18 +160,6 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
     return found.start
 
 
-def _weights_connection(url: BrokerUrl, name: str) -> BrokerConnection:
-    """Return a connection for weights alone, so that requests do not queue behind them."""
-    return BrokerConnection(
-        url,
-        f"{name}-weights",
-        on_message=lambda _topic, _payload: None,
-        on_state=lambda _state: None,
-        name="planner-weights",
-        max_queued_bytes=TILES_QUEUED_BYTES,
-    )
-
-
 def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
     """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
     served = tuple(
@@ -274,7 +262,10 @@ class _Planner:
             self._shared("offline"),
             MOST_REQUESTS,
         )
-        self.bulk = _weights_connection(config.url, name)
+        # For weights alone, so that requests do not queue behind them.
+        self.bulk = BrokerConnection(
+            config.url, f"{name}-weights", name="planner-weights", max_queued_bytes=TILES_QUEUED_BYTES
+        )
         heartbeats = self.topics.all_heartbeats()
         self.heartbeats = HeartbeatInbox(config.url, f"{name}-heartbeats", heartbeats, self._handle_heartbeats_state)
 

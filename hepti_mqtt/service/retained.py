@@ -47,9 +47,7 @@ def retained_topics(
     transport = BrokerConnection(
         url,
         f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}",
-        on_message=lambda _topic, _payload: None,
         on_delivery=note,
-        on_state=lambda _state: None,
         name="retained",
     )
     found, until, left = set[str](), time.monotonic() + ECHO_S, most_bytes

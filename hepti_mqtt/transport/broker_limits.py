@@ -426,7 +426,7 @@ def is_loopback(host: str) -> bool:
 def _lets_everyone_in(url: BrokerUrl) -> bool:
     nobody = replace(url, user=None, password=None)
     name = f"hepti-open-{uuid.uuid4().hex[:12]}"
-    transport = BrokerConnection(nobody, name, on_message=lambda *_: None, on_state=lambda _: None, name="open-check")
+    transport = BrokerConnection(nobody, name, name="open-check")
     try:
         transport.connect(OPEN_ANSWER_S)
     except HeptiError:

@@ -18,17 +18,8 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.transport.base import (
-    KEEPALIVE_S,
-    UNAVAILABLE,
-    absent,
-    hung_up,
-    refused,
-    silent,
-    unavailable,
-    wrong_version,
-)
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, RefusedError
+from hepti_mqtt.transport.base import KEEPALIVE_S, UNAVAILABLE, VersionRefused, absent
 from hepti_mqtt.transport.client_protocol import Acknowledged, ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import (
     FROM_BROKER,
@@ -64,6 +55,8 @@ from hepti_mqtt.transport.websocket import WebSocketConnection, shake_hands
 TURN_S: Final = 1.0
 CONTROL_BYTES: Final = 70_000  # the longest topic that MQTT allows, with its header
 SENT_TOGETHER: Final = 64  # pieces for one call of the kernel
+_VERSIONS: Final = {4: "3.1.1", 5: "5"}
+_CHECK: Final = "check the URL's port and scheme (mqtt, mqtts, ws or wss)"
 _WRONG_VERSION: Final = frozenset({1, 132})
 _LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
 
@@ -99,7 +92,7 @@ class Link:
         bulk: bool = False,
     ) -> None:
         self._url, self._connect_packet, self._lock, self._wake, self._take = url, connect, lock, wake, take
-        self._bulk = bulk
+        self._bulk, self._version = bulk, _VERSIONS[connect.version]
         control_bytes = MAX_CONTROL if bulk else CONTROL_BYTES
         self.protocol = ClientProtocol(FROM_BROKER, connect.version, control_bytes=control_bytes, any_topic=True)
         #: When CONNACK came, and when bytes last came, by `time.monotonic`.
@@ -146,14 +139,21 @@ class Link:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 self.close()
-                raise silent(self._url, self.protocol.version, patience_s)
+                raise VersionRefused(
+                    f"{self._url.place} accepts connections but does not answer as a broker of MQTT {self._version} "
+                    f"within {patience_s:.2g} s; {_CHECK}",
+                    is_sure=False,
+                )
             try:
                 self.turn(left)
             except Lost as error:
                 self._ended = error
                 if self.protocol.connack is None:
                     self.close()
-                    raise hung_up(self._url, error, is_sure=error.hung_up) from error
+                    raise VersionRefused(
+                        f"{self._url.place} closed the connection before answering ({error}); {_CHECK}",
+                        is_sure=error.hung_up,
+                    ) from error
         if connack.code:
             self.close()
             raise self._not_let_in(connack.code)
@@ -162,9 +162,13 @@ class Link:
         self._ping_at = self.up_at + KEEPALIVE_S / 2
 
     def _not_let_in(self, code: int) -> HeptiError:
+        broker, user = f"the broker at {self._url.place}", self._url.user
         if code in _WRONG_VERSION:
-            return wrong_version(self._url, self.protocol.version)
-        return (unavailable if code in UNAVAILABLE else refused)(self._url, reason(code))
+            return VersionRefused(f"{broker} does not speak MQTT {self._version}", is_sure=True)
+        if code in UNAVAILABLE:
+            return NetworkError(f"{broker} cannot take us now ({reason(code)}); try again later")
+        who = f"user {user!r}" if user else "a connection without user"
+        return RefusedError(f"{broker} refused {who}: {reason(code)}; check user and password in the broker's URL")
 
     def turn(self, timeout_s: float) -> None:
         """Wait for the socket or a wake-up, read and write. Raises `Lost`."""

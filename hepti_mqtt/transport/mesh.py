@@ -15,32 +15,8 @@ from typing import Final
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.channels import Channels
 from hepti_mqtt.transport.endpoint import Endpoint
-from hepti_mqtt.transport.peer import (
-    NEVER,
-    Address,
-    Callbacks,
-    Dropped,
-    Joined,
-    Lost,
-    MeshEvent,
-    Peer,
-    PeerStats,
-    Refused,
-)
-from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
-
-__all__ = [
-    "Address",
-    "Dropped",
-    "Joined",
-    "Lost",
-    "Mesh",
-    "MeshEvent",
-    "MeshTls",
-    "PeerStats",
-    "Refused",
-    "mesh_possible",
-]
+from hepti_mqtt.transport.peer import NEVER, Address, Callbacks, Dropped, MeshEvent, Peer, PeerStats
+from hepti_mqtt.transport.sockets import MeshTls
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise

@@ -16,7 +16,7 @@ from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import FROM_ENDPOINT, Connack, Connect, Disconnect, Event, Malformed, Publish, matches
-from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected
+from hepti_mqtt.transport.sockets import Connection, TlsConnection, begin, connected
 
 MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
@@ -150,7 +150,7 @@ class Callbacks:
     hear: Callable[[tuple[str, str, memoryview]], None]
     again: Callable[[Peer], None]
     buffers: Buffers
-    secure: Callable[[socket.socket, str], SecureConnection] | None
+    secure: Callable[[socket.socket, str], TlsConnection] | None
 
 
 class Peer:
@@ -167,7 +167,7 @@ class Peer:
         self._state = _State.IDLE
         self._sock: socket.socket | None = None
         self._connection: Connection | None = None  # the socket itself, or TLS over it
-        self._secured: SecureConnection | None = None  # the line, if it is TLS
+        self._secured: TlsConnection | None = None  # the line, if it is TLS
         self._stood = False  # was up before
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]

@@ -18,7 +18,7 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,12 +68,14 @@ class BufferedConnection(Connection, Protocol):
     def pending(self) -> int:
         """Return how many bytes are decoded and not received."""
 
+    def send(self, data: Buffer, /) -> int:
+        """Send the beginning of this; return how many bytes."""
+        return self.sendmsg((data,))
 
-class SecureConnection(BufferedConnection, Protocol):
-    """A connection with TLS."""
-
-    def handshake(self) -> None:
-        """Return once the handshake is done; raises Malformed if the other side is not who it should be."""
+    def recv(self, nbytes: int, /) -> bytes:
+        """Receive at most so much; b"" when the other side has hung up."""
+        room = bytearray(nbytes)
+        return bytes(room[: self.recv_into(memoryview(room))])
 
 
 def mesh_possible() -> bool:
@@ -282,8 +284,12 @@ class MeshTls:
         return TlsConnection(self.asking.wrap_socket(sock, do_handshake_on_connect=False), fingerprint)
 
 
-class TlsConnection:
-    """A socket with TLS that never blocks: see `SecureConnection`."""
+class TlsConnection(BufferedConnection):
+    """A socket with TLS that never blocks."""
+
+    fileno: Callable[[], int]
+    pending: Callable[[], int]
+    close: Callable[[], None]
 
     def __init__(self, sock: ssl.SSLSocket, fingerprint: str = "") -> None:
         self._sock, self._fingerprint = sock, fingerprint
@@ -316,15 +322,6 @@ class TlsConnection:
             if not sent:
                 raise BlockingIOError from None
         return sent
-
-    def send(self, data: Buffer, /) -> int:
-        """Send the beginning of this; return how many bytes."""
-        return self.sendmsg((data,))
-
-    def recv(self, nbytes: int, /) -> bytes:
-        """Receive at most so much; b"" when the other side has hung up."""
-        room = bytearray(nbytes)
-        return bytes(room[: self.recv_into(memoryview(room))])
 
     def recv_into(self, room: memoryview, /) -> int:
         """Receive into memory; 0 when the other side has hung up."""
