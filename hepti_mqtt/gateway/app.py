@@ -25,7 +25,7 @@ from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, responses, routes, tei
 from hepti_mqtt.gateway.bodies import FORM, Body, Room, checked, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
-from hepti_mqtt.gateway.errors import UnauthorizedError, error_response, renamed
+from hepti_mqtt.gateway.errors import HttpError, error_response, renamed
 from hepti_mqtt.gateway.hosts import OwnSite
 from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation, document
 from hepti_mqtt.gateway.site import Site
@@ -202,12 +202,14 @@ async def _values(one: Operation, request: Request, take: Callable[[int], None])
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:
-    """Raise UnauthorizedError unless the request carries one of the keys, or none is wanted."""
+    """Raise HttpError unless the request carries one of the keys, or none is wanted."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip().encode() if scheme.lower() == "bearer" else b""
     found = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time says nothing of the place
     if keys and not any(found):
-        raise UnauthorizedError("wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS")
+        raise HttpError(
+            "unauthorized", "wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS"
+        )
 
 
 async def _nothing_here(request: Request, error: Exception) -> Response:

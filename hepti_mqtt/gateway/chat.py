@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
@@ -281,62 +282,7 @@ async def _text_events(
     yield DONE
 
 
-class CachedTokens(TypedDict):
-    """Tokens of a prompt that were computed before."""
-
-    cached_tokens: int
-
-
-class CompletionUsage(TypedDict):
-    """Tokens of prompt and text."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class ChatChoice(TypedDict):
-    """A message."""
-
-    index: int
-    message: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class ChatCompletion(TypedDict):
-    """The next message of a conversation."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-
-
-class TextChoice(TypedDict):
-    """A text."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class Completion(TypedDict):
-    """The continuation of texts."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: CompletionUsage
-
-
 OPERATIONS: Final = (
-    Operation("POST", "/v1/chat/completions", chat, {JSON: ChatCompletion, EVENTS: str}, ChatBody),
-    Operation("POST", "/v1/completions", complete, {JSON: Completion, EVENTS: str}, CompletionBody),
+    Operation("POST", "/v1/chat/completions", chat, {JSON: answers.CHAT, EVENTS: str}, ChatBody),
+    Operation("POST", "/v1/completions", complete, {JSON: answers.COMPLETION, EVENTS: str}, CompletionBody),
 )

@@ -50,34 +50,12 @@ MEANINGS: Final[Mapping[int, str]] = {
 }
 
 
-class UnauthorizedError(RequestError):
-    """The request carries no key, or one that the gateway does not know."""
+class HttpError(RequestError):
+    """An error of HTTP alone: of a key, or of a body's size, time or type; code: one of `_STATUS`."""
 
-    code = "unauthorized"
-
-
-class TooLargeError(RequestError):
-    """The body is longer than the gateway reads."""
-
-    code = "too_large"
-
-
-class SlowBodyError(RequestError):
-    """The body did not arrive in time."""
-
-    code = "slow_body"
-
-
-class MediaTypeError(RequestError):
-    """The body is not of the type that the route reads."""
-
-    code = "media_type"
-
-
-class UnprocessableError(RequestError):
-    """A form that can be read, and does not say what is asked."""
-
-    code = "unprocessable"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def status_of(error: HeptiError) -> int:

@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key, Texts
 from hepti_mqtt.gateway.chat import Tools
 from hepti_mqtt.gateway.errors import ollama_error
@@ -231,7 +231,7 @@ async def embed(site: Site, body: EmbedBody) -> Any:
     found = await site.embed(model, body.input, body.truncate, **body.chosen)
     return {
         "model": body.model or model,
-        "embeddings": found.vectors.tolist(),
+        "embeddings": found.items.tolist(),
         "total_duration": _since(begun),
         "load_duration": 0,
         "prompt_eval_count": found.tokens,
@@ -241,7 +241,7 @@ async def embed(site: Site, body: EmbedBody) -> Any:
 async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """One embedding, as Ollama gave it before `/api/embed`."""
     found = await site.embed(await site.model_named(body.model), [body.prompt], True)
-    return {"embedding": found.vectors[0].tolist()}
+    return {"embedding": found.items[0].tolist()}
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -354,69 +354,14 @@ async def _write(
     return Stream(lines(), LINES)
 
 
-class Whole(TypedDict):
-    """A text, or its last line."""
-
-    model: str
-    created_at: str
-    done: bool
-    done_reason: str
-    total_duration: NotRequired[int]
-    load_duration: NotRequired[int]
-    prompt_eval_count: NotRequired[int]
-    prompt_eval_duration: NotRequired[int]
-    eval_count: NotRequired[int]
-    eval_duration: NotRequired[int]
-
-
-class OllamaMessage(Whole):
-    """The next message."""
-
-    message: dict[str, Any]
-
-
-class OllamaText(Whole):
-    """A continuation."""
-
-    response: str
-    thinking: NotRequired[str]
-
-
-class OllamaEmbeddings(TypedDict):
-    """Vectors in the order of the texts."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
-class OllamaModel(TypedDict):
-    """A model of a list."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int
-    digest: str
-    details: dict[str, Any]
-
-
-class OllamaModels(TypedDict):
-    """The served models."""
-
-    models: list[OllamaModel]
-
-
 _ANY: Final = {JSON: dict[str, Any]}
 _OPERATIONS: Final = (
-    Operation("POST", "/api/chat", chat, {JSON: OllamaMessage, LINES: str}, ChatBody),
-    Operation("POST", "/api/generate", generate, {JSON: OllamaText, LINES: str}, GenerateBody),
-    Operation("POST", "/api/embed", embed, {JSON: OllamaEmbeddings}, EmbedBody),
+    Operation("POST", "/api/chat", chat, {JSON: answers.OLLAMA_MESSAGE, LINES: str}, ChatBody),
+    Operation("POST", "/api/generate", generate, {JSON: answers.OLLAMA_TEXT, LINES: str}, GenerateBody),
+    Operation("POST", "/api/embed", embed, {JSON: answers.OLLAMA_EMBEDDINGS}, EmbedBody),
     Operation("POST", "/api/embeddings", embeddings, {JSON: dict[str, list[float]]}, EmbeddingsBody),
     Operation("POST", "/api/show", show, _ANY, ShowBody),
-    Operation("GET", "/api/tags", tags, {JSON: OllamaModels}),
+    Operation("GET", "/api/tags", tags, {JSON: answers.OLLAMA_MODELS}),
     Operation("GET", "/api/ps", loaded, _ANY),
     Operation("GET", "/api/version", version, {JSON: dict[str, str]}),
 )
