@@ -102,10 +102,7 @@ def demo(args: argparse.Namespace) -> int:
                     return _keep_dashboard(children, environment, args.port)
                 result = _show(hepti, directory, args) if args.chat is None else _chat(hepti, args)
     result["seconds"] = time.monotonic() - started
-    if args.json:
-        output.print_json(result)
-    else:
-        output.print_lines([f"Done in {result['seconds']:.0f} s; every process has ended."])
+    output.print_result(args.json, result, [f"Done in {result['seconds']:.0f} s; every process has ended."])
     return 0
 
 

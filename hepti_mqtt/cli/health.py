@@ -30,8 +30,5 @@ def health(args: argparse.Namespace) -> int:
     if status is None:
         raise NetworkError(f"no status on {topic}: is the {args.part} running?")
     told = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
-    if args.json:
-        output.print_json(told)
-    else:
-        output.print_lines([output.status_text(told)])
+    output.print_result(args.json, told, [output.status_text(told)])
     return 0 if status.state == "online" else 1

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import settings_from_args
 from hepti_mqtt.config.process import block_signals, exit_on_signals
+from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.messages import version_mismatch
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ def connect_to_site(args: argparse.Namespace, within_s: float | None = inf) -> H
     hepti = wait_for_broker(connect, partial(output.err.print, markup=False), within_s=within_s)
     assert hepti is not None  # nothing stops the wait
     return hepti
+
+
+def only_model(hepti: Hepti) -> str:
+    """Return the served model; raises ConfigError if there is none, or several."""
+    if len(names := hepti.models(PLANNER_S)) != 1:
+        raise ConfigError(f"name a model; the planner serves: {', '.join(names) or 'none'}")
+    return names[0]
 
 
 @contextlib.contextmanager
