@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import os
 import resource
 import socket
@@ -15,6 +14,7 @@ from hepti_mqtt.cli.shared import connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
 from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError, HeptiError
+from hepti_mqtt.transport import BrokerUrl, is_loopback
 
 PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
@@ -54,7 +54,7 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 def gateway(args: argparse.Namespace) -> int:
     """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
-    if not (keys or args.no_keys or _is_loopback(args.bind)):
+    if not (keys or args.no_keys or is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
     with requires_extra("gateway", "the gateway"):
         import uvicorn
@@ -63,7 +63,6 @@ def gateway(args: argparse.Namespace) -> int:
         from hepti_mqtt.gateway.connections import Connection, Server
     from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
-    from hepti_mqtt.transport import BrokerUrl
 
     _allow_connections()
     listener = listen(args.bind, args.port)
@@ -86,7 +85,7 @@ def gateway(args: argparse.Namespace) -> int:
         output.err.print(f"listening on http://{args.bind}:{args.port} (dashboard: /, OpenAI: /v1)", markup=False)
         with contextlib.ExitStack() as stack:
             if args.announce:
-                where = 0 if _is_loopback(args.bind) else args.port
+                where = 0 if is_loopback(args.bind) else args.port
                 broker = BrokerUrl.parse(require_broker(args))
                 stack.callback(Announcement("gateway", args.site, broker, where, args.bind).close)
             server.run(sockets=[listener])
@@ -99,13 +98,6 @@ def _allow_connections() -> None:
     wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def listen(address: str, port: int) -> socket.socket:

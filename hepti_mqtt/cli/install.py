@@ -287,14 +287,10 @@ def _valid(user: str | None) -> str | None:
 
 def _linger() -> None:
     """Let the user's services run without a login; only root may where the system's policy says so."""
-    done = subprocess.run(["loginctl", "enable-linger"], capture_output=True, check=False) if _has_loginctl() else None
-    if done is None or done.returncode:
+    command = ["loginctl", "enable-linger"]
+    if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
         line = f"it ends when you log out: sudo loginctl enable-linger {getpass.getuser()} lets it run without you"
         output.err.print(line, markup=False)
-
-
-def _has_loginctl() -> bool:
-    return shutil.which("loginctl") is not None
 
 
 @contextlib.contextmanager

@@ -263,10 +263,6 @@ def _top(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _nothing_more(_sub: argparse.ArgumentParser) -> None:
-    """Nothing beside what every command has."""
-
-
 def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
@@ -375,7 +371,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
     "completion": Command(
         'print completions for bash and zsh: eval "$(hepti completion)"',
-        _nothing_more,
+        lambda _sub: None,
         "completion:completion",
         at_a_site=False,
     ),

@@ -111,6 +111,13 @@ def settle(token: object, outcome: Answer | HeptiError) -> None:
         token.set_result(outcome)
 
 
+def _start_timer(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 class Connection:
     """A connection to a site, of either client; all methods may be called from any thread."""
 
@@ -384,18 +391,13 @@ class Connection:
                     item.handle.put(item.data)
             elif isinstance(item, RequestPublish):
                 self._transport.publish(item.topic, item.payload, 1)
-        waits_s = [item.after_s for item in out if isinstance(item, LookAgain)]
-        if waits_s:
-            timer = threading.Timer(max(waits_s), self._look_again)
-            timer.daemon = True
-            timer.start()
+        if waits_s := [item.after_s for item in out if isinstance(item, LookAgain)]:
+            _start_timer(max(waits_s), self._look_again)
 
     def _look_later(self) -> None:
         """Look for late requests after a while, if no look is due; the caller holds the lock."""
         if self._looking is None and not self._closed:
-            self._looking = threading.Timer(LOOK_S, self._look_for_late)
-            self._looking.daemon = True
-            self._looking.start()
+            self._looking = _start_timer(LOOK_S, self._look_for_late)
 
     def _look_for_late(self) -> None:
         with self._changed:

@@ -77,14 +77,12 @@ class Answer:
     @property
     def labels(self) -> list[Any]:
         """Return [{label, score}] best first; for a request with a list, one such list for each."""
-        parts = self._parts("labels")
-        return parts if self._several else list(parts[0])
+        return self._listed("labels")
 
     @property
     def masks(self) -> list[Any]:
         """Return [{position, tokens: [{token, id, score}]}]; for a request with a list, one such list for each."""
-        parts = self._parts("masks")
-        return parts if self._several else list(parts[0])
+        return self._listed("masks")
 
     @property
     def ranking(self) -> list[Any]:
@@ -94,8 +92,7 @@ class Answer:
     @property
     def entities(self) -> list[Any]:
         """Return [{label, score, start, end, text, tokens}]; for a request with a list, one such list for each."""
-        parts = self._parts("entities")
-        return parts if self._several else list(parts[0])
+        return self._listed("entities")
 
     @property
     def generated(self) -> str:
@@ -114,6 +111,11 @@ class Answer:
     @property
     def _several(self) -> bool:
         return isinstance(self.result, Mapping) and "results" in self.result
+
+    def _listed(self, what: str) -> list[Any]:
+        """Return a list of what one input has; of a request with a list, one such list for each."""
+        parts = self._parts(what)
+        return parts if self._several else list(parts[0])
 
     def _parts(self, what: str) -> list[Any]:
         parts = self.result["results"] if self._several else [self.result]

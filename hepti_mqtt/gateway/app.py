@@ -179,7 +179,10 @@ async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[b
         _check_key(request, keys)
         with room.part() as take:
             if one.body is not None:
-                body = checked(one.body, await _values(one, request, take))
+                read = read_form if one.reads == FORM else read_json
+                # Of another method than POST, a body is what the path names.
+                values = await read(request, take) if one.method == "POST" else request.path_params
+                body = checked(one.body, values)
             async with _cancelled_by_hangup(request):
                 found = await one.handler(site, body)
         if isinstance(found, Response):
@@ -192,13 +195,6 @@ async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[b
     except Exception as error:  # a mistake here must not end the process, nor show its insides
         _log.exception("%s %s failed", request.method, request.url.path)
         return error_response(RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), one.as_error)
-
-
-async def _values(one: Operation, request: Request, take: Callable[[int], None]) -> Any:
-    """Return what a body is made of: of a form its fields, of another method what the path names."""
-    if one.method != "POST":
-        return request.path_params
-    return await (read_form if one.reads == FORM else read_json)(request, take)
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:

@@ -240,13 +240,9 @@ class Room:
 
 def media_type(request: Request) -> str:
     """Return the media type of the body."""
-    return _content_type(request).get_content_type()
-
-
-def _content_type(request: Request) -> Message:
     head = Message()
     head["content-type"] = request.headers.get("content-type", "")
-    return head
+    return head.get_content_type()
 
 
 class _FormParser(MultiPartParser):

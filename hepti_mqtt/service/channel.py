@@ -367,10 +367,7 @@ class RequestChannel:
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
         self._requests.subscribe(self._decoder.requests())
-
-    def connect(self) -> None:
-        """Connect; raises as `BrokerConnection.connect` does."""
-        self._requests.connect()
+        self.connect = self._requests.connect
 
     def close(self) -> None:
         """Take no more requests; the broker keeps the unanswered ones for the next planner."""

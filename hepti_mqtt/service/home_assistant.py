@@ -425,22 +425,11 @@ class HomeAssistant:
     ) -> None:
         self._session, self._clock, self._report = HomeAssistantSession(topics, prefix, tasks), clock, report
         self._lock = threading.Lock()  # guards the session
-        self._transport = BrokerConnection(
-            url,
-            f"hepti-{topics.site}-planner-home",
-            on_message=self._heard,
-            on_state=self._state,
-            name="planner-home",
-        )
+        name = f"hepti-{topics.site}-planner-home"
+        self._transport = BrokerConnection(url, name, on_message=self._heard, on_state=self._state, name="planner-home")
         self._transport.subscribe(self._session.filters())
-
-    def connect(self) -> None:
-        """Begin to connect."""
-        self._transport.connect()
-
-    def close(self) -> None:
-        """Disconnect; what is retained stays, unavailable while the planner is."""
-        self._transport.close()
+        #: What is retained stays after `close`, unavailable while the planner is.
+        self.connect, self.close = self._transport.connect, self._transport.close
 
     def tick(self) -> None:
         """Do what is due."""

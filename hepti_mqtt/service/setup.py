@@ -64,12 +64,8 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
     """
     models: dict[str, OpenModel] = {}
     bad: list[ModelError] = []
-    given = config.options.pins.to_pins()
     try:
-        pins = validate_pins(
-            given.strategy, given.options, given.devices, given.wire, given.weight_dtype, given.route, given.accuracy
-        )
-        pins = replace(pins, objective=given.objective)
+        pins = validate_pins(config.options.pins.to_pins())
     except RequestError as error:
         raise ConfigError(str(error)) from error
     for name, directory in config.options.models.items():

@@ -22,6 +22,11 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def describe(value: Any) -> str:
     """Return a short description of a JSON value."""
     if value is None or isinstance(value, bool | int | float):
@@ -281,7 +286,8 @@ def _encode_prefix(
         characters.take(window)
         encoding = _encode(tokenizer.encode_batch, name, text[:window])
         # The last word may continue behind the window or start a special token, which changes its tokens.
-        words, sure = encoding.word_ids, window - _longest_special(tokenizer)
+        special = max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
+        words, sure = encoding.word_ids, window - special
         pairs = zip(words, encoding.offsets, strict=True)
         if words and sum(word != words[-1] and stop <= sure for word, (_, stop) in pairs) > longest:
             return encoding
@@ -289,10 +295,6 @@ def _encode_prefix(
     characters.take(len(text))
     # The fast variant gives neither word ids nor offsets.
     return _encode(tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast, name, text)
-
-
-def _longest_special(tokenizer: Tokenizer) -> int:
-    return max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
 
 
 def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:

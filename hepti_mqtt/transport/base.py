@@ -264,7 +264,7 @@ class Inbox(Generic[Event]):
         self._offered_bytes = 0
         self._taken_bytes = 0  # written by the reading thread only, so that taking needs no lock
         self.overflowed = 0
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         self.empty: Callable[[], bool] = self._queue.empty  # asked before every op, so without a call in between
 
     def offer(self, event: Event, nbytes: int) -> bool:
@@ -311,7 +311,3 @@ class Inbox(Generic[Event]):
             if count > 1:
                 self._of_sender[sender] = (count - 1, held - nbytes)
         return event
-
-
-def _nobody() -> None:
-    """Wake nobody: the reader waits in `get`."""

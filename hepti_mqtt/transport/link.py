@@ -28,6 +28,7 @@ from hepti_mqtt.transport.codec import (
     MAXIMUM_PACKET_SIZE,
     Connack,
     Connect,
+    Decoder,
     Disconnect,
     Event,
     Malformed,
@@ -94,7 +95,8 @@ class Link:
         self._url, self._connect_packet, self._lock, self._wake, self._take = url, connect, lock, wake, take
         self._bulk, self._version = bulk, _VERSIONS[connect.version]
         control_bytes = MAX_CONTROL if bulk else CONTROL_BYTES
-        self.protocol = ClientProtocol(FROM_BROKER, connect.version, control_bytes=control_bytes, any_topic=True)
+        decoder = Decoder(FROM_BROKER, version=connect.version, control_bytes=control_bytes, any_topic=True)
+        self.protocol = ClientProtocol(decoder)
         #: When CONNACK came, and when bytes last came, by `time.monotonic`.
         self.up_at = self.heard_at = -inf
         self._is_up = False

@@ -130,8 +130,8 @@ class Mesh:
         """Wait until something has come, `wake` was called or the time is over; report what has come."""
         if self._reported or self._eager:
             timeout_s = 0.0
-        elif self._due < NEVER:
-            timeout_s = self._until(timeout_s)
+        elif self._due < NEVER:  # at most until the first timer
+            timeout_s = min(max(self._due - self._clock(), 0.0), NEVER if timeout_s is None else timeout_s)
         began_s, entered_s = self.woke_s, time.perf_counter()
         receiving = any(peer.missing for peer in self._receiving)
         found = self._epoll.poll(timeout_s)
@@ -156,8 +156,10 @@ class Mesh:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
                 peer.ready()
-        if self._due < NEVER:  # after what came: this thread may have been away for longer than an answer may take
-            self._act()
+        # After what came: this thread may have been away for longer than an answer may take.
+        if self._due < NEVER and self._due <= self._clock():
+            for peer in self._peers.values():
+                peer.timer()
         reported = self._reported
         while reported:
             each = reported.popleft()
@@ -204,17 +206,6 @@ class Mesh:
 
     def _timed(self) -> None:
         self._due = min((peer.due for peer in self._peers.values()), default=NEVER)
-
-    def _until(self, timeout_s: float | None) -> float:
-        """Return how long to wait, at most until the first timer."""
-        left = max(self._due - self._clock(), 0.0)
-        return left if timeout_s is None else min(left, timeout_s)
-
-    def _act(self) -> None:
-        """Run the timers that are due."""
-        if self._due <= self._clock():
-            for peer in self._peers.values():
-                peer.timer()
 
     def _watch(self, fd: int, events: int, peer: Peer) -> None:
         if not events:

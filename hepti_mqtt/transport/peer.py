@@ -15,7 +15,17 @@ from typing import Final
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
-from hepti_mqtt.transport.codec import FROM_ENDPOINT, Connack, Connect, Disconnect, Event, Malformed, Publish, matches
+from hepti_mqtt.transport.codec import (
+    FROM_ENDPOINT,
+    Connack,
+    Connect,
+    Decoder,
+    Disconnect,
+    Event,
+    Malformed,
+    Publish,
+    matches,
+)
 from hepti_mqtt.transport.sockets import Connection, TlsConnection, begin, connected
 
 MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
@@ -428,7 +438,7 @@ class Peer:
     # -- what comes --------------------------------------------------------------------------------------------------
 
     def _new_protocol(self) -> ClientProtocol:
-        return ClientProtocol(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
+        return ClientProtocol(Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers))
 
     def _limit_bytes(self) -> int:
         return max((join.limit_bytes for join in self._joins.values()), default=0)
