@@ -416,7 +416,7 @@ class _Agent:
                 measurement_file(self._places.state, config.threads),
                 workers,
                 config.memory_bytes or free_memory(),
-                with_narrow_weights=jit.all_ready(),
+                with_narrow_weights=False,
                 trusted_since_s=started_s,
             )
         self._log.info("measured in %.1f s%s", time.perf_counter() - start, " (cached)" if cached else "")

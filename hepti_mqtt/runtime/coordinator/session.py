@@ -372,7 +372,8 @@ class CoordinatorSession:
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
-                    group.former_plans.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    former = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    group.former_plans.note_lost(former)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
