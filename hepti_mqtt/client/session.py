@@ -563,12 +563,12 @@ def odd_clocks(
     # The clock that most others agree with; of equally many the first, which is ours.
     usual = max(ahead.values(), key=lambda one: sum(abs(one - other) <= ODD_CLOCK_S for other in ahead.values()))
     odd = {name: s - usual for name, s in ahead.items() if abs(s - usual) > ODD_CLOCK_S}
-    return [f"the clock of {name} is {_span(abs(s))} {'ahead' if s > 0 else 'behind'}" for name, s in odd.items()]
-
-
-def _span(seconds: float) -> str:
-    unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if seconds >= u[1])
-    return f"{seconds / one_s:.3g} {unit}"
+    said = []
+    for name, ahead_s in odd.items():
+        unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if abs(ahead_s) >= u[1])
+        way = "ahead" if ahead_s > 0 else "behind"
+        said.append(f"the clock of {name} is {abs(ahead_s) / one_s:.3g} {unit} {way}")
+    return said
 
 
 def _plain(value: Any) -> Any:

@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 def shape(name: str, about: str, /, **fields: Any) -> Any:
     """Return the type of an object in JSON; [kind] stands for a list of a kind."""
     kinds = {key: list[kind[0]] if isinstance(kind, list) else kind for key, kind in fields.items()}  # type: ignore[valid-type]
-    made = TypedDict(name, kinds)  # type: ignore[misc]
-    made.__doc__ = about
-    return made
+    kind_of_answer = TypedDict(name, kinds)  # type: ignore[misc]
+    kind_of_answer.__doc__ = about
+    return kind_of_answer
 
 
 Object, Missing = dict[str, Any], NotRequired

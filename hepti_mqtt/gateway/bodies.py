@@ -48,11 +48,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _texts(value: Any) -> Any:
-    """Return texts as a list; raises RequestError, which names what is wrong."""
+def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
+    """Return texts as a list; raises ValueError, which names what is wrong."""
     items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not 0 < len(items) <= TEXTS_AT_ONCE:
-        raise ValueError(f"send a text or a list of 1 to {TEXTS_AT_ONCE} texts")
+    if not isinstance(items, list) or not 0 < len(items) <= most:
+        raise ValueError(f"send a text or a list of 1 to {most} texts")
     for place, one in enumerate(items):
         if isinstance(one, int | float | list) and not isinstance(one, bool):
             raise ValueError(  # noqa: TRY004  # pydantic takes no other
@@ -69,7 +69,7 @@ Count = Annotated[Integer, Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Texts = Annotated[
     list[str],
-    BeforeValidator(_texts),
+    BeforeValidator(texts_of),
     Field(
         description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts", json_schema_extra={"type": ["string", "array"]}
     ),

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway import answers
-from hepti_mqtt.gateway.bodies import Body, Key
+from hepti_mqtt.gateway.bodies import Body, Key, texts_of
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
@@ -128,18 +128,15 @@ class ChatBody(Written):
         }
 
 
-def _prompts(value: Any) -> Any:
-    prompts = [value] if isinstance(value, str) else value
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= PROMPTS or not all(isinstance(p, str) for p in prompts):
-        raise ValueError(f"send a text, or a list of 1 to {PROMPTS} texts; token ids are another tokenizer's")
-    return prompts
-
-
 class CompletionBody(Written):
     """Texts to continue."""
 
     keys: ClassVar = {**Written.keys, "logprobs": Key(OPTIONS["logprobs"])}
-    prompt: Annotated[list[str], BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
+    prompt: Annotated[
+        list[str],
+        BeforeValidator(lambda value: texts_of(value, PROMPTS)),
+        Field(json_schema_extra={"type": ["string", "array"]}),
+    ]
 
 
 async def chat(site: Site, body: ChatBody) -> Any:

@@ -19,6 +19,8 @@ _STATUS: Final[Mapping[str, int]] = {
     "forbidden": 403,
     "context_length_exceeded": 400,
     "unknown_model": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
     "slow_body": 408,
     "id_in_use": 409,
     "too_large": 413,

@@ -55,11 +55,6 @@ class Loaded(Body):
     model: Annotated[str | None, Field(description="the name of a served model")] = None
     keep_alive: float | str | None = None
 
-    @property
-    def unloads(self) -> bool:
-        """Return whether the model is to be unloaded."""
-        return self.keep_alive is not None and str(self.keep_alive).rstrip("smh") in ("0", "0.0")
-
 
 class OllamaBody(Loaded):
     """What chat and generate have in common."""
@@ -300,10 +295,9 @@ async def generate(site: Site, body: GenerateBody) -> Any:
 async def _load(site: Site, body: OllamaBody, fields: Fields) -> Fields:
     """Return the answer to a body without a text: Hepti's planner keeps models loaded, whatever a client asks."""
     model = await site.model_named(body.model)
-    reason = "unload" if body.unloads else "load"
-    return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": True} | {
-        "done_reason": reason
-    }
+    unloads = body.keep_alive is not None and str(body.keep_alive).rstrip("smh") in ("0", "0.0")
+    about = {"model": body.model or model, "created_at": _moment(time.time())}
+    return {**about, **fields, "done": True, "done_reason": "unload" if unloads else "load"}
 
 
 def _since(begun: float) -> int:

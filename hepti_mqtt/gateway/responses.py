@@ -16,7 +16,7 @@ from hepti_mqtt.gateway.chat import Effort, Written, thinks, written
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
-from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded
+from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded, named_tools
 from hepti_mqtt.service.options import OPTIONS
 
 Fields = dict[str, Any]
@@ -39,11 +39,10 @@ class Reasoning(Body):
 
 def _tools(tools: list[Fields]) -> list[Fields]:
     """Return tools as chats have them; raises RequestError for one that is no function."""
-    for place, tool in enumerate(tools):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise RequestError(f"tools[{place}] is no function with a name; only functions are called", "tools")
     about = ("name", "description", "parameters", "strict")
-    return [{"type": "function", "function": {key: tool[key] for key in about if key in tool}} for tool in tools]
+    return named_tools(
+        [{"type": tool.get("type"), "function": {key: tool[key] for key in about if key in tool}} for tool in tools]
+    )
 
 
 class Named(TypedDict):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.client import Answer
-from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Key, seed
 from hepti_mqtt.gateway.tool_calls import Call, ToolText
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
-from hepti_mqtt.service.options import OPTIONS
+from hepti_mqtt.service.messages import read_tools
+from hepti_mqtt.service.options import OPTIONS, naming
 
 _SAME: Final = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
@@ -100,8 +100,5 @@ class Writing:
 
 def named_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools; raises RequestError for one that is no function with a name."""
-    for place, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools[{place}] has no function with a name; only functions are called", "tools")
-    return [{"type": "function", **tool} for tool in tools]
+    with naming("tools"):
+        return read_tools([{"type": "function", **tool} for tool in tools]) or []

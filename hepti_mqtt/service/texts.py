@@ -9,7 +9,6 @@ from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ContextLengthError, ModelError, RequestError
-from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
 
@@ -209,7 +208,11 @@ class TextReader:
         if not value.strip():
             raise RequestError(f"{name} is empty; send some words")
         texts, checkpoint = self._require_tokenizer(), self._checkpoint
-        tokenizer, text = texts.tokenizer, _cleaned(checkpoint.text_rules, value, prompt)
+        tokenizer, rules = texts.tokenizer, checkpoint.text_rules
+        # As sentence-transformers does before its tokenizer.
+        text = f"{rules.prompt if prompt is None else prompt}{value}"
+        text = text.strip() if rules.strip else text
+        text = text.lower() if rules.lower == "text" else text
         # Of a text whose beginning is cut off, all tokens are needed.
         cut = self._truncate and texts.side == "left"
         longest = len(text) if whole or cut else self._reads.longest
@@ -268,13 +271,6 @@ def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
     if shorter + longer > room:
         shorter, longer = room // 2, room // 2 + room % 2
     return (shorter, longer) if a <= b else (longer, shorter)
-
-
-def _cleaned(rules: TextRules, text: str, prompt: str | None) -> str:
-    """Return a text with the prompt and lower case that sentence-transformers applies before its tokenizer."""
-    text = f"{rules.prompt if prompt is None else prompt}{text}"
-    text = text.strip() if rules.strip else text
-    return text.lower() if rules.lower == "text" else text
 
 
 def _encode_prefix(

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -112,7 +112,7 @@ class Echo:
         until_s: float = inf,
         **options: Any,
     ) -> None:
-        self._place, self._topic, self._qos = url.place, topic, qos
+        self._place, self._user, self._topic, self._qos = url.place, url.user, topic, qos
         self._timeout_s, self._until_s = timeout_s, until_s
         self._events: queue.SimpleQueue[State | bytes | Delivery | bool] = queue.SimpleQueue()
         self._transport = BrokerConnection(
@@ -150,11 +150,20 @@ class Echo:
         except queue.Empty:
             raise NetworkError(
                 f"the broker at {self._place} does not give back what is published to {self._topic} within "
-                f"{self._timeout_s:g} s: check its access list"
+                f"{self._timeout_s:g} s: let user {self._user!r} write and read it, or take another login"
             ) from None
         if isinstance(event, Refused):
             raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
         return event
+
+    def subscribe(self, filters: Iterable[str]) -> None:
+        """Read more topics, at QoS 0."""
+        if several := [(one, 0) for one in filters]:
+            self._transport.subscribe(several)
+
+    def clear(self, topic: str) -> None:
+        """Clear what is retained on a topic."""
+        self._transport.publish(topic, b"", 1, retain=True)
 
     def gives_back(self, packet_bytes: int) -> bool:
         """Return whether a PUBLISH of that size comes back, or of one byte less where its header grows."""
@@ -163,12 +172,12 @@ class Echo:
             payload_bytes -= 1
         self.send(bytes(payload_bytes))
         self.send(_MARK)  # if it comes back alone, the large one was dropped without a word
-        came = False
+        is_back = False
         while (event := self.next()) != _MARK:
             if isinstance(event, Disconnected):
                 return False
-            came = came or (isinstance(event, bytes) and len(event) == payload_bytes)
-        return came
+            is_back = is_back or (isinstance(event, bytes) and len(event) == payload_bytes)
+        return is_back
 
     def close(self) -> None:
         """End the connection."""

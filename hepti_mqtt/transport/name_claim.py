@@ -65,8 +65,8 @@ class StatusReader:
     def next(self, until_s: float) -> Status | State | None:
         """Return the next status or state of the connection, None at a time of `time.monotonic`."""
         try:
-            found = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
-            return decode_status(found) if isinstance(found, bytes) else found
+            item = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
+            return decode_status(item) if isinstance(item, bytes) else item
         except queue.Empty:
             return None
         except WireError:
@@ -75,9 +75,9 @@ class StatusReader:
     def status(self, timeout_s: float) -> Status | None:
         """Return the next status, None if none comes."""
         until_s = time.monotonic() + timeout_s
-        while (found := self.next(until_s)) is not None:
-            if isinstance(found, Status):
-                return found
+        while (item := self.next(until_s)) is not None:
+            if isinstance(item, Status):
+                return item
         return None
 
 
