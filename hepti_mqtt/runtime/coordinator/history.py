@@ -92,6 +92,12 @@ class FormerPlans:
         """Remember the active plan that has just lost a device."""
         self.recalled = recalled
 
+    def excuse(self, device: str) -> None:
+        """Let the plan that served last serve again after another start of a device: it was asked to stop."""
+        if self.recalled is not None:
+            boots = {name: boot for name, boot in self.recalled.boots.items() if name != device}
+            self.recalled = self.recalled._replace(boots=boots)
+
     def wait_for_earlier(self, by_s: float) -> None:
         """Let searches wait for the plan of an earlier planner."""
         self.recall_by_s = by_s
