@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field
 
-from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key, Texts
@@ -20,7 +19,7 @@ from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.gateway.streams import LINES, Stream, line
 from hepti_mqtt.gateway.tool_calls import Call
-from hepti_mqtt.gateway.writing import SAMPLED, Piece, Writing, bounded
+from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded
 from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
 
 #: of Ollama's interface that is answered here: its clients ask for 0.6.4 and later
@@ -310,14 +309,13 @@ async def _write(
 ) -> Any:
     begun = time.perf_counter()
     model = await site.model_named(body.model)
-    first: list[int] = []  # nanoseconds until the first token
 
     def part_of(fields: Fields, **more: Any) -> Fields:
         return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": False, **more}
 
-    def last(answer: Answer) -> Fields:
-        end, spent = writing.end(answer), _since(begun)
-        prompt = first[0] if first else spent // (1 + end.tokens)
+    def last(end: Finished) -> Fields:
+        spent = _since(begun)
+        prompt = int((writing.begun_s - begun) * 1e9) if writing.begun_s else spent // (1 + end.tokens)
         return part_of(
             as_fields(end.rest, end.calls),
             done=True,
@@ -331,21 +329,11 @@ async def _write(
         )
 
     if not body.stream:
-        return last((await site.write(model, [request]))[0])
+        return last(writing.end((await site.write(model, [request]))[0]))
     parts = await site.stream(model, request)
 
-    async def lines() -> AsyncIterator[str]:
-        async for part in parts:
-            if isinstance(part, Answer):
-                yield line(last(part))
-            elif part is None:
-                yield line(part_of(as_fields(Piece(""))))  # lines have no comments
-            else:
-                first[:] = first or [_since(begun)]
-                if any(piece := writing.add(part)):
-                    yield line(part_of(as_fields(piece)))
-
-    return Stream(lines(), LINES)
+    events = writing.events(parts, lambda piece: line(part_of(as_fields(piece))), lambda end: [line(last(end))])
+    return Stream(events, LINES)
 
 
 _ANY: Final = {JSON: dict[str, Any]}

@@ -14,6 +14,7 @@ from hepti_mqtt.transport.base import (
     State,
     Subscribed,
     Will,
+    wait_for_broker,
 )
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import (
@@ -30,7 +31,6 @@ from hepti_mqtt.transport.broker_limits import (
 )
 from hepti_mqtt.transport.name_claim import UNREAD, Claim, StatusReader, claim, new_boot
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.transport.waiting import wait_for_broker
 
 __all__ = [
     "UNREAD",

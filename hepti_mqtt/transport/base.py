@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -235,6 +236,39 @@ class Backoff:
         soon = time.monotonic() - self._lost_at < SOON_S
         self._delay_s = min(2 * self._delay_s, SOON_DELAY_S if soon else BACKOFF_S[1])
         return pause_s
+
+
+SAY_S: Final = 10.0  # between two lines about a wait for a broker
+T = TypeVar("T")
+
+
+def wait_for_broker(
+    connect: Callable[[float], T],
+    say: Callable[[str], None],
+    *,
+    within_s: float = inf,
+    stop: threading.Event | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> T | None:
+    """Return what `connect` returns once a broker answers, None after `stop`: a site's machines start in any order.
+
+    connect: takes the seconds that are left. say: takes a line every SAY_S.
+    Raises the last NetworkError after `within_s` seconds, and any other error at once.
+    """
+    stop, backoff = stop or threading.Event(), Backoff()
+    until, said_s = clock() + within_s, -inf
+    while not stop.is_set():
+        try:
+            return connect(until - clock())
+        except NetworkError as error:
+            now = clock()
+            if now >= until:
+                raise
+            if now - said_s >= SAY_S:
+                said_s = now
+                say(f"waiting for the broker: {error}")
+        stop.wait(min(backoff.pause_s(), max(until - clock(), 0.0)))
+    return None
 
 
 # -- the inbox -------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ from hepti_mqtt.transport.codec import (
     Publish,
     reason,
 )
-from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken, Wake
+from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken
+from hepti_mqtt.transport.sockets import Wake
 from hepti_mqtt.transport.url import BrokerUrl
 
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing

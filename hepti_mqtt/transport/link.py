@@ -6,7 +6,6 @@ stays, in memory that is used again.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -41,6 +40,7 @@ from hepti_mqtt.transport.sockets import (
     BufferedConnection,
     Connection,
     TlsConnection,
+    Wake,
     acknowledge_soon,
     connect_any,
     linger,
@@ -377,47 +377,3 @@ class Link:
                 if not isinstance(largest, int) or not 0 < largest <= MAX_LENGTH:
                     self.protocol.connack = None
                     raise Malformed(f"a broker that takes packets of at most {largest!r} bytes")
-
-
-class Wake:
-    """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read, self._write = os.pipe()
-        for end in (self._read, self._write):
-            os.set_blocking(end, False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-        return self._read
-
-    def set(self) -> None:
-        """Wake the poller; from any thread, also after `close`."""
-        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
-            if self._write >= 0:
-                os.write(self._write, b"\0")
-
-    def clear(self) -> None:
-        """Take the wake-up; call it before looking for what it announces."""
-        with suppress(BlockingIOError):
-            os.read(self._read, 65_536)
-
-    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
-        """Sleep for `delay_s`, however often woken, unless `stop()`."""
-        until, poller = time.monotonic() + delay_s, select.poll()
-        poller.register(self._read, select.POLLIN)
-        while not stop() and (left := until - time.monotonic()) > 0:
-            if poller.poll(left * 1000):
-                self.clear()
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        with self._lock:
-            if self._write >= 0:
-                os.close(self._read)
-                os.close(self._write)
-                self._read = self._write = -1
-
-    def __del__(self) -> None:
-        self.close()

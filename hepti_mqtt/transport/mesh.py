@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import select
 import threading
 import time
@@ -16,7 +15,7 @@ from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.channels import Channels
 from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.peer import NEVER, Address, Callbacks, Dropped, MeshEvent, Peer, PeerStats
-from hepti_mqtt.transport.sockets import MeshTls
+from hepti_mqtt.transport.sockets import MeshTls, Wake
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
@@ -68,10 +67,11 @@ class Mesh:
         # Reported on this thread in `wait`, in order of arrival.
         self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
-        self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self.channels = Channels(self._endpoint, self._peers, self._wake, self._stats_of)
+        self._wake = Wake()
+        #: Lets `wait` return at once; from any thread, also after `close`.
+        self.wake = self._wake.set
+        self._epoll.register(self._wake.fileno(), select.EPOLLIN)
+        self.channels = Channels(self._endpoint, self._peers, self._wake.fileno(), self._stats_of)
         self._clock = clock
         self._callbacks = Callbacks(
             user=user,
@@ -150,8 +150,8 @@ class Mesh:
                 peer.stats.timed_us += round(1e6 * (self.woke_s - began_s))
         if peers:
             self._receiving = [peer for peer in {*self._receiving, *peers} if peer.missing]
-        if len(peers) < len(found) and any(fd == self._wake for fd, _ in found):
-            os.eventfd_read(self._wake)
+        if len(peers) < len(found):
+            self._wake.clear()
         if self._eager:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
@@ -167,12 +167,6 @@ class Mesh:
                 self._on_message(*each)
             else:
                 self._on_event(each)
-
-    def wake(self) -> None:
-        """Let `wait` return at once; from any thread, also after `close`."""
-        with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
 
     def call_before_waiting(self, leave_off: Callable[[], None]) -> None:
         """Let other threads call this before they wait for who holds `channels`."""
@@ -200,9 +194,7 @@ class Mesh:
             peer.close()
         self._endpoint.close()
         self._epoll.close()
-        with self._waking:
-            os.close(self._wake)
-            self._wake = -1
+        self._wake.close()
 
     def _timed(self) -> None:
         self._due = min((peer.due for peer in self._peers.values()), default=NEVER)

@@ -16,6 +16,7 @@ import socket
 import ssl
 import sys
 import termios
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class BufferedConnection(Connection, Protocol):
 
 def mesh_possible() -> bool:
     """Return whether this machine has what the mesh needs: Linux."""
-    return hasattr(select, "epoll") and hasattr(os, "eventfd") and hasattr(socket, "TCP_USER_TIMEOUT")
+    return hasattr(select, "epoll") and hasattr(socket, "TCP_USER_TIMEOUT")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -231,6 +232,50 @@ def unacknowledged(sock: Any) -> int | None:
     except (AttributeError, OSError, ValueError):  # no such socket, or closed
         return None
     return int.from_bytes(left, sys.byteorder)
+
+
+class Wake:
+    """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may come while its thread is waking already, and wake too
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """Wake the poller; from any thread, also after `close`."""
+        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
+            if self._write >= 0:
+                os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """Take the wake-up; call it before looking for what it announces."""
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
+        """Sleep for `delay_s`, however often woken, unless `stop()`."""
+        until, poller = time.monotonic() + delay_s, select.poll()
+        poller.register(self._read, select.POLLIN)
+        while not stop() and (left := until - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                self.clear()
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        with self._lock:
+            if self._write >= 0:
+                os.close(self._read)
+                os.close(self._write)
+                self._read = self._write = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 # -- TLS between devices ---------------------------------------------------------------------------------------------
