@@ -11,15 +11,15 @@ from typing import Final
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o666) -> None:
     """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError.
 
-    mode: its permissions, of which the umask takes away.
+    data: written one after the other. mode: its permissions, of which the umask takes away.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
+            file.writelines(data)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
