@@ -285,7 +285,7 @@ class WeightLoader:
             case "held":
                 report = self.peers.handle_report(peer, model, body)
                 if report is not None and job is not None and job.sources is not None:
-                    job.sources.report(peer, report)
+                    job.sources.report(peer, report, now)
             case "refused" if job is not None and job.sources is not None:
                 job.sources.refuse(peer, [body[at : at + HASH_BYTES] for at in range(0, len(body), HASH_BYTES)])
         self._go_on(now)
@@ -298,7 +298,10 @@ class WeightLoader:
         else:
             self.peers.lose(peer, model)
         if job is not None and job.sources is not None:
-            (job.sources.add_peer if is_joined else job.sources.remove_peer)(peer)
+            if is_joined:
+                job.sources.add_peer(peer, now)
+            else:
+                job.sources.remove_peer(peer)
         self._go_on(now)
 
     def report_caches(self) -> None:
@@ -369,7 +372,10 @@ class WeightLoader:
             return
         job = self._jobs[0]
         if job.sources is not None:
-            self._counters["tiles_reasked"] += sum(job.sources.expire(now).values())
+            late, again = job.sources.expire(now)
+            self._counters["tiles_reasked"] += late + (again is not None)
+            if again is not None:
+                self._request(job, PLANNER, [again])
             self._go_on(now)
         elif len(self._jobs) > 1:  # perhaps nobody has it: a forged Prepare
             self._jobs.rotate(-1)
@@ -432,9 +438,9 @@ class WeightLoader:
         job.sources = TileSources(order, positions, len(tiles.hashes), self._device, devices, now, on_disk)
         self.peers.begin(model, digest, tiles, order)
         for peer in self.peers.reachable(model):
-            job.sources.add_peer(peer)
+            job.sources.add_peer(peer, now)
             if (report := self.peers.report_of(peer, model)) is not None:
-                job.sources.report(peer, report)
+                job.sources.report(peer, report, now)
         if job.is_complete:
             self._finish(job, now)
         else:

@@ -243,11 +243,13 @@ def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
     device.loader.retry_if_due(device.loader.deadline() - 0.001)
     assert not device.asks
     device.loader.retry_if_due(device.loader.deadline())
-    assert set(device.asks) == asked
+    (again,) = device.asks  # a planner that had a pause sends one tile twice
+    device.serve(MODEL, most=1)
+    assert set(device.asks) == asked - {again}, "those before it were lost"
     device.asks.clear()
     device.loader.request_again(device.now)
-    assert set(device.asks) == asked
-    assert device.counters["tiles_reasked"] == 2 * len(asked)
+    assert set(device.asks) == asked - {again}
+    assert device.counters["tiles_reasked"] == len(asked)
 
 
 def test_a_load_that_nobody_has_holds_no_other_up(device):
