@@ -29,7 +29,7 @@ from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.protocol.messages import CachedTiles
-from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, ReadCaches, Unload
 from hepti_mqtt.runtime.worker.residents import Place
 from hepti_mqtt.runtime.worker.tile_sources import (
     BUSY_WINDOW,
@@ -623,20 +623,25 @@ class RequestAgain:
     """The connection or the planner is back."""
 
 
-Input = Load | Unload | TileIn | PeerMessageIn | TilePeerChanged | RequestAgain
+Input = Load | Unload | ReadCaches | TileIn | PeerMessageIn | TilePeerChanged | RequestAgain
 
 
 class LoaderThread:
     """Runs a `WeightLoader` in its own thread; `post` is safe from any thread.
 
     What comes over the network, or goes to peers, is done tile by tile as the budget allows. Cached tiles cost no link
-    and little time, so they are read without a pause.
+    and little time, so they are read without a pause. read_caches: reports saved KV caches.
     """
 
     def __init__(
-        self, loader: WeightLoader, counters: Counter[str], log: logging.Logger, budget: Budget | None = None
+        self,
+        loader: WeightLoader,
+        counters: Counter[str],
+        log: logging.Logger,
+        budget: Budget | None = None,
+        read_caches: Callable[[ReadCaches], None] = lambda _: None,
     ) -> None:
-        self._loader = loader
+        self._loader, self._read_caches = loader, read_caches
         self._counters = counters
         self._log = log
         self._budget = budget or Budget()
@@ -705,6 +710,8 @@ class LoaderThread:
                 loader.load(item, now)
             case Unload():
                 loader.unload(item, now)
+            case ReadCaches():
+                self._read_caches(item)
             case TileIn():
                 self._arrived.append(item)
             case PeerMessageIn(peer, model, kind, body):

@@ -201,7 +201,7 @@ class TileCache:
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, *data)
+            write_atomically(path, data)
             stat = path.stat()
         except OSError as error:
             self._counters["cache_errors"] += 1

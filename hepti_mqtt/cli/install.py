@@ -207,7 +207,7 @@ def _install(args: argparse.Namespace, service: Service) -> int:
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
     with _writing(service.login):
         service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomically(service.login, login, mode=_PRIVATE)
+        write_atomically(service.login, login, _PRIVATE)
     _write_unit(service, command, environment)
     service.systemctl("enable", NAME)
     if service.is_users:
@@ -252,7 +252,7 @@ def _write_unit(service: Service, command: Sequence[str], environment: Mapping[s
     text = _unit(service, command, environment)
     with _writing(service.unit):
         service.unit.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomically(service.unit, text.encode(), mode=0o644)
+        write_atomically(service.unit, text.encode(), 0o644)
     service.systemctl("daemon-reload")
 
 

@@ -165,7 +165,7 @@ class SiteFolder:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            write_atomically(self.path / name, text.encode(), mode=_PRIVATE)
+            write_atomically(self.path / name, text.encode(), _PRIVATE)
         except OSError as error:
             raise ConfigError(f"cannot write {self.path / name}: {error.strerror or error}") from error
 
