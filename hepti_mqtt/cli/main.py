@@ -70,21 +70,14 @@ class Parser(argparse.ArgumentParser):
         self._words = [*(sys.argv[1:] if args is None else args)]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-<<<<<<< HEAD
             self.error(self._unknown(unknown[0]))
         return found, unknown
-=======
-            parser = subparsers(self).get(getattr(found, "command", ""), self)
-            options = [option for action in parser._actions for option in action.option_strings]
-            parser.error(f"unknown argument {unknown[0]!r}{settings.nearest(unknown[0], options)}")
-        return found
 
 
 def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Return a parser's commands, by name."""
     actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next((action.choices for action in actions), {})
->>>>>>> main
 
 
 def build() -> argparse.ArgumentParser:
