@@ -53,7 +53,7 @@ class TileMap:
         for ref in refs:
             rows, columns = self._manifest.tile_ranges(ref)
             entry, start = self._manifest.by_name[ref.tensor], self._starts[ref.tensor]
-            tiles = mask[start : start + len(entry.hashes)].reshape(grid(entry.shape, entry.transposed))
+            tiles = mask[start : start + len(entry.hashes)].reshape(grid(entry.shape, entry.transposed, entry.dtype))
             tiles[rows.start : rows.stop, columns.start : columns.stop] = True
         return mask
 
