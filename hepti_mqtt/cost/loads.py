@@ -40,7 +40,7 @@ class TileMap:
         #: Hash of the tile at each position.
         self.hashes: tuple[bytes, ...] = tuple(h for entry in manifest.entries for h in entry.hashes)
         #: Bytes of the tile at each position, int64.
-        self.sizes: NDArray[Any] = np.array([t.nbytes for e in manifest.entries for t in e.tiles()], np.int64)
+        self.sizes: NDArray[Any] = np.concatenate([np.zeros(0, np.int64), *(e.tile_bytes() for e in manifest.entries)])
         #: First position of each tile.
         self.position: Mapping[bytes, int] = {h: p for p, h in reversed(list(enumerate(self.hashes)))}
         self._manifest = manifest

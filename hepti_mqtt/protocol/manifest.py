@@ -73,6 +73,13 @@ class TensorEntry:
         row0, column0 = (c0, r0) if self.transposed else (r0, c0)
         return TileLocation(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
 
+    def tile_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of every tile, int64 [tiles], in the order of `hashes`."""
+        (rows, columns), storage = _stored(self.shape, self.transposed), STORAGES[self.dtype]
+        height, width = tile_shape((rows, columns), self.dtype, len(self.shape) == 1)
+        widths = [storage.row_bytes(min(width, columns - left)) for left in range(0, columns, width)]
+        return np.outer([min(height, rows - top) for top in range(0, rows, height)], widths).reshape(-1)
+
     def tiles(self) -> Iterator[TileLocation]:
         """Yield every tile, in the order of `hashes`."""
         rows, columns = grid(self.shape, self.transposed, self.dtype)

@@ -115,6 +115,7 @@ def test_tiles_of_a_share_of_a_narrow_quantised_matrix_hold_nothing_else(shape, 
     (top, bottom), (left, right) = share
     tiles = Manifest("m", (entry,)).tiles(WeightRef("w", *share))
     assert sum(tile.nbytes for tile in tiles) == (right - left) * STORAGES[dtype].row_bytes(bottom - top)
+    assert [tile.nbytes for tile in entry.tiles()] == entry.tile_bytes().tolist()
     assert sum(tile.nbytes for tile in entry.tiles()) == shape[1] * STORAGES[dtype].row_bytes(shape[0])
     assert max(tile.nbytes for tile in entry.tiles()) <= TILE * TILE * 4
 
