@@ -17,7 +17,6 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import settings_from_args, tcp_port
 from hepti_mqtt.config.process import block_signals, exit_on_signals
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.protocol.messages import version_mismatch
 
 if TYPE_CHECKING:
     from hepti_mqtt.client import Hepti
@@ -73,6 +72,8 @@ def check_readable(what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        from hepti_mqtt.protocol.messages import version_mismatch  # here: help needs no NumPy
+
         raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
 
 
