@@ -156,6 +156,8 @@ class BackgroundTuning:
         self._file, self._threads, self._memory_bytes = measurement, threads, memory_bytes
         self._meter, self._budget, self._announce = meter, budget, publish_caps
         self._log = log
+        self._count = 0  #: of measured products, narrow ones among them
+        self._is_measured = False  #: all products are
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hepti-tuning", daemon=True)
 
@@ -184,10 +186,10 @@ class BackgroundTuning:
             self._log.exception("background tuning failed; the agent keeps serving")
 
     def _watch(self) -> None:
-        doubts = RemeasurePolicy()
+        doubts, self._is_measured = RemeasurePolicy(), has_narrow_curves(self._meter.curves)
         while not self._closing.wait(POLL_S):
             doubted = doubts.should_remeasure(self._meter.last_slowdown, time.monotonic())
-            if (doubted or not has_narrow_curves(self._meter.curves)) and self._idle():
+            if (doubted or not self._is_measured) and self._idle():
                 self._measure(force=doubted)
                 if doubted:
                     doubts.record_measurement(time.monotonic())
@@ -206,7 +208,10 @@ class BackgroundTuning:
         return not self._budget.loading and self._budget.is_unused(time.perf_counter())
 
     def _measure(self, force: bool) -> None:
-        """Measure with the memory that is free beside the weights; a request meanwhile voids the result."""
+        """Measure with the memory that is free beside the weights; a request meanwhile voids the result.
+
+        Narrow weights are measured one storage at a time: an agent that starts on this machine waits for the lock.
+        """
         workers = Workers(self._threads)
         memory_bytes = min(self._memory_bytes, free_memory())
 
@@ -217,7 +222,7 @@ class BackgroundTuning:
             with compile_lock(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = load_or_measure(
-                    self._file, workers, memory_bytes, with_narrow_weights=True, force=force, may_store=undisturbed
+                    self._file, workers, memory_bytes, force=force, may_store=undisturbed, most_storages=1
                 )
         except InterruptedError:
             return
@@ -226,6 +231,10 @@ class BackgroundTuning:
             return_memory()
         if not undisturbed():
             return
+        before, self._count = self._count, len(curves["linear"])
+        if not force and not has_narrow_curves(curves) and self._count > before:  # else the disk keeps nothing
+            return
+        self._is_measured = True
         self._meter.set_curves(curves)
         self._log.info("measured again" if force else "measured with narrow weights too")
         try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, cycle, groupby, takewhile
+from itertools import chain, cycle, groupby, islice, takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -120,6 +120,7 @@ def load_or_measure(
     force: bool = False,
     may_store: Callable[[], bool] = lambda: True,
     trusted_since_s: float | None = None,
+    most_storages: int | None = None,
 ) -> tuple[Curves, bool]:
     """Return the curves and whether they come from the cache, `file`; the caller holds the compile lock.
 
@@ -127,7 +128,8 @@ def load_or_measure(
     quick matmul takes about as long as it did then, and not with `force`. One written since `trusted_since_s` (Unix
     time) needs no such check: a neighbour has just made it, and while others start the check would often fail.
     with_narrow_weights: their kernels must be ready. may_store: returns whether to cache what was measured; of narrow
-    weights it is asked after each storage, and the first one that may not be cached is the last.
+    weights it is asked after each storage, and the first one that may not be cached is the last. most_storages: of
+    narrow weights that are added to a cached measurement.
     """
     key = {
         "version": __version__,
@@ -148,7 +150,8 @@ def load_or_measure(
         curves = measure(workers, memory_bytes, with_narrow_weights)
         is_new = may_store()
     elif with_narrow_weights and not has_narrow_curves(curves):
-        undisturbed = takewhile(lambda _: may_store(), _narrow(curves, workers, memory_bytes))
+        missing = islice(_narrow(curves, workers, memory_bytes), most_storages)
+        undisturbed = takewhile(lambda _: may_store(), missing)
         added = list(chain.from_iterable(undisturbed))
         curves, cached, is_new = {**curves, "linear": curves["linear"] + added}, False, bool(added)
     if is_new:

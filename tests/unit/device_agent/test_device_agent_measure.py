@@ -340,6 +340,17 @@ def test_narrow_weights_are_measured_on_from_where_a_request_came(workers, tmp_p
 
 
 @pytest.mark.usefixtures("hasty")
+def test_narrow_weights_are_measured_one_storage_at_a_time_where_others_wait(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
+    file = tmp_path / "m.json"
+    load_or_measure(file, workers, 10 << 20, with_narrow_weights=False)
+    one, _ = load_or_measure(file, workers, 10 << 20, most_storages=1)
+    two, _ = load_or_measure(file, workers, 10 << 20, most_storages=1)
+    storages = [[c["storage"] for c in curves["linear"] if c.get("storage", "f32") != "f32"] for curves in (one, two)]
+    assert [len(set(names)) for names in storages] == [1, 2]
+
+
+@pytest.mark.usefixtures("hasty")
 def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, monkeypatch):
     told = iter([3.0, 1e-5, 3.0, 3.0])
     monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))
