@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.weather import KINDS, History, judge, make_truth, play, recorded_truth
 from benchmarks.weather.__main__ import longest_worse_than_alone, read_recording
-from benchmarks.weather.devices import SimulatedDevice
+from benchmarks.weather.devices import LOAD, SimulatedDevice
 from benchmarks.weather.truth import SCRIPT, SCRIPT_S, STEP_S
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
@@ -64,13 +64,12 @@ def test_a_planner_without_a_choice_has_no_regret_but_for_its_method() -> None:
     assert verdict.phases[0].best_s <= ours
 
 
-def test_weights_come_at_the_rate_of_a_link_and_runs_beside_them_are_slow() -> None:
+def test_cached_weights_come_at_the_rate_of_a_processor_and_runs_beside_them_are_slow() -> None:
     there, loaded = pinned("still", 0.2), pinned("still", 1.5, resident=False)
     assert loaded.changes[0].loads
     assert loaded.answers[0].seconds > loaded.changes[0].now - 1
     assert not there.changes[0].loads
-    rate = max(link.down_bytes_per_s for link in FILE.links.values())
-    assert loaded.changes[0].now > loaded.changes[0].loaded_bytes / 2 / (1.2 * rate)
+    assert loaded.changes[0].now > loaded.changes[0].loaded_bytes / 2 / (1.2 * LOAD.bytes_per_s)
 
 
 def test_an_exchange_over_a_slow_link_is_told_to_be_slow() -> None:

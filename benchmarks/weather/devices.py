@@ -26,7 +26,7 @@ PREPARE_S: Final = 0.6  # Programs, subscriptions and words of a plan whose weig
 class LoadCost(NamedTuple):
     """How loads and runs share processors, links and the hub, as measured on emulated hosts."""
 
-    bytes_per_s: float = 35e6  #: that an idle processor loads
+    bytes_per_s: float = 67e6  #: that an idle processor loads
     cpu_share: float = 0.05  #: of the processor for a load without a share of its own (`device_agent.budget`)
     link_share: float = 0.1  #: of the link for such a load (`service.tiles`)
     in_use_s: float = 5.0  #: after a run: the processor is still shared

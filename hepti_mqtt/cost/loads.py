@@ -16,18 +16,27 @@ from hepti_mqtt.protocol.manifest import Manifest, grid
 
 Mask = NDArray[np.bool_]  # [tile]: by position in the manifest's order
 
-# Before a device has reported its own rates: bytes of tiles per second that a whole processor handles.
-READ_BYTES_PER_S: Final = 300e6
-RECEIVE_BYTES_PER_S: Final = 35e6
+# Before a device has reported its own rates: bytes of tiles that a whole processor handles in the time of a FLOP of
+# large products. A core of 98 GFLOP/s took 1.4 s to read 1 GB, and 3.7 s to receive it.
+READ_BYTES_PER_FLOP: Final = 7.3e-3
+RECEIVE_BYTES_PER_FLOP: Final = 2.75e-3
+# A device that multiplies more slowly is taken for one of this speed: it hashes and copies without wide registers.
+LEAST_FLOPS_PER_S: Final = 12.7e9
 
 
 class LoadRates(NamedTuple):
     """How fast one device handles tiles with its whole processor, in bytes of tiles per second."""
 
     #: From the cache on its disk: read, verify and pack.
-    read_bytes_per_s: float = READ_BYTES_PER_S
+    read_bytes_per_s: float = READ_BYTES_PER_FLOP * LEAST_FLOPS_PER_S
     #: Over the network: receive, verify, store and pack.
-    receive_bytes_per_s: float = RECEIVE_BYTES_PER_S
+    receive_bytes_per_s: float = RECEIVE_BYTES_PER_FLOP * LEAST_FLOPS_PER_S
+
+    @classmethod
+    def expected(cls, flops_per_s: float) -> LoadRates:
+        """Return the rates of a device that multiplies so fast."""
+        flops_per_s = max(flops_per_s, LEAST_FLOPS_PER_S)
+        return cls(READ_BYTES_PER_FLOP * flops_per_s, RECEIVE_BYTES_PER_FLOP * flops_per_s)
 
 
 class TileMap:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
 RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
+TYPICAL_ROWS: Final = 128  # of products by which a device's speed is known
 FIRST_PROBES_S: Final = 2.5  # after a device is online, until its link was measured a few times
 UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
 RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
@@ -110,12 +111,20 @@ class Member:
     contradiction_reported: bool = False
     #: Tiles in its cache, by model; what it has not reported is not there.
     cached: dict[str, Mask] = field(default_factory=dict)
-    load_rates: LoadRates = field(default_factory=LoadRates)
+    #: By its speed, as long as it has not reported them.
+    expected_rates: LoadRates = field(default_factory=LoadRates)
+    #: 0: not measured.
+    reported_rates: LoadRates = field(default_factory=lambda: LoadRates(0.0, 0.0))
 
     @property
     def boot(self) -> int:
         """Return the boot of the device's start, 0 before it has said one."""
         return self.start.boot
+
+    @property
+    def load_rates(self) -> LoadRates:
+        """Return how fast it loads tiles with its whole processor."""
+        return LoadRates(*(said or other for said, other in zip(self.reported_rates, self.expected_rates, strict=True)))
 
     def is_there(self, now: float) -> bool:
         """Return whether the known start is heard; while it is, none of a lower term follows it."""
@@ -263,6 +272,7 @@ class Fleet:
         if known is None or known.boot != caps.boot:  # it has measured itself again
             self.estimates.forget_device(member.name)
         at, profile = caps.endpoint, self._reported(member, 0).profile()
+        member.expected_rates = LoadRates.expected(profile.speed(TYPICAL_ROWS))
         cost = None if at is None or at.loopback else default_frame_cost(profile)
         self.estimates.add_device(member.name, member.kind, cost)
         if not is_compatible(caps.version):
@@ -354,8 +364,8 @@ class Fleet:
         if mask is not None:
             member.cached[served.name] = mask
         read, received = message.read_bytes_per_s, message.receive_bytes_per_s
-        defaults = member.load_rates
-        member.load_rates = LoadRates(read or defaults.read_bytes_per_s, received or defaults.receive_bytes_per_s)
+        before = member.reported_rates
+        member.reported_rates = LoadRates(read or before.read_bytes_per_s, received or before.receive_bytes_per_s)
 
     def cached(self, model: str) -> dict[str, Mask]:
         """Return the tiles of a model in the caches of devices, by position in its manifest."""

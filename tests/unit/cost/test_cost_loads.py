@@ -97,3 +97,9 @@ def test_a_load_takes_as_long_as_its_slowest_part(cached: np.ndarray, link: floa
 def test_a_device_that_needs_nothing_takes_no_time() -> None:
     load = site_load(TILES, {"a": WHOLE, "b": []}, {})
     assert load_seconds(load, {}, {"a": 1e6, "b": 1e6}, 1e3)["b"] == 0
+
+
+def test_before_it_has_reported_rates_a_faster_device_loads_faster_and_a_slow_one_as_the_slowest() -> None:
+    slow, fast, faster = (LoadRates.expected(flops_per_s) for flops_per_s in (1e9, 25e9, 100e9))
+    assert slow == LoadRates()
+    assert all(a < b < c for a, b, c in zip(slow, fast, faster, strict=True))
