@@ -74,7 +74,7 @@ def broker(args: argparse.Namespace) -> int:
     """Run a broker on this machine and print its URL."""
     from hepti_mqtt.discovery import announced_broker
     from hepti_mqtt.embedded_broker import start_broker
-    from hepti_mqtt.transport import is_loopback, open_line
+    from hepti_mqtt.transport.broker_limits import is_loopback, open_line
 
     stop = stop_event()
     if args.closed is None:

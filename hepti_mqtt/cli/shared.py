@@ -45,7 +45,7 @@ def connect_to_site(args: argparse.Namespace, within_s: float | None = inf) -> H
     within_s: seconds to wait for that; None for one attempt. Raises NetworkError if no broker answers.
     """
     from hepti_mqtt.client import Hepti  # here: other commands begin without them
-    from hepti_mqtt.transport import wait_for_broker
+    from hepti_mqtt.transport.base import wait_for_broker
 
     url = require_broker(args)
 

@@ -71,10 +71,6 @@ class Reply(NamedTuple):
     plan: str = ""
     predicted_ms: float | None = None
 
-    def as_repeated(self) -> Reply:
-        """Return the reply with the note that there may have been one before."""
-        return self._replace(payload=b'{"repeated": true, ' + self.payload.removeprefix(b"{"))
-
     def too_large(self, error: PacketLimitError) -> Reply:
         """Return the error that replaces an answer which the broker rejects."""
         return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
