@@ -177,7 +177,11 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
-        schema["properties"] = schema.get("properties", {}) | cls.others()
+        null, fields = {"type": "null"}, schema.get("properties", {})
+        for name in fields.keys() - schema.get("required", ()):  # null is no option
+            if null not in fields[name].get("anyOf", ()):
+                fields[name] = {"anyOf": [fields[name], null]}
+        schema["properties"] = fields | cls.others()
         return schema | {"additionalProperties": False}
 
 
