@@ -70,7 +70,8 @@ Texts = Annotated[
     list[str],
     BeforeValidator(texts_of),
     Field(
-        description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts", json_schema_extra={"type": ["string", "array"]}
+        description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts",
+        json_schema_extra={"type": ["string", "array"], "minItems": 1},
     ),
 ]
 TextList = Annotated[list[str], Field(min_length=1, max_length=TEXTS_AT_ONCE)]
@@ -167,17 +168,21 @@ class Body(BaseModel):
     @classmethod
     def others(cls) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of keys that are no fields."""
-        empty = {name: f"not supported; {' or '.join(map(repr, values or ['null']))} is accepted"
-                 for name, values in cls.neutral.items()}  # fmt: skip
-        words = empty | dict.fromkeys(cls.ignored, "ignored: it changes nothing of the answer")
-        return {name: key.option.schema() for name, key in cls.keys.items()} | {
-            name: {"description": text} for name, text in words.items()
+        empty: dict[str, dict[str, Any]] = {
+            name: {"enum": [*_EMPTY, *values], "description": "not supported; values that change nothing are accepted"}
+            for name, values in cls.neutral.items()
         }
+        ignored = {name: {"description": "ignored: it changes nothing of the answer"} for name in cls.ignored}
+        return {name: key.option.schema() for name, key in cls.keys.items()} | empty | ignored
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
-        schema["properties"] = schema.get("properties", {}) | cls.others()
+        null, fields = {"type": "null"}, schema.get("properties", {})
+        for name in fields.keys() - schema.get("required", ()):  # null is no option
+            if null not in fields[name].get("anyOf", ()):
+                fields[name] = {"anyOf": [fields[name], null]}
+        schema["properties"] = fields | cls.others()
         return schema | {"additionalProperties": False}
 
 

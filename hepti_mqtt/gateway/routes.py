@@ -32,7 +32,7 @@ class EmbeddingsBody(Body):
     keys: ClassVar = {
         "dimensions": Key(OPTIONS["dimensions"]),
         "prompt_name": Key(OPTIONS["prompt"]),
-        "input_type": Key(OPTIONS["prompt"], lambda name: _PROMPTS.get(name, name)),
+        "input_type": Key(OPTIONS["prompt"], lambda name: _PROMPTS.get(name, name) if isinstance(name, str) else name),
     }
     ignored = frozenset({"user"})
     model: str | None = None

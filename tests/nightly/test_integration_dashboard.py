@@ -88,7 +88,9 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
         "other": make_model("tiny-bert", tmp_path / "other"),
         "writer": make_model("tiny-llama", tmp_path / "writer"),
     }
-    with contextmanager(running_site)(tmp_path, served, {"kitchen": "200MiB"}) as site:
+    agents = dict.fromkeys(("kitchen", "attic"), "200MiB")
+    pins = ("--devices", ",".join(agents))
+    with contextmanager(running_site)(tmp_path, served, agents, planner=pins) as site:
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = int(found.getsockname()[1])
         gateway = site.start("gateway", "gateway", "--port", str(port))
@@ -121,6 +123,7 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
                         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False
                     )
                     browser.screenshot(kept / f"dashboard-{name}.png")
+                    assert browser.run("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
                 assert browser.messages == []
         finally:
             stop.set()

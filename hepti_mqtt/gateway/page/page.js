@@ -140,6 +140,7 @@ function drawDevices() {
 
 function drawLinks() {
   const there = site.devices.filter((d) => d.status === "online").slice(0, 24);
+  $("links").parentElement.hidden = there.length < 2;
   if (there.length < 2) { show("links"); show("links-table", wait("No two devices are online.")); return; }
   const place = new Map(there.map((d, i) => {
     const angle = (2 * Math.PI * i) / there.length - Math.PI / 2;

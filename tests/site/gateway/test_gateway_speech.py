@@ -40,7 +40,7 @@ def recording() -> bytes:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("tiny-whisper", tmp_path_factory.mktemp("speech") / "model", seed=3)
+    return make_model("tiny-whisper-turbo", tmp_path_factory.mktemp("speech") / "model", seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,12 @@ def test_one_text_by_every_way(site: Site, model: Path) -> None:
             assert (answer.result["ids"], answer.generated) == (ids, text)
             hidden = hepti.infer("speech", **ask, **pins, want="hidden").hidden
             np.testing.assert_allclose(hidden, states, atol=5e-5)
+            timed = hepti.infer("speech", **ask, **pins, timestamps="word").result
+            words = [word for segment in timed["segments"] for word in segment["words"]]
+            assert "".join(word["word"] for word in words) == timed["text"].replace(" ", "") != ""
+            moments = [moment for word in words for moment in (word["start"], word["end"])]
+            assert moments == sorted(moments)
+            assert 0 <= moments[0] < moments[-1] <= timed["seconds"]
         asked = {"audio": recording(), "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
         tokens = list(hepti.generate("speech", **asked))
         assert [token["token"] for token in tokens] == ids
@@ -90,6 +96,12 @@ def test_one_text_by_every_way(site: Site, model: Path) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port_of(site, 'gateway')}/v1", api_key="none") as client:
         said = client.audio.transcriptions.create(model="speech", file=("a.wav", recording()), language="en")
         assert said.text == text
+        spoken = client.audio.transcriptions.create(
+            model="speech", file=("a.wav", recording()), language="en", response_format="verbose_json",
+            timestamp_granularities=["word"],
+        )  # fmt: skip
+        assert "".join(word.word for word in spoken.words) == spoken.text.replace(" ", "")
+        assert spoken.segments is None
         with pytest.raises(openai.BadRequestError):
             client.audio.transcriptions.create(model="speech", file=("a.wav", b"no sound"))
     asyncio.run(asyncio.wait_for(_speak(port_of(site, "wyoming"), text), PATIENCE_S))

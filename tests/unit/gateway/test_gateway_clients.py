@@ -90,6 +90,7 @@ ACCEPTED = [
     (TEXT, {"prompt": ["text"]}, {"text": "text"}),
     (EMBED, {"input_type": "search_query"}, {"prompt": "query"}),
     (EMBED, {"prompt_name": "passage"}, {"prompt": "passage"}),
+    (EMBED, {"input_type": ["passage"]}, {"prompt": ["passage"]}),  # which the planner refuses
     (GENERATE, {"images": [], "suffix": "", "context": [], "template": "", "system": ""}, {"messages": HELLO}),
     (GENERATE, {"raw": True}, {"text": "hello", "fit": True}),
     (OLLAMA, {"think": False}, {"thinking": False}),
