@@ -14,7 +14,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
-from hepti_mqtt.planner import Decision, Question, decide, price
+from hepti_mqtt.planner import Candidate, Question, decide, price
 from hepti_mqtt.spec import Spec
 
 BOARDS: Final = (1, 2, 3, 4, 6, 8)
@@ -75,18 +75,28 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     plan = f"{chosen.name} on {len(chosen.plan.devices)}"
     if not shape.session_rows:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
-    rows = min(largest_shape(spec).size, shape.session_rows)
-    run_s = _run_s(asked, decision, rows)
-    first_ms = ceil(shape.session_rows / rows) * run_s * 1e3
+    rows, first_s = prompt_rows(asked), first_token_s(asked, chosen)
+    of_prompt = rows * ceil(shape.session_rows / rows) / first_s
     return Row(
-        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=rows / run_s, first_token_ms=first_ms
+        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=of_prompt, first_token_ms=first_s * 1e3
     )
 
 
-def _run_s(asked: Question, decision: Decision, rows: int) -> float:
-    """Return the seconds of a run of some tokens of a prompt."""
+def prompt_rows(asked: Question) -> int:
+    """Return how many tokens of a prompt one run computes."""
+    return min(largest_shape(asked.spec).size, asked.shape.session_rows)
+
+
+def first_token_s(asked: Question, c: Candidate) -> float:
+    """Return the seconds until the first token after a prompt, under a candidate's plan."""
+    rows = prompt_rows(asked)
+    return ceil(asked.shape.session_rows / rows) * run_s(asked, c, rows)
+
+
+def run_s(asked: Question, c: Candidate, rows: int) -> float:
+    """Return the seconds of a run of some tokens of a text, under a candidate's plan."""
     run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
-    return price(run, decision.chosen.plan, full=True).seconds
+    return price(run, c.plan, full=True).seconds
 
 
 def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:

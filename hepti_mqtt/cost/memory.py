@@ -167,8 +167,4 @@ def _bound_bytes(made: Lowered, device: str) -> int:
 
 def session_bytes(made: Lowered, device: str) -> int:
     """Return the bytes that a session keeps on a device from run to run."""
-    return (
-        sum(spec.nbytes for spec in made.full_program(device).session_arrays().values())
-        if made.computes_role(device, CACHE)
-        else 0
-    )
+    return made.session_bytes(device) if made.computes_role(device, CACHE) else 0
