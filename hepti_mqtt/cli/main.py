@@ -59,18 +59,16 @@ class Parser(argparse.ArgumentParser):
         """Return the parsed arguments; for an unknown option name the nearest one of the command."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            parser = _subparser(self, getattr(found, "command", None))
+            parser = subparsers(self).get(getattr(found, "command", ""), self)
             options = [option for action in parser._actions for option in action.option_strings]
             parser.error(f"unknown argument {unknown[0]!r}{settings.nearest(unknown[0], options)}")
         return found
 
 
-def _subparser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
-            found: argparse.ArgumentParser = action.choices[command]
-            return found
-    return parser
+def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return a parser's commands, by name."""
+    actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((action.choices for action in actions), {})
 
 
 def build() -> argparse.ArgumentParser:
@@ -263,10 +261,6 @@ def _top(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _nothing_more(_sub: argparse.ArgumentParser) -> None:
-    """Nothing beside what every command has."""
-
-
 def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
@@ -375,7 +369,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
     "completion": Command(
         'print completions for bash and zsh: eval "$(hepti completion)"',
-        _nothing_more,
+        lambda _sub: None,
         "completion:completion",
         at_a_site=False,
     ),
@@ -440,7 +434,3 @@ def _command_first(argv: Sequence[str]) -> list[str]:
 def agent_main() -> int:
     """Run `hepti-agent`, the same as `hepti agent`."""
     return main(["agent", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

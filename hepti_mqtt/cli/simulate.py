@@ -89,7 +89,7 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
     """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
     if question.accuracy is None:
         return decide(question)
-    if not _is_stored(args.model):
+    if args.model in KINDS or not Path(args.model).exists():  # a name of both is the kind
         raise ConfigError(
             "--accuracy needs the weights of a model directory or file; make a directory: "
             "hepti model make KIND --out DIR"
@@ -202,8 +202,3 @@ def _check_tokens(args: argparse.Namespace, spec: Spec) -> None:
     if max(shape.session_rows, shape.size) != args.tokens:
         most = max(largest_shape(spec).session_rows, largest_shape(spec).size)
         raise ConfigError(f"--tokens {args.tokens}: {args.model} reads {most} at most, or always as many")
-
-
-def _is_stored(name: str) -> bool:
-    """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    return name not in KINDS and Path(name).exists()

@@ -67,8 +67,7 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     shape = representative_shape(spec, args.tokens)
     pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
     asked = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
-    decision = decide(asked)
-    chosen = decision.chosen
+    chosen = decide(asked).chosen
     seconds = chosen.price.seconds
     most = max(chosen.price.needs.values())
     common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}
@@ -93,7 +92,7 @@ def first_token_s(asked: Question, c: Candidate) -> float:
     return ceil(asked.shape.session_rows / rows) * run_s(asked, c, rows)
 
 
-def run_s(asked: Question, c: Candidate, rows: int) -> float:
+def run_s(asked: Question, c: Candidate, rows: int = 1) -> float:
     """Return the seconds of a run of some tokens of a text, under a candidate's plan."""
     run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
     return price(run, c.plan, full=True).seconds

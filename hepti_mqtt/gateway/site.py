@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.client import Answer
+from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
 from hepti_mqtt.gateway.journal import Journal
@@ -34,65 +33,19 @@ PING_S: Final = 10.0  # without a part of a stream, after which proxies and clie
 AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
 
 
-class Client(Protocol):
-    """What the gateway uses of `hepti_mqtt.client.Hepti`."""
-
-    site: str
-
-    def submit(self, model: str, **request: Any) -> Future[Answer]:
-        """Send a request; cancelling its future ends the wait."""
-
-    def stream(
-        self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
-    ) -> AnswerStream:
-        """Ask a decoder; parts of its answer go to `put`, and None at the end."""
-
-    def models(self, timeout: float = ...) -> list[str]:
-        """Return the names of the models that the planner serves."""
-
-    def plan(self, model: str, timeout: float = ...) -> dict[str, Any]:
-        """Return the record of a model's plans."""
-
-    def devices(self, wait_s: float = ...) -> list[dict[str, Any]]:
-        """Return every device's own description."""
-
-    def unused(self) -> dict[str, str]:
-        """Return why the planner leaves devices out."""
-
-    def answers(self) -> list[dict[str, Any]]:
-        """Return what became of the site's last requests, everybody's."""
-
-
 Vectors = NDArray[np.float32]
 #: tokens of a text, None for a pause, and at the end the whole answer
 Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
 Show = Callable[[str], Awaitable[None]]
 
 
-def unit(vectors: Vectors) -> Vectors:
-    """Return vectors [n, h] of length 1; zeros stay."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
+Items = TypeVar("Items")
 
 
-class Embedded(NamedTuple):
-    """Embeddings [n, h] in the order of the inputs, and the tokens that they took."""
+class Computed(NamedTuple, Generic[Items]):
+    """What models compute of inputs, in their order, or ranked; and the tokens that it took."""
 
-    vectors: Vectors
-    tokens: int
-
-
-class Labelled(NamedTuple):
-    """Labels with scores, best first, by input, and the tokens that they took."""
-
-    labels: list[list[dict[str, Any]]]
-    tokens: int
-
-
-class Ranked(NamedTuple):
-    """{"index", "score"} of documents, best first, and the tokens that they took."""
-
-    ranking: list[dict[str, Any]]
+    items: Items
     tokens: int
 
 
@@ -129,7 +82,7 @@ class Site:
 
     def __init__(
         self,
-        client: Client,
+        client: Hepti,
         timeout_s: float,
         model: str | None = None,
         *,
@@ -177,7 +130,9 @@ class Site:
         """Return whether a plan of a model is active."""
         return (await asyncio.to_thread(self.client.plan, model))["active"] is not None
 
-    async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any) -> Embedded:
+    async def embed(
+        self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
+    ) -> Computed[Vectors]:
         """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none.
 
         options: `dimensions` and `prompt`, None for none.
@@ -185,12 +140,12 @@ class Site:
         cut = self.truncate if truncate is None else truncate
         bodies = [{"texts": list(part)} for part in _parts(texts)]
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
-        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+        return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
-    async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Embedded:
+    async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Computed[Vectors]:
         """Return the embeddings of pictures, each its file; raises as `embed` does."""
         answers = await self._ask_all(model, [{"image": picture} for picture in pictures])
-        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+        return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
     async def hidden(
         self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
@@ -203,18 +158,23 @@ class Site:
 
     async def rank(
         self, model: str, query: str, documents: Sequence[str], truncate: bool | None = None, **options: Any
-    ) -> Ranked:
-        """Return documents ranked by a query, from several requests if they are many; raises as `embed` does."""
+    ) -> Computed[list[dict[str, Any]]]:
+        """Return {"index", "score"} of documents ranked by a query, of several requests if they are many.
+
+        Raises as `embed` does.
+        """
         cut = self.truncate if truncate is None else truncate
         bodies = [{"query": query, "documents": list(part)} for part in _parts(documents)]
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
         found = [{**one, "index": one["index"] + TEXTS * place} for place, a in enumerate(answers) for one in a.ranking]
-        return Ranked(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
+        return Computed(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
 
-    async def classify(self, model: str, inputs: Sequence[Any], key: str, **options: Any) -> Labelled:
-        """Return the labels of inputs; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
+    async def classify(
+        self, model: str, inputs: Sequence[Any], key: str, **options: Any
+    ) -> Computed[list[list[dict[str, Any]]]]:
+        """Return the labels of inputs, best first; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
-        return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+        return Computed([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
     async def transcribe(
         self, model: str, recording: bytes, *, timed: bool = False, show: Show | None = None, **options: Any

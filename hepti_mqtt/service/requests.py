@@ -202,7 +202,9 @@ def _prepared(
         )
     reads, request = checkpoint.spec.input_spec, checked(request)
     form = _form(checkpoint, request, beside)
-    want, computes = _want(request)
+    # With "plan", no device computes.
+    want: Want = "hidden" if request.get("want") == "hidden" else "task"
+    computes = request.get("want") != "plan"
     top_k = request.get("top_k", DEFAULT_TOP_K)
     if not top_k and not isinstance(reads, DecoderInput):  # of a decoder, 0 takes back what its files say
         raise RequestError("top_k must be at least 1", "top_k")
@@ -221,7 +223,8 @@ def _prepared(
     places = want == "task" and task in ("token_classification", "question_answering")
     reader = TextReader(checkpoint, reads, truncate, offsets=places)
     sequences, question = _READ.get(form, _read_inputs)(checkpoint, reader, request, form, several)
-    lengths, ids = _packed(sequences)
+    lengths = tuple(len(one.ids) for one in sequences)
+    ids = np.array([token for one in sequences for token in one.ids], np.int32)
     rows = _mask_rows(checkpoint, reads, form[0], ids) if reads.masks and want == "task" else ()
     return ModelInput(
         reads.batch(lengths, want, rows),
@@ -445,18 +448,6 @@ def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
         value = request["ids"]
         return isinstance(value, list) and any(isinstance(item, list) for item in value)
     return bool({"texts", "pairs", "images"} & {*form})
-
-
-def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
-    """Return the wanted output, and whether devices compute it."""
-    want = request.get("want", "task")
-    return ("hidden", True) if want == "hidden" else ("task", want == "task")
-
-
-def _packed(sequences: Sequence[Tokens]) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
-    """Return the length of each sequence, and all ids packed [m]."""
-    packed = np.array([token for one in sequences for token in one.ids], np.int32)
-    return tuple(len(one.ids) for one in sequences), packed
 
 
 def _mask_rows(checkpoint: Checkpoint, reads: TextInput, key: str, ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
