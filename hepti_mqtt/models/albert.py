@@ -14,15 +14,8 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "AlbertModel": "embedding",
-    "AlbertForSequenceClassification": "classification",
-    "AlbertForTokenClassification": "token_classification",
-    "AlbertForQuestionAnswering": "question_answering",
-    "AlbertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("Albert")
 TOKENIZER_CLASSES: Final = {"albert": "AlbertTokenizer"}
 LAYER: Final = {
     "query": "attention.query",

@@ -15,12 +15,9 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Pooling, Task, TaskHead
+from hepti_mqtt.spec import Pooling, TaskHead
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "BeitModel": "embedding",
-    "BeitForImageClassification": "image_classification",
-}
+ARCHITECTURES: Final = patches.architectures("Beit")
 PICTURE_CLASSES: Final = {"beit": "Beit"}
 _BASE_NAMES: Final = ("beit.", "")
 _SCALES: Final = {"attention_out": "lambda_1", "mlp_down": "lambda_2"}

@@ -18,14 +18,8 @@ from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import Projected, TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import DISENTANGLED, BlockSpec, ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DebertaV2Model": "embedding",
-    "DebertaV2ForSequenceClassification": "classification",
-    "DebertaV2ForTokenClassification": "token_classification",
-    "DebertaV2ForQuestionAnswering": "question_answering",
-}
+ARCHITECTURES: Final = text.architectures("DebertaV2", without="ForMaskedLM")
 TOKENIZER_CLASSES: Final = {"deberta-v2": "DebertaV2Tokenizer"}
 LAYER: Final = BERT_LAYER | {part: f"attention.self.{part}_proj" for part in ("query", "key", "value")}
 _BASE_NAMES: Final = ("deberta.", "")

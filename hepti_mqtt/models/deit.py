@@ -21,14 +21,9 @@ from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Task
 
 TEACHER: Final = "DeiTForImageClassificationWithTeacher"
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DeiTModel": "embedding",
-    "DeiTForImageClassification": "image_classification",
-    TEACHER: "image_classification",
-}
+ARCHITECTURES: Final = {**patches.architectures("DeiT"), TEACHER: "image_classification"}
 PICTURE_CLASSES: Final = {"deit": "DeiT"}
 _BASE_NAMES: Final = ("deit.", "")
 _TOKENS: Final = ("cls", "distillation")

@@ -11,15 +11,8 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DistilBertModel": "embedding",
-    "DistilBertForSequenceClassification": "classification",
-    "DistilBertForTokenClassification": "token_classification",
-    "DistilBertForQuestionAnswering": "question_answering",
-    "DistilBertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("DistilBert")
 TOKENIZER_CLASSES: Final = {"distilbert": "BertTokenizer"}
 LAYER: Final = {
     "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin",

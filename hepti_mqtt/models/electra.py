@@ -11,15 +11,8 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "ElectraModel": "embedding",
-    "ElectraForSequenceClassification": "classification",
-    "ElectraForTokenClassification": "token_classification",
-    "ElectraForQuestionAnswering": "question_answering",
-    "ElectraForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("Electra")
 TOKENIZER_CLASSES: Final = {"electra": "BertTokenizer"}
 
 

@@ -16,14 +16,8 @@ from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "ModernBertModel": "embedding",
-    "ModernBertForSequenceClassification": "classification",
-    "ModernBertForTokenClassification": "token_classification",
-    "ModernBertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("ModernBert", without="ForQuestionAnswering")
 TOKENIZER_CLASSES: Final = {"modernbert": "TokenizersBackend"}
 LAYER: Final = {
     "query": "attn.Wqkv",
