@@ -12,7 +12,6 @@ from typing import Any, Final
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 from hepti_mqtt.spec import Pooling, TaskHead
@@ -69,6 +68,3 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 graph = patches.graph
 reference = patches.reference
-
-
-KINDS: Final = kinds_of("beit")

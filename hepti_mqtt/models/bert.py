@@ -12,7 +12,6 @@ from typing import Any, Final
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
@@ -103,6 +102,3 @@ def reference(
     for i in range(spec.layers):
         x = plain.post_norm(tensors, _layer(spec, i), x, Layer.of(spec, shape))  # [m, h]
     return heads.reference_head(spec, tensors, x, shape)
-
-
-KINDS: Final = kinds_of("bert")

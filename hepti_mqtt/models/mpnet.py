@@ -13,7 +13,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, add_layers
@@ -69,6 +68,3 @@ def reference(
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
     x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
-
-
-KINDS: Final = kinds_of("mpnet")

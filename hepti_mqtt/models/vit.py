@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import ModelSpec
 
@@ -34,5 +33,3 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 graph = patches.graph
 reference = patches.reference
-
-KINDS: Final = kinds_of("vit")
