@@ -46,7 +46,9 @@ from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.frames import Frame, decode, encode
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor, bind, pack
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Refused, State, Subscribed
+from hepti_mqtt.transport.base import Refused, State, Subscribed
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 MODEL: Final = "chain"
 EPOCH: Final = PlanVersion(1, 1)

@@ -21,10 +21,12 @@ from hepti_mqtt.kernels import Workers
 from hepti_mqtt.kernels.calls import Call, Operand, received, sent
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import Peers
-from hepti_mqtt.transport import BrokerUrl, DataConnection, Subscribed
+from hepti_mqtt.transport.base import Subscribed
+from hepti_mqtt.transport.broker_connection import DataConnection
 from hepti_mqtt.transport.codec import publish_head
 from hepti_mqtt.transport.mesh import Mesh
 from hepti_mqtt.transport.peer import MESH_VERSION, Address, Joined, MeshEvent
+from hepti_mqtt.transport.url import BrokerUrl
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0

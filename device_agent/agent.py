@@ -58,18 +58,10 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport import (
-    BrokerConnection,
-    DataConnection,
-    Inbox,
-    OnMessage,
-    OnState,
-    PacketLimit,
-    Will,
-    claim,
-    new_boot,
-    open_broker_warning,
-)
+from hepti_mqtt.transport.base import Inbox, OnMessage, OnState, Will
+from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
+from hepti_mqtt.transport.broker_limits import PacketLimit, open_broker_warning
+from hepti_mqtt.transport.name_claim import claim, new_boot
 
 if TYPE_CHECKING:
     from hepti_mqtt.metrics import MetricsServer

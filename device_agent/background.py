@@ -106,7 +106,7 @@ def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
 
 
 POLL_S: Final = 1.0
-AFTER_PLAN_S: Final = 10.0  # links are measured and the first plan is prepared before
+AFTER_PLAN_S: Final = 30.0  # links are measured and the first load has begun before
 CLOSE_S: Final = 1.0
 MISMATCH_RATIO: Final = 1.5  # of observed to measured time, in either direction
 MISMATCH_S: Final = 30.0  # of requests

@@ -18,7 +18,7 @@ from hepti_mqtt.config.options import host_name, settings_from_args
 from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 _KEY: Final = "PRIVATE KEY-----"
 

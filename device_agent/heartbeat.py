@@ -22,7 +22,7 @@ from hepti_mqtt.kernels import works
 from hepti_mqtt.program import Compute, Op, SlotSpec
 from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import Inbox
+from hepti_mqtt.transport.base import Inbox
 
 METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
 IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...

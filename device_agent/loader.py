@@ -55,8 +55,10 @@ class LoadJob:
     manifest_asked_s: float = inf
     buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
-    #: Where each tile goes, in the order in which tiles are taken.
-    destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
+    #: The matrices that each tile is a part of, in the order in which tiles are taken.
+    destinations: dict[bytes, tuple[WeightRef, ...]] = field(default_factory=dict)
+    #: Where tiles lie in the matrices of which some have come: of all at once they would take as much as many weights.
+    places: dict[WeightRef, dict[bytes, list[TileLocation]]] = field(default_factory=dict)
     #: Matrices whose packed copy is in the cache and not read yet, with its key.
     packed: deque[tuple[WeightRef, bytes]] = field(default_factory=deque)
     #: Matrices that are made from several tiles, so that a packed copy is worth its file.
@@ -111,7 +113,7 @@ class LoadJob:
                 f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
             )
         self.manifest = manifest
-        needed: list[tuple[WeightRef, list[TileLocation]]] = []
+        needed: list[WeightRef] = []
         for ref in dict.fromkeys(self.load.matrices.values()):
             if ref in held:
                 self.weights[ref] = held[ref]
@@ -122,28 +124,38 @@ class LoadJob:
             places = manifest.tiles(ref)
             self.buffers[ref], self.tiles_left[ref] = allocate(ref), len(places)
             if places:
-                needed.append((ref, places))
+                needed.append(ref)
                 self.tiled += [ref] if len(places) > 1 else []
             else:
                 self.weights[ref] = self.buffers.pop(ref).finish()
-        start = next((n for n, (_, places) in enumerate(needed) if tiles.position[places[-1].hash] >= first), 0)
-        for ref, places in needed[start:] + needed[:start]:
-            for place in places:
-                self.destinations.setdefault(place.hash, []).append((ref, place))
-        self.total_bytes = sum(places[0][1].nbytes for places in self.destinations.values())
-        self.total_bytes += sum(weight_bytes(ref) for ref, _ in self.packed)
+        start = next((n for n, ref in enumerate(needed) if tiles.position[manifest.tiles(ref)[-1].hash] >= first), 0)
+        self.total_bytes = sum(weight_bytes(ref) for ref, _ in self.packed)
+        for ref in needed[start:] + needed[:start]:
+            alone = (ref,)
+            for place in manifest.tiles(ref):
+                others = self.destinations.get(place.hash)
+                self.total_bytes += place.nbytes if others is None else 0
+                self.destinations[place.hash] = alone if others is None else tuple(dict.fromkeys((*others, ref)))
         self.missing = set(self.destinations)
         self.pinned = frozenset((self.load.manifest, *self.destinations, *(key for _, key in self.packed)))
         self.order = {digest: number for number, digest in enumerate(self.destinations)}
         # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
         self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
 
-    def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
-        """Put a tile into a weight that it is part of."""
-        self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
-        self.tiles_left[ref] -= 1
-        if not self.tiles_left[ref]:
-            self.weights[ref] = self.buffers.pop(ref).finish()
+    def write_tile(self, digest: bytes, data: bytes | memoryview) -> None:
+        """Put a tile into the weights that it is part of."""
+        assert self.manifest is not None
+        for ref in self.destinations[digest]:
+            if ref not in self.places:
+                self.places[ref] = {}
+                for place in self.manifest.tiles(ref):
+                    self.places[ref].setdefault(place.hash, []).append(place)
+            for place in self.places[ref][digest]:
+                self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
+                self.tiles_left[ref] -= 1
+            if not self.tiles_left[ref]:
+                self.weights[ref] = self.buffers.pop(ref).finish()
+                del self.places[ref]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -473,8 +485,7 @@ class WeightLoader:
         job.missing.remove(digest)
         job.sources.take(digest)
         job.done_bytes += len(data)
-        for ref, place in job.destinations[digest]:
-            job.write_tile(ref, place, data)
+        job.write_tile(digest, data)
         self._finish_or_report(job, now)
 
     def _read_packed(self, job: LoadJob, now: float) -> None:

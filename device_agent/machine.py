@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import psutil
 
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 UNKNOWN_BYTES: Final = 4 << 20  # where the system does not tell; boards have less
 _CPU: Final = Path("/sys/devices/system/cpu/cpu0/cache")

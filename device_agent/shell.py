@@ -74,7 +74,7 @@ from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport import Inbox
+from hepti_mqtt.transport.base import Inbox
 
 Orders = SimpleQueue[BuildProgram | AnalysePrepare | None]
 

@@ -20,7 +20,8 @@ from typing import Any, Final
 from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.transport import BrokerUrl, is_loopback
+from hepti_mqtt.transport.broker_limits import is_loopback
+from hepti_mqtt.transport.url import BrokerUrl
 
 SITES: Final = "_hepti._tcp.local."
 SPEECH: Final = "_wyoming._tcp.local."  # where Home Assistant looks for speech-to-text

@@ -34,8 +34,10 @@ from hepti_mqtt.client import AsyncHepti, Hepti
 from hepti_mqtt.embedded_broker.broker import find_mosquitto, start_broker
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
+from hepti_mqtt.transport.base import Connected
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.codec import Connect, encode, publish_head
+from hepti_mqtt.transport.url import BrokerUrl
 
 SITE: Final = "load"
 TEXT: Final = "a warm room"

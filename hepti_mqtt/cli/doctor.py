@@ -18,7 +18,8 @@ from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkErro
 from hepti_mqtt.ids import check_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
-    from hepti_mqtt.transport import BrokerUrl, Echo
+    from hepti_mqtt.transport.broker_limits import Echo
+    from hepti_mqtt.transport.url import BrokerUrl
 
 WANTED_BYTES: Final = (32 << 20) - 1  # MQTT 5 adds a byte
 LARGE_BYTES: Final = 1 << 20
@@ -66,7 +67,7 @@ def _checks(args: argparse.Namespace) -> Iterator[Finding]:
         _say("looking for a broker in the network")
         yield _found_broker(args)
     if args.broker is not None:
-        from hepti_mqtt.transport import BrokerUrl
+        from hepti_mqtt.transport.url import BrokerUrl
 
         url = BrokerUrl.parse(args.broker)
         _say(f"asking the broker at {url.place}")
@@ -133,8 +134,7 @@ def _kernels(compiles: bool) -> Finding:
 def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     """Look at the broker as the device named like its user would."""
     from hepti_mqtt.protocol.topics import Topics
-    from hepti_mqtt.transport import largest_packet, queue_capacity
-    from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, low_queue_warning
+    from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, largest_packet, low_queue_warning, queue_capacity
 
     try:
         name = check_name("device", url.user or "doctor")
@@ -161,7 +161,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
     """Return seconds of a small and of a large message to the broker and back, medians of a few."""
-    from hepti_mqtt.transport import Echo
+    from hepti_mqtt.transport.broker_limits import Echo
 
     echo = Echo(url, "hepti-doctor", topic, PATIENCE_S, until_s=time.monotonic() + 2 * PATIENCE_S)
     try:

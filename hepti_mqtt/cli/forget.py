@@ -14,7 +14,8 @@ from hepti_mqtt.ids import PART_MARK, PLANNER, check_name
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
 from hepti_mqtt.service.retained import retained_topics
-from hepti_mqtt.transport import BrokerUrl, claim, new_boot
+from hepti_mqtt.transport.name_claim import claim, new_boot
+from hepti_mqtt.transport.url import BrokerUrl
 
 SHOWN: Final = 10
 

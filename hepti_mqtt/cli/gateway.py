@@ -50,7 +50,8 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 def gateway(args: argparse.Namespace) -> int:
     """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
-    from hepti_mqtt.transport import BrokerUrl, is_loopback  # here: other commands begin without NumPy
+    from hepti_mqtt.transport.broker_limits import is_loopback
+    from hepti_mqtt.transport.url import BrokerUrl  # here: other commands begin without NumPy
 
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
     if not (keys or args.no_keys or is_loopback(args.bind)):

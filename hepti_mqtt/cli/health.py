@@ -10,7 +10,8 @@ from hepti_mqtt.config.options import host_name
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, StatusReader
+from hepti_mqtt.transport.name_claim import StatusReader
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def health(args: argparse.Namespace) -> int:
@@ -19,11 +20,8 @@ def health(args: argparse.Namespace) -> int:
     It imports no kernels and asks only the broker, so it costs a fraction of a second.
     """
     topics = Topics(args.site)
-    topic = (
-        topics.planner_status()
-        if args.part == "planner"
-        else topics.status(check_name("device", args.id or host_name()))
-    )
+    device = None if args.part == "planner" else check_name("device", args.id or host_name())
+    topic = topics.planner_status() if device is None else topics.status(device)
     url = BrokerUrl.parse(require_broker(args))
     with StatusReader(url, topic, f"hepti-{args.site}-health") as reader:
         status = reader.connect(args.timeout).status(args.timeout)

@@ -27,7 +27,9 @@ from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkErro
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import UNREAD, BrokerConnection, BrokerUrl, StatusReader
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.name_claim import UNREAD, StatusReader
+from hepti_mqtt.transport.url import BrokerUrl
 
 NAME: Final = "hepti-agent"
 ROOT: Final = Path("/")

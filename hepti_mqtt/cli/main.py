@@ -47,22 +47,31 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2."""
+        """Print the error and exit with 2; a misspelled option is named before one that is missing."""
+        if "required" in message and (unknown := next(filter(self._is_unknown, self._words), None)):
+            message = self._unknown(unknown)
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _is_unknown(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        return name.startswith("--") and not any(option.startswith(name) for option in self._option_string_actions)
+
+    def _unknown(self, word: str) -> str:
+        options = [*self._option_string_actions]
+        return f"unknown argument {word!r}{settings.nearest(word, options) if word.startswith('-') else ''}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [*map(str, action.choices or ())]
         if choices and value not in (action.choices or ()):
             raise argparse.ArgumentError(action, f"{value!r} is none of them{settings.nearest(str(value), choices)}")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments; for an unknown option name the nearest one of the command."""
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments; for an unknown one name the nearest option of the command."""
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            parser = subparsers(self).get(getattr(found, "command", ""), self)
-            options = [option for action in parser._actions for option in action.option_strings]
-            parser.error(f"unknown argument {unknown[0]!r}{settings.nearest(unknown[0], options)}")
-        return found
+            self.error(self._unknown(unknown[0]))
+        return found, unknown
 
 
 def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -178,7 +187,8 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     generated = "tokens that a decoder generates, shown as they come"
     add("--max-new-tokens", type=positive_int, metavar="N", help=generated)
     add("--translate", action="store_true", help="write a recording's text in English")
-    add("--timestamps", action="store_true", help="name the times at which a recording's parts are said")
+    when = "name the times at which a recording's parts are said; word: those of words, too"
+    add("--timestamps", nargs="?", const=True, choices=(True, "word"), metavar="word", help=when)
     add = sub.add_argument_group("sending").add_argument
     add("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     add("--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other")

@@ -17,7 +17,6 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import settings_from_args, tcp_port
 from hepti_mqtt.config.process import block_signals, exit_on_signals
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.protocol.messages import version_mismatch
 
 if TYPE_CHECKING:
     from hepti_mqtt.client import Hepti
@@ -46,7 +45,7 @@ def connect_to_site(args: argparse.Namespace, within_s: float | None = inf) -> H
     within_s: seconds to wait for that; None for one attempt. Raises NetworkError if no broker answers.
     """
     from hepti_mqtt.client import Hepti  # here: other commands begin without them
-    from hepti_mqtt.transport import wait_for_broker
+    from hepti_mqtt.transport.base import wait_for_broker
 
     url = require_broker(args)
 
@@ -73,6 +72,8 @@ def check_readable(what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        from hepti_mqtt.protocol.messages import version_mismatch  # here: help needs no NumPy
+
         raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hepti_mqtt.client.connection import Connection, Steps, Wait
 from hepti_mqtt.client.session import Answer
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -39,7 +39,9 @@ from hepti_mqtt.errors import (
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Refused, State, Subscribed
+from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records

@@ -46,10 +46,12 @@ _SEGMENT = shape(
     id=int, seek=int, start=float, end=float, text=str, tokens=[int], temperature=float, avg_logprob=float,
     compression_ratio=float, no_speech_prob=float,
 )  # fmt: skip
+_SPOKEN = shape("SpokenWord", "A word, and when it is said.", word=str, start=float, end=float)
 VERBOSE_TRANSCRIPT = shape(
     "VerboseTranscript",
     "What is said, and when.",
-    task=str, language=str, duration=float, text=str, segments=[_SEGMENT],
+    task=str, language=str, duration=float, text=str,
+    segments=Missing[list[_SEGMENT]], words=Missing[list[_SPOKEN]],  # type: ignore[valid-type]
 )  # fmt: skip
 TRANSCRIPT = shape("Transcript", "What is said.", text=str)
 

@@ -118,9 +118,9 @@ class RecordingBody(Body):
         float | None, Field(ge=0, le=1, description="a number from 0 to 1; without it, higher ones are tried in doubt")
     ] = None
     granularities: Annotated[
-        list[Literal["segment"]] | None,
-        Field(alias="timestamp_granularities[]", description="segment: words have no times"),
-    ] = None
+        tuple[Literal["segment", "word"], ...],
+        Field(alias="timestamp_granularities[]", description="of verbose_json: which times it has"),
+    ] = ("segment",)
 
 
 async def list_models(site: Site, _body: None) -> Any:
@@ -174,7 +174,12 @@ async def translations(site: Site, body: RecordingBody) -> Any:
 
 
 async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
-    timed = body.response_format not in ("json", "text")
+    timed: bool | str = body.response_format not in ("json", "text")
+    if "word" in body.granularities:
+        if body.response_format != "verbose_json":
+            message = "words have times in response_format verbose_json alone; choose it, or leave 'word' out"
+            raise RequestError(message, "timestamp_granularities[]")
+        timed = "word"
     options: dict[str, Any] = {
         "language": body.language,
         "prompt": body.prompt,
@@ -182,7 +187,12 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
     }
     model = await site.model_named(body.model)
     found = await site.transcribe(model, body.file, timed=timed, task=task, **options)
-    return TRANSCRIPT_FORMATS[body.response_format](found, task)
+    answer = TRANSCRIPT_FORMATS[body.response_format](found, task)
+    if timed == "word":
+        answer["words"] = [{**one, "word": one["word"].strip()} for part in found.segments for one in part["words"]]
+        if "segment" not in body.granularities:
+            del answer["segments"]
+    return answer
 
 
 def _verbose(found: Spoken, task: str) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Computed(NamedTuple, Generic[Items]):
 class Spoken(NamedTuple):
     """What is said in a recording: the text, its language, the length in seconds, and the segments, in their order.
 
-    segments: {"start", "end", "text", "ids"} with what the answer of their window says: `seek`, when it begins,
-    `temperature`, `score`, `compression`, `no_speech`.
+    segments: {"start", "end", "text", "ids", "words"} with what the answer of their window says: `seek`, when it
+    begins, `temperature`, `score`, `compression`, `no_speech`.
     """
 
     text: str
@@ -177,12 +177,12 @@ class Site:
         return Computed([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
     async def transcribe(
-        self, model: str, recording: bytes, *, timed: bool = False, show: Show | None = None, **options: Any
+        self, model: str, recording: bytes, *, timed: bool | str = False, show: Show | None = None, **options: Any
     ) -> Spoken:
         """Return what is said in a recording, and with `timed` when; raises as `embed` does.
 
-        options: of the request. A recording that is longer than a window is always timed; show: is given the text of
-        each of its windows.
+        timed: "word" for the times of words, too. options: of the request. A recording that is longer than a window is
+        always timed; show: is given the text of each of its windows.
         """
         samples = await asyncio.to_thread(samples_of, recording)
         if samples is not None and await asyncio.to_thread(is_silent, samples):
@@ -192,12 +192,13 @@ class Site:
             found = (await self._ask_all(model, [body], **options))[0].result
             segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
             return Spoken(found["text"], found["language"], found["seconds"], segments)
-        return await self._read_on(model, samples, show, **options)
+        return await self._read_on(model, samples, timed or True, show, **options)
 
     async def _read_on(
         self,
         model: str,
         samples: Floats,
+        timed: bool | str,
         show: Show | None,
         *,
         language: str | Sequence[str] | None = None,
@@ -212,7 +213,7 @@ class Site:
         segments, at_s, said = list[Mapping[str, Any]](), 0.0, list[str | int]([prompt] if prompt else [])
         while (first := round(at_s * RATE)) + LEAST_S * RATE < len(samples) or not first:
             piece = await asyncio.to_thread(sound.wav_of, samples[first : first + round(PIECE_S * RATE)])
-            body = {"audio": piece, "timestamps": True, "language": language, "prompt": [*said] or None}
+            body = {"audio": piece, "timestamps": timed, "language": language, "prompt": [*said] or None}
             found = (await self._ask_all(model, [body], **options))[0].result
             is_whole = not 0 < found["seek"] < found["seconds"]
             heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
@@ -323,7 +324,9 @@ async def _joined(
 def _told(found: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
     """Return a segment of a window that begins at `at_s` in the recording."""
     about = {key: found[key] for key in ("temperature", "score", "compression", "no_speech")}
-    return {**segment, **about, "start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
+    words = [{**one, "start": at_s + one["start"], "end": at_s + one["end"]} for one in segment.get("words", ())]
+    times = {"start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
+    return {**segment, **about, **times, "words": words}
 
 
 def _parts(inputs: Sequence[Any]) -> list[Sequence[Any]]:

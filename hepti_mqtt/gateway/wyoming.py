@@ -24,7 +24,7 @@ from hepti_mqtt.gateway.site import PIECE_S, Show, Site
 from hepti_mqtt.service.languages import language_code
 from hepti_mqtt.service.silence import LEAST_S
 from hepti_mqtt.service.sound import wav_file
-from hepti_mqtt.transport import is_loopback
+from hepti_mqtt.transport.broker_limits import is_loopback
 
 _log = logging.getLogger(__name__)
 

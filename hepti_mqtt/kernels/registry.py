@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from hepti_mqtt.kernels.alignment import ALIGN_TOKENS
 from hepti_mqtt.kernels.attention import (
     APPEND_ROWS,
     ATTENTION,
@@ -74,6 +75,7 @@ _ALL: Final = (
     ATTENTION_AT,
     CANDIDATES,
     MERGE_CANDIDATES,
+    ALIGN_TOKENS,
     TO_F16,
     FROM_F16,
     TO_I8,

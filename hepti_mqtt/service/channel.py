@@ -22,19 +22,10 @@ from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
 from hepti_mqtt.service.handler import Asked, Reply, encode_failure
-from hepti_mqtt.transport import (
-    BrokerConnection,
-    BrokerUrl,
-    Connected,
-    Delivery,
-    DeliveryWindow,
-    Disconnected,
-    OnState,
-    Receipt,
-    State,
-    Will,
-    warn_of_limits,
-)
+from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, OnState, Receipt, State, Will
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.broker_limits import DeliveryWindow, warn_of_limits
+from hepti_mqtt.transport.url import BrokerUrl
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Answers to resend: the broker reported no subscriber, or the send queue was full.
@@ -483,7 +474,9 @@ class RequestChannel:
         journal = self.journal
         journal.record_answering(requests or ())
         before = journal.was_answered(reply.key) if requests is None else journal.record_answer(reply.key)
-        self._publish(OutgoingAnswer(reply.as_repeated() if before else reply, requests))
+        if before:
+            reply = reply._replace(payload=b'{"repeated": true, ' + reply.payload.removeprefix(b"{"))
+        self._publish(OutgoingAnswer(reply, requests))
 
     def resend_due(self, now: float) -> None:
         """Resend the answers that are due; now: by `time.monotonic`. Probes the broker's limits once."""

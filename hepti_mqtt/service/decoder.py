@@ -12,7 +12,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.transport import Delivery
+from hepti_mqtt.transport.base import Delivery
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,6 @@ class Reply(NamedTuple):
     plan: str = ""
     predicted_ms: float | None = None
 
-    def as_repeated(self) -> Reply:
-        """Return the reply with the note that there may have been one before."""
-        return self._replace(payload=b'{"repeated": true, ' + self.payload.removeprefix(b"{"))
-
     def too_large(self, error: PacketLimitError) -> Reply:
         """Return the error that replaces an answer which the broker rejects."""
         return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
@@ -469,6 +465,8 @@ def _request(
             shape = shape.with_want("candidates")
         made = Transcription if rules.needs_attempts else Generation
         generation = made(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        if isinstance(generation, Transcription):
+            generation.sound_rows = prepared.sound_rows
         generation.pictured = prepared.pictured
         generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None

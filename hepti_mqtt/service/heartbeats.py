@@ -7,11 +7,9 @@ import time
 from typing import Any, Final
 
 from hepti_mqtt.protocol.messages import MAX_SELF_BYTES
-from hepti_mqtt.transport import (
-    BrokerUrl,
-    DataConnection,
-    OnState,
-)
+from hepti_mqtt.transport.base import OnState
+from hepti_mqtt.transport.broker_connection import DataConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 TOPICS: Final = 1024  # with a heartbeat that waits; more devices than a site remembers
 TAKEN: Final = 32  # heartbeats that the session handles at one tick

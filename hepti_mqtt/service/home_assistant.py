@@ -29,7 +29,9 @@ from hepti_mqtt.protocol.messages import (
 )
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, State
+from hepti_mqtt.transport.base import Connected, State
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 STATE_S: Final = 10.0  # between two states of a device: a heartbeat a second would fill Home Assistant's history
 TICK_S: Final = 1.0  # between two looks at rates: payloads are made for each

@@ -157,7 +157,8 @@ _TABLE: Final = (
            "([speech](../guide/speech.md#ask))", **_SPEAKS),
     Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
     Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
-    Option("timestamps", "any", "of speech: `true` for the times of segments", **_SPEAKS, neutral=(False,)),
+    Option("timestamps", "any", "of speech: `true` for times of segments, `word` for those of words, too", **_SPEAKS,
+           neutral=(False,)),
 )  # fmt: skip
 OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}
 

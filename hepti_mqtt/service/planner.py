@@ -60,20 +60,11 @@ from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, Window, run_into
 from hepti_mqtt.service.tiles import TileServer
-from hepti_mqtt.transport import (
-    BrokerConnection,
-    BrokerUrl,
-    Connected,
-    Disconnected,
-    Inbox,
-    Refused,
-    State,
-    Will,
-    claim,
-    new_boot,
-    open_broker_warning,
-    wait_for_broker,
-)
+from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, State, Will, wait_for_broker
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.broker_limits import open_broker_warning
+from hepti_mqtt.transport.name_claim import claim, new_boot
+from hepti_mqtt.transport.url import BrokerUrl
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.metrics import PlannerMetrics

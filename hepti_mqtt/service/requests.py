@@ -144,6 +144,8 @@ class ModelInput:
     thoughts: bool | None = None
     #: a recording in which nobody speaks: its text is empty
     silent: bool = False
+    #: rows of sound in a recording, if the times of words are wanted, else 0
+    sound_rows: int = 0
     #: where rows of pictures stand in the prompt; None: it has none
     pictured: PicturedPrompt | None = None
 
@@ -671,6 +673,7 @@ def _speech(
         rules=heard.rules,
         seconds=heard.seconds,
         silent=heard.silent,
+        sound_rows=heard.sound_rows,
     )
 
 

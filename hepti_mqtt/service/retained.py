@@ -12,7 +12,9 @@ from typing import Final
 
 from hepti_mqtt.errors import HeptiError, WireError
 from hepti_mqtt.protocol.topics import Kind, Topics
-from hepti_mqtt.transport import BrokerUrl, Delivery, Echo
+from hepti_mqtt.transport.base import Delivery
+from hepti_mqtt.transport.broker_limits import Echo
+from hepti_mqtt.transport.url import BrokerUrl
 
 ECHO_S: Final = 10.0
 SWEEP_S: Final = 300.0  # between two sweeps that clear nothing; after one that does, the next follows at once

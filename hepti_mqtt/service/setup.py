@@ -22,7 +22,7 @@ from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.envelope import supported_pins, validate_pins
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.solver import MeasuredErrors
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def state_directory(site: str, directory: Path | None = None) -> Path:

@@ -121,7 +121,10 @@ def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
     before a good one must not take all the time. Raises OSError of the last one that failed, TimeoutError.
     """
     until = time.monotonic() + timeout_s
-    ahead = deque(_in_turn(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    first = [address for address in addresses if address[0] == addresses[0][0]]
+    others = [address for address in addresses if address[0] != addresses[0][0]]
+    ahead = deque(address for pair in zip_longest(first, others) for address in pair if address is not None)
     tried: dict[int, socket.socket] = {}
     poller, next_s = select.poll(), -inf
     error = OSError(f"{host} has no address")
@@ -158,16 +161,6 @@ def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
     finally:
         for sock in tried.values():
             sock.close()
-
-
-Address = tuple[Any, Any, int, str, Any]
-
-
-def _in_turn(found: Sequence[Address]) -> list[Address]:
-    """Return addresses in their order, those of the two families by turns."""
-    first = [a for a in found if a[0] == found[0][0]]
-    others = [a for a in found if a[0] != found[0][0]]
-    return [a for pair in zip_longest(first, others) for a in pair if a is not None]
 
 
 def low_water(sock: socket.socket, nbytes: int) -> None:

@@ -12,7 +12,9 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected
+from hepti_mqtt.transport.base import Connected
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

@@ -18,7 +18,9 @@ from site_processes import Site
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import Role
 from hepti_mqtt.embedded_broker import EmbeddedBroker, start_broker
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, State, Subscribed
+from hepti_mqtt.transport.base import Connected, State, Subscribed
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

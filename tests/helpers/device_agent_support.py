@@ -16,7 +16,7 @@ from hepti_mqtt.kernels import PackedMatrix
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load
-from hepti_mqtt.transport import Counts
+from hepti_mqtt.transport.base import Counts
 
 MODEL = "m"
 LOG = logging.getLogger("test")

@@ -20,7 +20,7 @@ from site_processes import SITE
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 MODEL = "model"
 TOLERANCE = 5e-4

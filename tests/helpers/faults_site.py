@@ -17,7 +17,7 @@ from site_processes import SITE, Site, poll
 
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 DEVICES = ("a", "b", "c")
 AIMED = 0.8  # of the faults of agents, at one that serves

@@ -92,7 +92,7 @@ def serve(door: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    for module in ("device_agent", "hepti_mqtt.cli.main", "hepti_mqtt.gateway", "hepti_mqtt.service"):
+    for module in ("device_agent", "hepti_mqtt.cli.main", "hepti_mqtt.gateway", "hepti_mqtt.service.planner"):
         import_module(module)
     from hepti_mqtt.cli.main import main
     from hepti_mqtt.kernels.jit import compile_first

@@ -27,7 +27,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 USERS = {"a": "device", "b": "device", "idle": "device", "alice": "client", "mallory": "client", "hall": "viewer"}
 ATTACKERS = ("idle", "b", "mallory", "hall")  # b: the login of a device that serves

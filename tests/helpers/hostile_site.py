@@ -36,7 +36,9 @@ from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, State, Subscribed
+from hepti_mqtt.transport.base import State, Subscribed
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
 TOLERANCE = 5e-5

@@ -19,7 +19,7 @@ from hepti_mqtt.runtime.worker.executor import pack
 from hepti_mqtt.runtime.worker.interface import AnalysePrepare, FrameIn, Load, Loaded, MessageIn, Unload
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport import Inbox
+from hepti_mqtt.transport.base import Inbox
 
 TOPICS = Topics("home")
 BOOT = 100

@@ -25,7 +25,9 @@ from hepti_mqtt.client import Answer
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Subscribed
+from hepti_mqtt.transport.base import Subscribed
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes

@@ -18,7 +18,9 @@ from mesh_played import Clock, Played
 from relay import Relay
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DataConnection
+from hepti_mqtt.transport.base import Connected
+from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 @pytest.fixture(scope="session")

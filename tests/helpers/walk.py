@@ -28,7 +28,8 @@ from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.setup import PlannerConfig
-from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
+from hepti_mqtt.transport.base import Delivery, Receipt
+from hepti_mqtt.transport.url import BrokerUrl
 
 PACKAGE = str(Path(hepti_mqtt.__file__).parent)
 MODEL = "m"

@@ -18,7 +18,7 @@ from hepti_mqtt.cli import demo
 from hepti_mqtt.cli.main import COMMANDS, main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import RefusedError
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 ROOT = Path(__file__).parents[2]
 USERS = {"a": "device", "b": "device", "c": "device", "alice": "client", "hall": "viewer"}

@@ -14,7 +14,7 @@ from hepti_mqtt.errors import HeptiError, IdInUseError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.envelope import parse, request_id, request_pins, split_envelope
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def refuse(error: HeptiError) -> None:

@@ -26,7 +26,8 @@ from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 class Running:

@@ -15,8 +15,9 @@ from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
 from hepti_mqtt.service.retained import retained_topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.codec import matches
+from hepti_mqtt.transport.url import BrokerUrl
 
 HOME, OTHER = Topics("home"), Topics("home_2")
 OWN, THEIRS = Payloads(HOME, "homeassistant"), Payloads(OTHER, "homeassistant")

@@ -25,7 +25,8 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def free_port() -> int:

@@ -18,7 +18,9 @@ from hepti_mqtt.closed_site.roles import ROLES, acl_text
 from hepti_mqtt.errors import CertificateDateError, NetworkError, RefusedError
 from hepti_mqtt.ids import ALL_DEVICES, PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
-from hepti_mqtt.transport import BrokerUrl, Disconnected, Will, claim
+from hepti_mqtt.transport.base import Disconnected, Will
+from hepti_mqtt.transport.name_claim import claim
+from hepti_mqtt.transport.url import BrokerUrl
 
 NOW = datetime.datetime.now(datetime.UTC)
 

@@ -21,7 +21,7 @@ from hepti_mqtt.config.process import StopRequested, StopSignals
 from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
 from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol.messages import Status
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def test_directories_by_site_and_device(tmp_path):

@@ -38,7 +38,8 @@ from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerUrl, Inbox
+from hepti_mqtt.transport.base import Inbox
+from hepti_mqtt.transport.url import BrokerUrl
 
 ROWS, K, N = 8, 64, 64
 SECONDS = 1e-3

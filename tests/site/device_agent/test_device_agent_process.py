@@ -30,8 +30,9 @@ from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.broker_limits import WANTED_BYTES
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 MODEL = "tiny"

@@ -8,8 +8,10 @@ from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import decode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service import PlannerConfig, run_planner
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.service.planner import run_planner
+from hepti_mqtt.service.setup import PlannerConfig
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):

@@ -7,7 +7,8 @@ from broker_kinds import needs_mosquitto
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.retained import RetainedSweep, retained_topics, unread_topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 @needs_mosquitto

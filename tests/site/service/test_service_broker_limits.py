@@ -10,7 +10,11 @@ from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DeliveryWindow, Receipt, Will, name_claim
+from hepti_mqtt.transport import name_claim
+from hepti_mqtt.transport.base import Connected, Receipt, Will
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.broker_limits import DeliveryWindow
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 class Rival:

@@ -32,13 +32,15 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.service import PlannerConfig, planner, run_planner
+from hepti_mqtt.service import planner
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
-from hepti_mqtt.service.setup import open_models, state_directory
+from hepti_mqtt.service.planner import run_planner
+from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Delivery, Receipt
-from hepti_mqtt.transport.base import SENDER_EVENTS
+from hepti_mqtt.transport.base import SENDER_EVENTS, Connected, Delivery, Receipt
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

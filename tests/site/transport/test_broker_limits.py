@@ -16,14 +16,14 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.embedded_broker.broker import SETTINGS
 from hepti_mqtt.errors import NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport import (
-    BrokerUrl,
+from hepti_mqtt.transport.broker_limits import (
     QueueCapacity,
     is_loopback,
     largest_packet,
     open_broker_warning,
     queue_capacity,
 )
+from hepti_mqtt.transport.url import BrokerUrl
 
 TOPIC = "hepti/v1/home/dev/pi/probe"
 WANTED = 100

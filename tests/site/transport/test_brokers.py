@@ -10,7 +10,9 @@ import pytest
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Subscribed, Will
+from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 @pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])

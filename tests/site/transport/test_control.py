@@ -14,8 +14,10 @@ import pytest
 from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected, Subscribed, Will
+from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
+from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.sockets import connect_any, local
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

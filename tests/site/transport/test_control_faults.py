@@ -13,9 +13,10 @@ import pytest
 from picky import HANG_UP, LEAVE, TAKE, Picky
 
 from hepti_mqtt.errors import NetworkError, PacketLimitError
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, DataConnection, Disconnected, Refused
-from hepti_mqtt.transport.broker_connection import HANG_UPS
+from hepti_mqtt.transport.base import Connected, Disconnected, Refused
+from hepti_mqtt.transport.broker_connection import HANG_UPS, BrokerConnection, DataConnection
 from hepti_mqtt.transport.codec import publish_head
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

@@ -12,11 +12,12 @@ import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
-from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected
-from hepti_mqtt.transport.base import KEEPALIVE_S
+from hepti_mqtt.transport.base import KEEPALIVE_S, Connected, Disconnected
+from hepti_mqtt.transport.broker_connection import DataConnection
 from hepti_mqtt.transport.codec import Connect, publish_head
 from hepti_mqtt.transport.link import Link, Lost
 from hepti_mqtt.transport.sockets import Wake, unacknowledged
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

@@ -10,7 +10,8 @@ from broker_kinds import needs_mosquitto
 from relay import Relay
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, DataConnection
+from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

@@ -15,7 +15,9 @@ from relay import Relay
 
 from hepti_mqtt.embedded_broker.broker import configuration
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Disconnected
+from hepti_mqtt.transport.base import Connected, Disconnected
+from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
 

@@ -24,7 +24,7 @@ from hepti_mqtt.config.options import (
 )
 from hepti_mqtt.config.settings import check_environment, parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 NOWHERE = ["--broker", "mqtt://127.0.0.1:1"]
 

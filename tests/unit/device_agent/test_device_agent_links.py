@@ -31,8 +31,8 @@ from hepti_mqtt.runtime.worker.interface import (
     PeerLost,
     PeerRefused,
 )
-from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport.sockets import mesh_possible
+from hepti_mqtt.transport.url import BrokerUrl
 
 EPOCH = PlanVersion(1, 1)
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")

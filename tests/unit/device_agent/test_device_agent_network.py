@@ -29,7 +29,7 @@ from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn
-from hepti_mqtt.transport import Connected, Disconnected, Inbox, Refused, Subscribed
+from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 from hepti_mqtt.transport.broker_connection import AWAY_S
 
 TOPICS = Topics("home")

@@ -49,7 +49,8 @@ from hepti_mqtt.service.envelope import parse
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import Asked, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, read_input
-from hepti_mqtt.transport import BrokerUrl, Delivery, Receipt
+from hepti_mqtt.transport.base import Delivery, Receipt
+from hepti_mqtt.transport.url import BrokerUrl
 
 TOPICS = Topics("home")
 

@@ -4,7 +4,7 @@ import pytest
 
 from hepti_mqtt.protocol.messages import MAX_SELF_BYTES
 from hepti_mqtt.service.heartbeats import TAKEN, TOPICS, HeartbeatInbox
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hepti_mqtt.errors import CertificateDateError, ConfigError, ModelError, Uns
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 
 def configured(path, **changes):

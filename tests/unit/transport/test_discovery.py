@@ -25,7 +25,7 @@ from hepti_mqtt.discovery import (
     registered,
 )
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.transport import BrokerUrl
+from hepti_mqtt.transport.url import BrokerUrl
 
 LOOPBACK = ("127.0.0.1",)
 HOME, ATTIC, LONE = Found("mqtt://a:1883", "home"), Found("mqtts://b:8883", "attic"), Found("mqtt://c:1883")

@@ -7,8 +7,8 @@ import ssl
 import pytest
 
 from hepti_mqtt.errors import CertificateDateError
-from hepti_mqtt.transport import BrokerUrl
 from hepti_mqtt.transport import base as transport
+from hepti_mqtt.transport.url import BrokerUrl
 
 URL = BrokerUrl.parse("mqtts://broker.home")
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.transport import Inbox
-from hepti_mqtt.transport.base import SENDER_BYTES, SENDER_EVENTS
+from hepti_mqtt.transport.base import SENDER_BYTES, SENDER_EVENTS, Inbox
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "post", "get"]), st.integers(0, 60)), max_size=80))

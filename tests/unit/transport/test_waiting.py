@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
-from hepti_mqtt.transport import wait_for_broker
-from hepti_mqtt.transport.base import SAY_S
+from hepti_mqtt.transport.base import SAY_S, wait_for_broker
 
 
 class Site:
