@@ -40,7 +40,9 @@ def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[
     for matrix in held:
         there.setdefault(kin(matrix), {})[matrix] = None
     if not there:
-        return joined(refs)
+        distinct = dict.fromkeys(refs)
+        alone = len({ref.tensor for ref in distinct}) == len(distinct)
+        return dict(zip(distinct, distinct, strict=True)) if alone else joined(distinct)
     found: dict[WeightRef, WeightRef | None] = {}
     for ref in refs:
         wider = there.get(kin(ref), {})

@@ -297,8 +297,6 @@ def _cut_step(ref: WeightRef) -> int:
 def joined(refs: Iterable[WeightRef]) -> dict[WeightRef, WeightRef]:
     """Return for each range the one that it is a part of: those of a tensor that touch are one, if parts can be cut."""
     found = {ref: ref for ref in refs}
-    if len({ref.tensor for ref in found}) == len(found):
-        return found
     alike: dict[tuple[object, ...], list[WeightRef]] = {}
     for ref in found:
         alike.setdefault(kin(ref), []).append(ref)
