@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from device_agent.tile_cache import free_cache_bytes
 from hepti_mqtt import __version__
-from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.config.state import PRIVATE, write_atomically
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import isa
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
@@ -31,7 +31,7 @@ _DTYPES: Final = frozenset({"float16", "float32"})
 class SavedCaches:
     """The saved KV caches of one device, a file for each: a header in msgpack, then the rows of each array.
 
-    limit_bytes: most that the files take; 0 saves none.
+    limit_bytes: most that the files take; 0 saves none. Texts can be guessed from the rows: only this user reads them.
     """
 
     def __init__(self, directory: Path, limit_bytes: int, log: logging.Logger) -> None:
@@ -112,7 +112,7 @@ def _write(path: Path, cache: KeptCache) -> None:
         "arrays": [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()],
     }
     header = msgpack.packb([FORMAT, __version__, isa(), _checksum(said, parts), said])
-    write_atomically(path, [_LENGTH.pack(len(header)), header, *parts])
+    write_atomically(path, [_LENGTH.pack(len(header)), header, *parts], PRIVATE)
 
 
 def _checksum(said: Mapping[str, Any], parts: Sequence[memoryview]) -> bytes:

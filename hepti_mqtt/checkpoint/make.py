@@ -30,6 +30,7 @@ from hepti_mqtt.models import (
     tokenizer_class,
     views,
 )
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
@@ -130,7 +131,7 @@ _CHUNK: Final = 1 << 20
 _MAX_LAYERS: Final = 1000
 
 
-KINDS: Final[Mapping[str, Kind]] = {name: kind for family in FAMILIES.values() for name, kind in family.KINDS.items()}
+KINDS: Final[Mapping[str, Kind]] = {name: kind for family in FAMILIES for name, kind in kinds_of(family).items()}
 
 
 def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = None) -> Path:

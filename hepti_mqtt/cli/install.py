@@ -22,7 +22,7 @@ from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import add_agent_arguments, host_name
 from hepti_mqtt.config.settings import CONFIG_DIR, DEFAULT_SITE
-from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.config.state import PRIVATE, write_atomically
 from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.protocol.messages import Status
@@ -39,7 +39,6 @@ LOOK_S: Final = 1.0
 RETAINED_S: Final = 0.3
 CONNECT_S: Final = 10.0
 LOG_LINES: Final = 15
-_PRIVATE: Final = 0o600
 
 # -- the unit ----------------------------------------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ def _install(args: argparse.Namespace, service: Service) -> int:
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
     with _writing(service.login):
         service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomically(service.login, login, _PRIVATE)
+        write_atomically(service.login, login, PRIVATE)
     _write_unit(service, command, environment)
     service.systemctl("enable", NAME)
     if service.is_users:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, is_kind, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
-from hepti_mqtt.cli.sizing import run_s, size
+from hepti_mqtt.cli.sizing import first_token_s, run_s, size
 from hepti_mqtt.client.simulated import simulate_plan
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.config.options import PinOptions
@@ -31,6 +31,7 @@ from hepti_mqtt.models import (
     with_cache,
 )
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
+from hepti_mqtt.planner.price import SINGLE
 from hepti_mqtt.spec import Spec
 
 SITE: Final = "home"
@@ -60,7 +61,13 @@ def simulate(args: argparse.Namespace) -> int:
         work = plan_work_factor(spec, chosen, question.shape).to_dict()
         candidates = [_told(question, c) for c in decision.ranking]
         output.print_json(
-            {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work, "candidates": candidates}
+            {
+                "chosen": chosen.to_dict(),
+                "reason": decision.reason,
+                "work": work,
+                "candidates": candidates,
+                "texts": _texts(question, decision),
+            }
         )
         return 0
     _print_ranking(args.model, question, decision)
@@ -110,7 +117,7 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
     if (joules := c.price.joules(question.cluster)) is not None:
         told["joules"] = joules
     if question.shape.session_rows:
-        told["step_ms"] = 1e3 * run_s(question, c)
+        told["step_ms"] = run_s(question, c, 1) * 1e3
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
 
 
@@ -121,12 +128,14 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     print_candidates(f"{model}, {what}, simulated", decision.ranking)
     output.print_lines([f"why: {decision.reason}", *_energy(question, decision)])
     if shape.session_rows:
-        plans = {c.name: c for c in (decision.chosen, decision.single) if c is not None}
-        rows = min(largest_shape(question.spec).size, shape.session_rows)
-        runs = {"each token after the first": 1} | ({f"each {rows} tokens of a prompt": rows} if layouts else {})
-        for what, size in runs.items():
-            times = ", ".join(f"{1e3 * run_s(question, c, size):.1f} ms under {name}" for name, c in plans.items())
-            output.print_lines([f"{what}: {times}"])
+        for name, text in _texts(question, decision).items():
+            rate, first_s = text["tokens_per_s"], text["first_token_ms"] / 1e3
+            fits = "" if text["feasible"] else ", which does not fit"
+            needs = f"{text['needs_bytes'] / output.MIB:.0f} MiB per board"
+            prompt = f"a prompt of {shape.session_rows} tokens"
+            output.print_lines(
+                [f"{name}{fits}: {rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}, {needs}"]
+            )
         output.print_lines(
             f"runs of more than {most} tokens are divided as in {name}" for name, most in layouts.items()
         )
@@ -135,6 +144,22 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
     if load is not None:
         alone_ms = decision.chosen.price.seconds * 1e3
         output.print_lines([f"{decision.chosen.plan.method}: latency alone {alone_ms:.1f} ms; {load.text()}"])
+
+
+def _texts(question: Question, decision: Decision) -> dict[str, dict[str, Any]]:
+    """Return the speed of a text under the chosen plan, and on one board whether the model fits it or not."""
+    if not question.shape.session_rows:
+        return {}
+    alone = [c for c in decision.ranking if c.name == SINGLE][:1]
+    return {
+        c.name: {
+            "tokens_per_s": 1 / run_s(question, c, 1),
+            "first_token_ms": first_token_s(question, c) * 1e3,
+            "needs_bytes": max(c.price.needs.values()),
+            "feasible": c.price.feasible,
+        }
+        for c in (decision.chosen, *alone)
+    }
 
 
 def _energy(question: Question, decision: Decision) -> list[str]:

@@ -74,17 +74,28 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     plan = f"{chosen.name} on {len(chosen.plan.devices)}"
     if not shape.session_rows:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
-    rows = min(largest_shape(spec).size, shape.session_rows)
-    prompt_run_s = run_s(asked, chosen, rows)
-    prompt = {"prompt_tokens_per_s": rows / prompt_run_s}
-    prompt["first_token_ms"] = ceil(shape.session_rows / rows) * prompt_run_s * 1e3
-    return Row(count, plan, 1 / seconds, seconds * 1e3, **common, **prompt)
+    rows, first_s = prompt_rows(asked), first_token_s(asked, chosen)
+    of_prompt = rows * ceil(shape.session_rows / rows) / first_s
+    return Row(
+        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=of_prompt, first_token_ms=first_s * 1e3
+    )
 
 
-def run_s(question: Question, candidate: Candidate, rows: int = 1) -> float:
-    """Return the seconds of a run of some tokens of a session under a candidate's plan: later ones, or a prompt's."""
-    run = replace(question, shape=question.shape.decode_step(rows), requests=0)
-    return price(run, candidate.plan, full=True).seconds
+def prompt_rows(asked: Question) -> int:
+    """Return how many tokens of a prompt one run computes."""
+    return min(largest_shape(asked.spec).size, asked.shape.session_rows)
+
+
+def first_token_s(asked: Question, c: Candidate) -> float:
+    """Return the seconds until the first token after a prompt, under a candidate's plan."""
+    rows = prompt_rows(asked)
+    return ceil(asked.shape.session_rows / rows) * run_s(asked, c, rows)
+
+
+def run_s(asked: Question, c: Candidate, rows: int = 1) -> float:
+    """Return the seconds of a run of some tokens of a text, under a candidate's plan."""
+    run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
+    return price(run, c.plan, full=True).seconds
 
 
 def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_self_signed
 from hepti_mqtt.closed_site.roles import ROLES, Role, acl_text
-from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.config.state import PRIVATE, write_atomically
 from hepti_mqtt.embedded_broker.broker import closed_configuration, password_lines
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PLANNER, check_name
@@ -24,7 +24,6 @@ _SERVICE: Final = {PLANNER: "/etc/hepti/planner.login", "device": "/etc/hepti/lo
 _OWN: Final = "~/.config/hepti/login"
 _ABOUT: Final = "site.json"
 _PASSWORD_BYTES: Final = 24
-_PRIVATE: Final = 0o600
 
 
 class Copy(NamedTuple):
@@ -165,7 +164,7 @@ class SiteFolder:
 
     def _write(self, name: str, text: str) -> None:
         try:
-            write_atomically(self.path / name, text.encode(), _PRIVATE)
+            write_atomically(self.path / name, text.encode(), PRIVATE)
         except OSError as error:
             raise ConfigError(f"cannot write {self.path / name}: {error.strerror or error}") from error
 

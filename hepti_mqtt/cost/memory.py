@@ -40,7 +40,9 @@ def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[
     for matrix in held:
         there.setdefault(kin(matrix), {})[matrix] = None
     if not there:
-        return joined(refs)
+        distinct = dict.fromkeys(refs)
+        alone = len({ref.tensor for ref in distinct}) == len(distinct)
+        return dict(zip(distinct, distinct, strict=True)) if alone else joined(distinct)
     found: dict[WeightRef, WeightRef | None] = {}
     for ref in refs:
         wider = there.get(kin(ref), {})
@@ -167,8 +169,4 @@ def _bound_bytes(made: Lowered, device: str) -> int:
 
 def session_bytes(made: Lowered, device: str) -> int:
     """Return the bytes that a session keeps on a device from run to run."""
-    return (
-        sum(spec.nbytes for spec in made.full_program(device).session_arrays().values())
-        if made.computes_role(device, CACHE)
-        else 0
-    )
+    return made.session_bytes(device) if made.computes_role(device, CACHE) else 0

@@ -24,6 +24,7 @@ from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
 
 #: of Ollama's interface that is answered here: its clients ask for 0.6.4 and later
 VERSION: Final = "0.12.6"
+MARK: Final = "[img]"  # in a text, where the next of its pictures belongs
 Fields = dict[str, Any]
 _FOR_EVER: Final = "2318-01-01T00:00:00Z"  # as Ollama says it of a model that stays loaded
 
@@ -257,7 +258,7 @@ async def chat(site: Site, body: ChatBody) -> Any:
 
 
 def _message(place: int, message: Mapping[str, Any]) -> Fields:
-    """Return a message in OpenAI's words, without what is empty: its pictures come before its text."""
+    """Return a message in OpenAI's words, without what is empty."""
     names = {"thinking": "reasoning_content", "tool_name": "name"}
     found = {
         names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")
@@ -269,9 +270,13 @@ def _message(place: int, message: Mapping[str, Any]) -> Fields:
 
 
 def _with_pictures(images: Sequence[Any], text: str) -> list[Fields]:
-    """Return a message's content as parts: pictures, then the text, if there is one."""
-    parts: list[Fields] = [{"type": "image", "image": image} for image in images]
-    return [*parts, {"type": "text", "text": text}] if text else parts
+    """Return a message's content as parts: each picture at its mark, those without a mark before the text."""
+    *texts, rest = text.split(MARK, len(images))
+    marked = zip(texts, images[: len(texts)], strict=True)
+    parts: list[Fields] = [{"type": "image", "image": image} for image in images[len(texts) :]]
+    for before, image in marked:
+        parts += [{"type": "text", "text": before}, {"type": "image", "image": image}]
+    return [part for part in [*parts, {"type": "text", "text": rest}] if part.get("text") != ""]
 
 
 async def generate(site: Site, body: GenerateBody) -> Any:

@@ -205,6 +205,7 @@ class GraphBuilder:
     def __init__(self, storages: Mapping[str, BlockStorage] | None = None) -> None:
         """storages: of the matrices that stay in the blocks of their file."""
         self._storages = storages or {}
+        self._unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
         self._ops: dict[str, Op] = {}
         self._blocks: list[int] = []
         self._layer = 0
@@ -280,10 +281,9 @@ class GraphBuilder:
         widths = tuple(matrices.values())
         space = (m, sum(widths), k)
         storages = tuple(self._storages.get(t) for t in tensors[: len(widths)]) if self._storages else ()
-        unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
         return self._add(
             name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation,
-            storages=storages, unit=unit,
+            storages=storages, unit=self._unit,
         )  # fmt: skip
 
     def experts_up(
@@ -319,10 +319,9 @@ class GraphBuilder:
     ) -> str:  # fmt: skip
         tensors = tuple(f"{matrix}.weight" for matrix in matrices)
         storages = tuple(self._storages.get(tensor) for tensor in tensors) if self._storages else ()
-        unit = max((STORAGES[storage].block for storage in self._storages.values()), default=1)
         return self._add(
             name, inputs, role, (*tensors, *biases), kind, space=space, experts=self.shape_of(inputs[1])[1],
-            chosen=chosen, storages=storages, unit=unit, biases=len(biases), **what,
+            chosen=chosen, storages=storages, unit=self._unit, biases=len(biases), **what,
         )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:

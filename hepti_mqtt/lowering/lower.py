@@ -518,22 +518,32 @@ def _equal(graph: Graph, tiles: Tiles, a: int, b: int) -> bool:
     return all(tiles[x.name] == tiles[y.name] for x, y in zip(graph.ops[a0:a1], graph.ops[b0:b1], strict=True))
 
 
-def expand_repeat(draft: ProgramBuilder, graph: Graph, run: Repeat) -> tuple[list[SlotSpec], list[ProgramOp]]:
-    """Return the slots and ops of the whole graph from the draft for the short one."""
-    template = run.first + TEMPLATE_BLOCK
-    before, low, high = (draft.first_buffers[b] for b in (template - 1, template, template + 1))
+def expand_slots(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[SlotSpec]:
+    """Return the slots of the whole graph from the draft for the short one."""
+    low, high, moves, last = _moves(draft, graph, run)
+    slots = draft.slots[:high]
+    for move in moves:
+        slots += move.relocate_specs(draft.slots[low:high])
+    return slots + last.relocate_specs(draft.slots[high:])
+
+
+def expand_ops(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[ProgramOp]:
+    """Return the ops of the whole graph from the draft for the short one."""
+    template, (_, _, moves, last) = run.first + TEMPLATE_BLOCK, _moves(draft, graph, run)
     every, inner = [op for _, _, op in draft.ops], draft.block_ops(template)
     end = draft.first_ops[template + 1]
-    slots, ops = draft.slots[:high], every[:end]
-    for n in range(1, run.template_count):
-        move = _move(graph, run, n, before, n * (high - low))
-        slots += move.relocate_specs(draft.slots[low:high])
+    ops = every[:end]
+    for move in moves:
         ops += move.relocate_ops(inner)
-    last = run.template_count - 1
-    move = _move(graph, run, last, low, last * (high - low))
-    slots += move.relocate_specs(draft.slots[high:])
-    ops += map(move.relocate_reader, every[end:])
-    return slots, ops
+    return [*ops, *map(last.relocate_reader, every[end:])]
+
+
+def _moves(draft: ProgramBuilder, graph: Graph, run: Repeat) -> tuple[Slot, Slot, list[Relocation], Relocation]:
+    """Return the slots of the repeated block, and what takes it, and what follows it, to their places."""
+    template, last = run.first + TEMPLATE_BLOCK, run.template_count - 1
+    before, low, high = (draft.first_buffers[b] for b in (template - 1, template, template + 1))
+    moves = [_move(graph, run, n, before, n * (high - low)) for n in range(1, run.template_count)]
+    return low, high, moves, _move(graph, run, last, low, last * (high - low))
 
 
 def repeated_weights(refs: Sequence[WeightRef], graph: Graph, run: Repeat) -> Iterator[WeightRef]:
@@ -658,8 +668,17 @@ class Lowered:
         draft = self.compact_builder(device)
         if self.repeat is None:
             return draft.build(device, self.full_graph)
-        slots, ops = expand_repeat(draft, self.full_graph, self.repeat)
-        return Program(device, tuple(slots), tuple(ops), self.nodes, self.full_graph.blocks)
+        ops = expand_ops(draft, self.full_graph, self.repeat)
+        return Program(device, self._full_slots(device), tuple(ops), self.nodes, self.full_graph.blocks)
+
+    def _full_slots(self, device: str) -> tuple[SlotSpec, ...]:
+        draft = self.compact_builder(device)
+        return tuple(draft.slots if self.repeat is None else expand_slots(draft, self.full_graph, self.repeat))
+
+    def session_bytes(self, device: str) -> int:
+        """Return the bytes that the session of a run's first item keeps on a device."""
+        arrays = Program(device, self._full_slots(device), (), self.nodes).session_arrays()
+        return sum(spec.nbytes for spec in arrays.values())
 
     def computes_role(self, device: str, role: str) -> bool:
         """Return whether a device computes tensors of a role."""

@@ -11,18 +11,10 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import SHARED, graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "AlbertModel": "embedding",
-    "AlbertForSequenceClassification": "classification",
-    "AlbertForTokenClassification": "token_classification",
-    "AlbertForQuestionAnswering": "question_answering",
-    "AlbertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("Albert")
 TOKENIZER_CLASSES: Final = {"albert": "AlbertTokenizer"}
 LAYER: Final = {
     "query": "attention.query",
@@ -60,6 +52,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-KINDS: Final = kinds_of("albert")
-
-__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -12,15 +12,11 @@ from typing import Any, Final
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Pooling, Task, TaskHead
+from hepti_mqtt.spec import Pooling, TaskHead
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "BeitModel": "embedding",
-    "BeitForImageClassification": "image_classification",
-}
+ARCHITECTURES: Final = patches.architectures("Beit")
 PICTURE_CLASSES: Final = {"beit": "Beit"}
 _BASE_NAMES: Final = ("beit.", "")
 _SCALES: Final = {"attention_out": "lambda_1", "mlp_down": "lambda_2"}
@@ -72,6 +68,3 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 graph = patches.graph
 reference = patches.reference
-
-
-KINDS: Final = kinds_of("beit")

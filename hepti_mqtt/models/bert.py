@@ -7,48 +7,18 @@ m tokens, h hidden, f MLP width, V vocabulary, B sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Task
 
-
-class _Kind(NamedTuple):
-    """One architecture of the family: its task, and the prefix of its encoder's tensors."""
-
-    task: Task
-    prefix: str
-
-
-ARCHITECTURES: Final[Mapping[str, _Kind]] = {
-    "BertModel": _Kind("embedding", "bert."),
-    "BertForSequenceClassification": _Kind("classification", "bert."),
-    "BertForTokenClassification": _Kind("token_classification", "bert."),
-    "BertForQuestionAnswering": _Kind("question_answering", "bert."),
-    "BertForMaskedLM": _Kind("masked_token", "bert."),
-    "RobertaModel": _Kind("embedding", "roberta."),
-    "RobertaForSequenceClassification": _Kind("classification", "roberta."),
-    "RobertaForTokenClassification": _Kind("token_classification", "roberta."),
-    "RobertaForQuestionAnswering": _Kind("question_answering", "roberta."),
-    "RobertaForMaskedLM": _Kind("masked_token", "roberta."),
-    "XLMRobertaModel": _Kind("embedding", "roberta."),
-    "XLMRobertaForSequenceClassification": _Kind("classification", "roberta."),
-    "XLMRobertaForTokenClassification": _Kind("token_classification", "roberta."),
-    "XLMRobertaForQuestionAnswering": _Kind("question_answering", "roberta."),
-    "XLMRobertaForMaskedLM": _Kind("masked_token", "roberta."),
-    "CamembertModel": _Kind("embedding", "roberta."),
-    "CamembertForSequenceClassification": _Kind("classification", "roberta."),
-    "CamembertForTokenClassification": _Kind("token_classification", "roberta."),
-    "CamembertForQuestionAnswering": _Kind("question_answering", "roberta."),
-    "CamembertForMaskedLM": _Kind("masked_token", "roberta."),
-}
+_ROBERTA: Final = ("Roberta", "XLMRoberta", "Camembert")
+ARCHITECTURES: Final = text.architectures("Bert", *_ROBERTA)
 
 TOKENIZER_CLASSES: Final = {
     "bert": "BertTokenizer",
@@ -71,24 +41,24 @@ LAYER: Final = {
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a BERT-like model; raises ModelError, UnsupportedModelError."""
-    task, prefix = ARCHITECTURES[architecture]
+    task, roberta = ARCHITECTURES[architecture], architecture.startswith(_ROBERTA)
     types, offset = config.positive("type_vocab_size", 2), 0
-    if prefix == "roberta.":
+    if roberta:
         # Position pad_token_id is the padding's own, so the first token stands at the next one.
         pad = config.get("pad_token_id", 1)
         if not isinstance(pad, int) or pad < 0:
             raise config.bad_value("pad_token_id", "an integer >= 0", pad)
         offset = pad + 1
     # Before the vocabulary RoBERTa has gelu, whatever its layers use.
-    fill = "gelu" if prefix == "roberta." else config.activation()
+    fill = "gelu" if roberta else config.activation()
     head = text.task_head(task, config, extras, pooler=True, fill=fill)
     return text.encoder_spec("bert", architecture, config, extras, head, types=types, offset=offset)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a BERT-like model, from the stem to the head."""
-    base = (ARCHITECTURES[spec.architecture].prefix, "")
-    roberta = base[0] == "roberta."
+    roberta = spec.architecture.startswith(_ROBERTA)
+    base = ("roberta." if roberta else "bert.", "")
     masks = "lm_head." if roberta else "cls.predictions."
     yield from text.stem_tensors(spec, base, decoder=f"{masks}decoder")
     for i in range(spec.layers):
@@ -132,6 +102,3 @@ def reference(
     for i in range(spec.layers):
         x = plain.post_norm(tensors, _layer(spec, i), x, Layer.of(spec, shape))  # [m, h]
     return heads.reference_head(spec, tensors, x, shape)
-
-
-KINDS: Final = kinds_of("bert")

@@ -14,7 +14,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Matching, Towers
@@ -180,6 +179,3 @@ def preprocessor(side: int) -> dict[str, Any]:
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     }  # fmt: skip
-
-
-KINDS: Final = kinds_of("clip")

@@ -14,18 +14,11 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import Projected, TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import DISENTANGLED, BlockSpec, ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DebertaV2Model": "embedding",
-    "DebertaV2ForSequenceClassification": "classification",
-    "DebertaV2ForTokenClassification": "token_classification",
-    "DebertaV2ForQuestionAnswering": "question_answering",
-}
+ARCHITECTURES: Final = text.architectures("DebertaV2", without="ForMaskedLM")
 TOKENIZER_CLASSES: Final = {"deberta-v2": "DebertaV2Tokenizer"}
 LAYER: Final = BERT_LAYER | {part: f"attention.self.{part}_proj" for part in ("query", "key", "value")}
 _BASE_NAMES: Final = ("deberta.", "")
@@ -96,6 +89,4 @@ def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:
     return replace(source, projected=Projected(matrix, bias, gamma, beta, spec.norm_eps))
 
 
-KINDS: Final = kinds_of("deberta")
-
-__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

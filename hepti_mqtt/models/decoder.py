@@ -17,7 +17,6 @@ from hepti_mqtt.models import causal, sentences, text
 from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mixture import ROUTER, Experts, expert_tensors, layers_without, mixture, with_experts
 from hepti_mqtt.models.rope import Rope, read_rope
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
@@ -400,7 +399,6 @@ TOKENIZER_CLASSES: Final = {
 }  # fmt: skip
 READS: Final = frozenset({"quantization_config"})
 MODEL_TYPES: Final = {name: row.model_type for name, row in DECODERS.items()}
-KINDS: Final = kinds_of("decoder")
 
 
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
@@ -507,7 +505,6 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 __all__ = [
     "ARCHITECTURES",
-    "KINDS",
     "MODEL_TYPES",
     "READS",
     "TOKENIZER_CLASSES",

@@ -20,7 +20,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, patches, plain, text, vit
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
@@ -134,6 +133,3 @@ def reference(
             slices = [layer(tensors, f"layers.{i}.part.{p}.", z, n) for p, z in enumerate(slices)]
         x = layer(tensors, f"layers.{first + depth - 1}.", np.concatenate(slices, axis=1), n)  # [m, h]
     return heads.reference_head(spec, tensors, x, shape)
-
-
-KINDS: Final = kinds_of("decoupled")

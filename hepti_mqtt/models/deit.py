@@ -16,19 +16,13 @@ from hepti_mqtt.lowering.ops import Reshape
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import heads, patches, plain, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Task
 
 TEACHER: Final = "DeiTForImageClassificationWithTeacher"
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DeiTModel": "embedding",
-    "DeiTForImageClassification": "image_classification",
-    TEACHER: "image_classification",
-}
+ARCHITECTURES: Final = {**patches.architectures("DeiT"), TEACHER: "image_classification"}
 PICTURE_CLASSES: Final = {"deit": "DeiT"}
 _BASE_NAMES: Final = ("deit.", "")
 _TOKENS: Final = ("cls", "distillation")
@@ -84,6 +78,3 @@ def reference(
     starts = np.array(shape.starts)
     logits = [plain.linear(tensors, f"head.{token}", hidden[starts + i]) for i, token in enumerate(_TOKENS)]
     return hidden, np.mean(logits, axis=0)
-
-
-KINDS: Final = kinds_of("deit")

@@ -12,17 +12,11 @@ from typing import Any, Final
 
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task, TaskHead
+from hepti_mqtt.spec import TaskHead
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "Dinov2Model": "embedding",
-    "Dinov2ForImageClassification": "image_classification",
-    "Dinov2WithRegistersModel": "embedding",
-    "Dinov2WithRegistersForImageClassification": "image_classification",
-}
+ARCHITECTURES: Final = patches.architectures("Dinov2", "Dinov2WithRegisters")
 PICTURE_CLASSES: Final = {"dinov2": "Bit", "dinov2_with_registers": "Bit"}
 _LAYER: Final = {
     "attention_norm": "norm1",
@@ -72,6 +66,3 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 graph = patches.graph
 reference = patches.reference
-
-
-KINDS: Final = kinds_of("dinov2")

@@ -8,18 +8,10 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "DistilBertModel": "embedding",
-    "DistilBertForSequenceClassification": "classification",
-    "DistilBertForTokenClassification": "token_classification",
-    "DistilBertForQuestionAnswering": "question_answering",
-    "DistilBertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("DistilBert")
 TOKENIZER_CLASSES: Final = {"distilbert": "BertTokenizer"}
 LAYER: Final = {
     "query": "attention.q_lin", "key": "attention.k_lin", "value": "attention.v_lin",
@@ -53,6 +45,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
 
 
-KINDS: Final = kinds_of("distilbert")
-
-__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

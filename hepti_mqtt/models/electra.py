@@ -8,18 +8,10 @@ from typing import Any, Final
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER, graph, reference
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "ElectraModel": "embedding",
-    "ElectraForSequenceClassification": "classification",
-    "ElectraForTokenClassification": "token_classification",
-    "ElectraForQuestionAnswering": "question_answering",
-    "ElectraForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("Electra")
 TOKENIZER_CLASSES: Final = {"electra": "BertTokenizer"}
 
 
@@ -47,6 +39,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-KINDS: Final = kinds_of("electra")
-
-__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -19,7 +19,6 @@ from hepti_mqtt.lowering import GraphBuilder, Norm
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import clip, patches, plain
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import ImageBatch
 from hepti_mqtt.models.tensors import TensorSource, prefixed, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Towers
@@ -252,6 +251,3 @@ def reference(
     if joint.norm:
         rows = plain.norm(tensors, "head.norm", rows, _row_norm(spec))
     return x, plain.linear(tensors, "head.rows", rows)
-
-
-KINDS: Final = kinds_of("eyes")

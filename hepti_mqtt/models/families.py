@@ -41,7 +41,7 @@ from hepti_mqtt.models import (
 from hepti_mqtt.models.cnn import family as cnn
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.heads import head_tensors
-from hepti_mqtt.models.kinds import Kind
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch, fixed_point
 from hepti_mqtt.models.speech import SpeechInput, SpeechSpec
@@ -73,10 +73,6 @@ class Family(Protocol):
     @property
     def ARCHITECTURES(self) -> Mapping[str, Any]:  # noqa: N802 - a constant of the module
         """Return what each name in config.json's `architectures` means."""
-
-    @property
-    def KINDS(self) -> Mapping[str, Kind]:  # noqa: N802
-        """Return the models that can be made from a seed, by name."""
 
     def spec(self, architecture: str, config: JsonConfig, extras: Mapping[str, Any], /) -> Any:
         """Return the spec of a config.json; raises ModelError, UnsupportedModelError."""
@@ -122,7 +118,7 @@ _FAMILY_OF: Final[Mapping[str, Family]] = {a: family for family in FAMILIES.valu
 _TOWERS: Final[Mapping[str, Towers]] = {
     architecture: towers for f in FAMILIES.values() for architecture, towers in getattr(f, "TOWERS", {}).items()
 }
-_TYPES: Final = {kind.config["model_type"]: family for family in FAMILIES.values() for kind in family.KINDS.values()}
+_TYPES: Final = {kind.config["model_type"]: f for name, f in FAMILIES.items() for kind in kinds_of(name).values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
 
 # What config.json may say of any model and would change its answers; its families refuse what is their own.

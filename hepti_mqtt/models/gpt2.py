@@ -15,7 +15,6 @@ from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import causal, heads, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.generation import end_tokens
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, conv1d, norm, prefixed, table, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
@@ -138,6 +137,3 @@ def reference(
     x = plain.norm(tensors, "final_norm", x, eps)  # [m, h]
     rows = needed_rows(spec, shape)
     return x, x if rows is None else x[list(rows)] @ tensors["head.decoder.weight"]  # [B, V]
-
-
-KINDS: Final = kinds_of("gpt2")

@@ -12,18 +12,11 @@ from typing import Any, Final
 
 from hepti_mqtt.models import sentences, text
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "ModernBertModel": "embedding",
-    "ModernBertForSequenceClassification": "classification",
-    "ModernBertForTokenClassification": "token_classification",
-    "ModernBertForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("ModernBert", without="ForQuestionAnswering")
 TOKENIZER_CLASSES: Final = {"modernbert": "TokenizersBackend"}
 LAYER: Final = {
     "query": "attn.Wqkv",
@@ -112,6 +105,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 
-KINDS: Final = kinds_of("modernbert")
-
-__all__ = ["ARCHITECTURES", "KINDS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -11,32 +11,19 @@ from typing import Any, Final
 
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "MPNetModel": "embedding",
-    "MPNetForSequenceClassification": "classification",
-    "MPNetForTokenClassification": "token_classification",
-    "MPNetForQuestionAnswering": "question_answering",
-    "MPNetForMaskedLM": "masked_token",
-}
+ARCHITECTURES: Final = text.architectures("MPNet")
 TOKENIZER_CLASSES: Final = {"mpnet": "MPNetTokenizer"}
-LAYER: Final = {
-    "query": "attention.attn.q",
-    "key": "attention.attn.k",
-    "value": "attention.attn.v",
-    "attention_out": "attention.attn.o",
-    "attention_norm": "attention.LayerNorm",
-    "mlp_up": "intermediate.dense",
-    "mlp_down": "output.dense",
-    "mlp_norm": "output.LayerNorm",
-}
+LAYER: Final = BERT_LAYER | {
+    "query": "attention.attn.q", "key": "attention.attn.k", "value": "attention.attn.v",
+    "attention_out": "attention.attn.o", "attention_norm": "attention.LayerNorm",
+}  # fmt: skip
 # The reference has these in its code, whatever config.json says.
 _PADDING: Final = 1
 _BUCKETS, _FARTHEST = 32, 128
@@ -81,6 +68,3 @@ def reference(
     """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
     x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
     return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
-
-
-KINDS: Final = kinds_of("mpnet")

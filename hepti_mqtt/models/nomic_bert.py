@@ -7,34 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Task
 
-
-class _Kind(NamedTuple):
-    """One architecture of the family: its task, and the prefix of its encoder's tensors."""
-
-    task: Task
-    prefix: str
-
-
-ARCHITECTURES: Final[Mapping[str, _Kind]] = {
-    "NomicBertModel": _Kind("embedding", "nomic_bert."),
-    "NomicBertForSequenceClassification": _Kind("classification", "nomic_bert."),
-    "NomicBertForTokenClassification": _Kind("token_classification", "nomic_bert."),
-    "NomicBertForMaskedLM": _Kind("masked_token", "nomic_bert."),
-    "GteModel": _Kind("embedding", "gte."),
-    "GteForSequenceClassification": _Kind("classification", "gte."),
-    "GteForTokenClassification": _Kind("token_classification", "gte."),
-    "GteForMaskedLM": _Kind("masked_token", "gte."),
-}
+ARCHITECTURES: Final = text.architectures("NomicBert", "Gte", without="ForQuestionAnswering")
 TOKENIZER_CLASSES: Final = {"nomic_bert": "BertTokenizer", "gte": "XLMRobertaTokenizer"}
 # Code that checkpoints bring and that is computed here.
 KNOWN_CODE: Final = (
@@ -86,8 +67,7 @@ _KEYS: Final = KeyTable(
 def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a NomicBERT or GTE; raises ModelError, UnsupportedModelError."""
     config.check_keys(_KEYS)
-    task, prefix = ARCHITECTURES[architecture]
-    nomic = prefix == "nomic_bert."
+    task, nomic = ARCHITECTURES[architecture], architecture.startswith("Nomic")
     if nomic and "activation_function" in config.data:
         config = JsonConfig(config.file, {**config.renamed(_OLD_NAMES).data, "hidden_act": "silu"})
     fill = config.activation() if nomic else "gelu"
@@ -108,8 +88,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of a NomicBERT or GTE, from the stem to the head."""
-    prefix, h, stem = ARCHITECTURES[spec.architecture].prefix, spec.hidden, text.stem_of(spec)
-    base, nomic = (prefix, ""), prefix == "nomic_bert."
+    nomic, h, stem = spec.architecture.startswith("Nomic"), spec.hidden, text.stem_of(spec)
+    base = ("nomic_bert." if nomic else "gte.", "")
     decoder = "cls.predictions.decoder" if nomic else "lm_head.decoder"
     tied = (f"{decoder}.weight",) if spec.head.tied else ()
     yield table("stem.word", (*prefixed(base, text.WORD_EMBEDDINGS), *tied), stem.vocab, h)
@@ -129,6 +109,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *prefixed(("lm_head.",), "dense", "norm", "decoder"))
 
 
-KINDS: Final = kinds_of("nomic_bert")
-
-__all__ = ["ARCHITECTURES", "KINDS", "KNOWN_CODE", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "KNOWN_CODE", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

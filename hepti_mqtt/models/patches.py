@@ -44,6 +44,12 @@ LAYER: Final = {
 }
 
 
+def architectures(*names: str) -> dict[str, Task]:
+    """Return the task of each architecture of models with these names."""
+    tasks: dict[str, Task] = {"Model": "embedding", "ForImageClassification": "image_classification"}
+    return {f"{name}{end}": task for name in names for end, task in tasks.items()}
+
+
 def task_head(task: Task, config: JsonConfig) -> TaskHead:
     """Return the head of a task on the class token; raises ModelError, UnsupportedModelError."""
     if task == "image_classification":

@@ -17,7 +17,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import causal, clip, patches, plain
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.sentences import TOKENIZER
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, vector
@@ -135,6 +134,3 @@ def reference(
     y = plain.linear(tensors, "head.attention_out", seen)
     up = plain.linear(tensors, "head.mlp_up", plain.norm(tensors, "head.mlp_norm", y, spec.norm))
     return x, y + plain.linear(tensors, "head.mlp_down", plain.activate(spec.activation, up))
-
-
-KINDS: Final = kinds_of("siglip")

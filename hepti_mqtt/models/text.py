@@ -34,6 +34,13 @@ class Keys(NamedTuple):
     activation: str = "hidden_act"
 
 
+_TASKS: Final[Mapping[str, Task]] = {
+    "Model": "embedding",
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
+    "ForMaskedLM": "masked_token",
+}
 HUGGING_FACE: Final = Keys()  # what most families call them
 LAYER_PARTS: Final = (
     "query", "key", "value", "attention_out", "attention_norm", "mlp_up", "mlp_down", "mlp_norm",
@@ -43,6 +50,11 @@ _STEM: Final = {
     "beta": "stem.norm.bias",
 }  # fmt: skip
 WORD_EMBEDDINGS: Final = "embeddings.word_embeddings.weight"
+
+
+def architectures(*names: str, without: str = "") -> dict[str, Task]:
+    """Return the task of each architecture of models with these names; without: the end of a name that is none."""
+    return {f"{name}{end}": task for name in names for end, task in _TASKS.items() if end != without}
 
 
 def encoder_spec(

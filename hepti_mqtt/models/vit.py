@@ -7,15 +7,10 @@ from typing import Any, Final
 
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Task
 
-ARCHITECTURES: Final[Mapping[str, Task]] = {
-    "ViTModel": "embedding",
-    "ViTForImageClassification": "image_classification",
-}
+ARCHITECTURES: Final = patches.architectures("ViT")
 BASE_NAMES: Final = ("vit.", "")
 PICTURE_CLASSES: Final = {"vit": "ViT"}
 
@@ -38,5 +33,3 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 graph = patches.graph
 reference = patches.reference
-
-KINDS: Final = kinds_of("vit")

@@ -19,7 +19,6 @@ from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import speech_rules
-from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mel import check_preprocessor
 from hepti_mqtt.models.shapes import STEP
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec, answered
@@ -212,6 +211,3 @@ def reference(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kinds.
-
-
-KINDS: Final = kinds_of("whisper")

@@ -13,7 +13,7 @@ import numpy as np
 
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.config.state import PRIVATE, write_atomically
 from hepti_mqtt.ids import PlanVersion, asked_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import Recalled
@@ -38,13 +38,13 @@ def save_state(
     checkpoints: Mapping[str, Checkpoint],
     log: logging.Logger,
 ) -> None:
-    """Write plans and texts to the planner's directory."""
+    """Write plans and texts to the planner's directory, for this user alone: these are what people have said."""
     contents = _contents(checkpoints)
     records = {name: minimal_record(checkpoints[name].spec, plan) for name, plan in plans.items()}
     said = [[t.model, contents[t.model], list(t.session[0]), t.session[1], t.ids.tolist()] for t in texts]
     body: bytes = msgpack.packb([FORMAT, __version__, records, said])
     try:
-        write_atomically(directory / FILE, [hashlib.sha256(body).digest(), body])
+        write_atomically(directory / FILE, [hashlib.sha256(body).digest(), body], PRIVATE)
     except OSError as error:
         log.warning("plans and texts of KV caches are not saved: %s", error.strerror or error)
 

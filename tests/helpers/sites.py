@@ -11,6 +11,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
@@ -62,9 +63,9 @@ FAMILIES: dict[str, Spec] = {
 # The other plain encoders are in by their last seeded tiny kind.
 FAMILIES |= {
     kinds[-1]: spec
-    for name, family in models.FAMILIES.items()
+    for name in models.FAMILIES
     if name not in {spec.family for spec in FAMILIES.values()}
-    and (kinds := [kind for kind in family.KINDS if kind.startswith("tiny-")])
+    and (kinds := [kind for kind in kinds_of(name) if kind.startswith("tiny-")])
     and type(spec := spec_of_kind(kinds[-1])) is ModelSpec
     and not isinstance(spec.input_spec, DecoderInput)
 }

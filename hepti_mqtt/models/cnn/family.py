@@ -14,7 +14,6 @@ from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import pictures
 from hepti_mqtt.models.cnn import hugging_face, lower, plain, timm, torchvision
 from hepti_mqtt.models.cnn.builder import NodeBuilder
-from hepti_mqtt.models.cnn.kinds import KINDS, PICTURE_CLASSES
 from hepti_mqtt.models.cnn.nodes import ACTIVATIONS, Activation, CnnSpec, Node, node_from_dict
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource
@@ -23,7 +22,6 @@ from hepti_mqtt.spec import RequestShape, TaskHead
 
 __all__ = [
     "ARCHITECTURES",
-    "KINDS",
     "PICTURE_CLASSES",
     "SPEC",
     "STORAGES",
@@ -34,6 +32,10 @@ __all__ = [
     "translated",
 ]
 
+PICTURE_CLASSES: Final = {
+    **{"resnet": "ConvNext", "convnext": "ConvNext"},
+    **{"mobilenet_v2": "MobileNetV2", "efficientnet": "EfficientNet"},
+}
 LISTED: Final = "ConvNet"  # its nodes stand in config.json
 LISTED_CLASSIFIER: Final = "ConvNetForImageClassification"
 ARCHITECTURES: Final = {

@@ -293,6 +293,32 @@ def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFi
     assert steps["q8"] > 1.3 * steps["q4"]
 
 
+@pytest.mark.nightly  # a minute of processor for all
+@pytest.mark.parametrize(
+    ("model", "boards", "least_mib"),
+    [
+        ("qwen3-30b-a3b", 4, 16_000),
+        ("gpt-oss-20b", 4, 11_000),
+        ("granite-3b-a800m", 1, 1_700),
+    ],
+)
+def test_what_mixtures_need_of_four_boards_and_of_one(
+    capsys: pytest.CaptureFixture[str], model: str, boards: int, least_mib: int
+) -> None:
+    common = ("simulate", model, "--weights", "q4", "--devices-file", "four-pi5-8gb", "--json")
+    code, out, err = run(capsys, *common)
+    assert code == 0, err
+    found = json.loads(out)
+    name, best = next(iter(found["texts"].items()))
+    alone = found["texts"]["single"]
+    assert (len(found["chosen"]["devices"]), alone["feasible"]) == (boards, boards == 1)
+    assert alone["needs_bytes"] >> 20 >= least_mib
+    assert best["needs_bytes"] <= alone["needs_bytes"] / (boards - 0.8 if boards > 1 else 1)
+    assert best["tokens_per_s"] >= alone["tokens_per_s"]
+    assert 1e3 / best["tokens_per_s"] < best["first_token_ms"] < 60e3
+    assert name in {candidate["strategy"] for candidate in found["candidates"]}
+
+
 def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-0.6b"]))
     common = ("--devices-file", "one-pi5-8gb", "--weights", "q4", "--json")

@@ -39,6 +39,7 @@ def files(directory: Path) -> list[Path]:
 def test_rows_come_back_once_in_their_order(tmp_path: Path) -> None:
     given = [cache(3), cache(1, rows=8), cache(2)]
     saved(tmp_path).save(given)
+    assert not any(path.stat().st_mode & 0o077 for path in files(tmp_path))
     back = saved(tmp_path).take(LAYOUT)
     assert [(c.layout, c.origin, c.number, c.rows) for c in back] == [c[:4] for c in given]
     for one, other in zip(back, given, strict=True):

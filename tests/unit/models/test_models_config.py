@@ -14,6 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.cost.memory import max_live_bytes, weights_bytes
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.program import WeightRef
 
@@ -297,11 +298,11 @@ def test_an_architecture_of_another_type_is_refused(architecture, model_type, fi
 
 
 @pytest.mark.parametrize(
-    ("family", "architecture"), [(f, a) for f in models.FAMILIES.values() for a in f.ARCHITECTURES]
+    ("family", "architecture"), [(name, a) for name, f in models.FAMILIES.items() for a in f.ARCHITECTURES]
 )
 def test_every_architecture_has_a_spec_that_travels_and_tensors_with_unique_names(family, architecture):
     kinds = [
-        (config, kind.extras) for kind in family.KINDS.values() for config in models.models_of(kind.config).values()
+        (config, kind.extras) for kind in kinds_of(family).values() for config in models.models_of(kind.config).values()
     ]
     config, extras = next((one for one in kinds if one[0]["architectures"] == [architecture]), kinds[0])
     other = {} if config["architectures"] == [architecture] else {"model_type": "absent"}

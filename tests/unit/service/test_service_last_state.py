@@ -44,6 +44,7 @@ def described(state: LastState) -> tuple[object, ...]:
 def test_texts_and_plans_come_back_once(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
     models = {"tiny": checkpoints[0], "tiny.image": checkpoints[1]}
     saved(tmp_path, models)
+    assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
     plans, texts = described(take_state(tmp_path, models, LOG))
     assert plans == {"tiny": Recalled(PLAN, {"a": 9})}
     assert texts == [((PlanVersion(4, 2), n), list(range(-3, 9 + n)), "tiny") for n in (5, 3)]

@@ -1,0 +1,137 @@
+"""What programs for cameras and homes send with pictures, and what the planner is asked: shapes of their sources."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from gateway_client import Client
+from starlette.testclient import TestClient
+
+from hepti_mqtt.gateway.app import create_app
+from hepti_mqtt.gateway.site import Site
+
+FIRST, SECOND = (base64.b64encode(f"{name} picture".encode()).decode() for name in ("first", "second"))
+PROMPT = "Describe what happens."
+SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+FRIGATE = {"temperature": 0.5, "repeat_penalty": 1.05, "presence_penalty": 0.3}
+
+
+def url(picture: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}", **more}}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def image(picture: str) -> dict[str, str]:
+    return {"type": "image", "image": picture}
+
+
+# Each: the path, the body, the content of the last message as the planner gets it, and other keys of its request.
+CASES: dict[str, tuple[str, dict[str, Any], list[Any], dict[str, Any]]] = {
+    "Frigate, OpenAI: the prompt, then each frame after its caption": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [
+            text(PROMPT), text("Frame 1"), url(FIRST, detail="low"), text("Frame 2"), url(SECOND, detail="low")
+        ]}]},
+        [text(PROMPT), text("Frame 1"), url(FIRST, detail="low"), text("Frame 2"), url(SECOND, detail="low")],
+        {},
+    ),
+    "Frigate, OpenAI: a description of a fixed form": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [text(PROMPT), url(FIRST, detail="low")]}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "review", "strict": True, "schema": {**SCHEMA, "additionalProperties": False}},
+            },
+        },
+        [text(PROMPT), url(FIRST, detail="low")],
+        {},
+    ),
+    "Frigate, Ollama: marks where frames belong": (
+        "/api/chat",
+        {
+            "messages": [{
+                "role": "user", "content": f"{PROMPT}\nFrame 1\n[img]\nFrame 2\n[img]", "images": [FIRST, SECOND],
+            }],
+            "options": FRIGATE, "think": False, "stream": False, "format": SCHEMA,
+        },
+        [text(f"{PROMPT}\nFrame 1\n"), image(FIRST), text("\nFrame 2\n"), image(SECOND)],
+        {"presence_penalty": 0.3, "repetition_penalty": 1.05, "temperature": 0.5, "thinking": False},
+    ),
+    "Frigate, Ollama: the tokens of a picture are counted": (
+        "/api/chat",
+        {
+            "messages": [{"role": "user", "content": ".", "images": [FIRST]}],
+            "options": {**FRIGATE, "num_predict": 1}, "stream": False,
+        },
+        [image(FIRST), text(".")],
+        {"max_new_tokens": 1},
+    ),
+    "Frigate before 0.18, Ollama": (
+        "/api/generate",
+        {"prompt": PROMPT, "images": [FIRST, SECOND], "stream": False, "options": {"num_ctx": 4096}},
+        [image(FIRST), image(SECOND), text(PROMPT)],
+        {},
+    ),
+    "Home Assistant, Ollama: an AI task with a camera's picture": (
+        "/api/chat",
+        {
+            "messages": [
+                {"role": "system", "content": "You are a home."},
+                {"role": "user", "content": PROMPT, "images": [FIRST]},
+            ],
+            "stream": True, "keep_alive": -1, "options": {"num_ctx": 8192}, "think": False, "format": SCHEMA,
+            "tools": [],
+        },
+        [image(FIRST), text(PROMPT)],
+        {"thinking": False},
+    ),
+    "Home Assistant, OpenAI: an AI task with a camera's picture": (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "message", "role": "developer", "content": "You are a home."},
+                {"type": "message", "role": "user", "content": [
+                    {"type": "input_text", "text": PROMPT},
+                    {"type": "input_image", "image_url": f"data:image/jpeg;base64,{FIRST}", "detail": "auto"},
+                ]},
+            ],
+            "max_output_tokens": 3000, "store": False, "stream": False, "user": "01J",
+        },
+        [text(PROMPT), url(FIRST, detail="auto")],
+        {"max_new_tokens": 3000},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_is_asked_what_a_program_for_cameras_sends(case: str) -> None:
+    path, body, content, others = CASES[case]
+    client = Client()
+    answer = TestClient(create_app(Site(client, 5.0))).post(path, json={"model": "any", **body})  # type: ignore[arg-type]
+    assert answer.status_code == 200, answer.text
+    asked = client.asked[-1]
+    assert asked["messages"][-1]["content"] == content
+    assert others.items() <= asked.items()
+    assert (asked.get("response_format") is not None) == any(key in body for key in ("format", "response_format"))
+
+
+@pytest.mark.parametrize(
+    ("text_of", "images", "content"),
+    [
+        ("[img] a [img]", [FIRST], [image(FIRST), text(" a [img]")]),
+        ("a [img] b", [FIRST, SECOND], [image(SECOND), text("a "), image(FIRST), text(" b")]),
+        ("[img]", [FIRST], [image(FIRST)]),
+        ("a", [FIRST, SECOND], [image(FIRST), image(SECOND), text("a")]),
+    ],
+)
+def test_marks_of_ollama_are_the_places_of_pictures(text_of: str, images: list[str], content: list[Any]) -> None:
+    client = Client()
+    body = {"model": "any", "messages": [{"role": "user", "content": text_of, "images": images}], "stream": False}
+    assert TestClient(create_app(Site(client, 5.0))).post("/api/chat", json=body).status_code == 200  # type: ignore[arg-type]
+    assert client.asked[-1]["messages"][-1]["content"] == content
