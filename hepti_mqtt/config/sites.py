@@ -40,7 +40,7 @@ _VALUE_BYTES: Final = {"w8a8": 1.0, "w8a32": 1.0} | {
 #: FLOPs of unpacking one value, once for all rows: assumed, fitted to an agent that measured itself with AVX-512.
 _UNPACK_FLOPS: Final = {"q4_0": 1.0, "q4_1": 1.0, "q4_k": 1.0, "q5_k": 2.0, "q6_k": 8.0}
 # What frames and ops cost a device of so many GFLOP/s: as agents measure it, on 0.31 of a core; bytes as agents of the
-# lab fitted them, off loopback. Other devices are taken to be as much slower at it as they are at matmuls, as hosts with
+# lab fitted them, off loopback. Other devices are taken to be as much slower at it as at matmuls, as hosts with
 # another share of a core are.
 _FITTED_GFLOPS: Final = 24.6
 _FITTED_FRAME_MS: Final = 0.035
