@@ -22,17 +22,7 @@ from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
-from hepti_mqtt.transport import (
-    Connected,
-    Disconnected,
-    Inbox,
-    OnMessage,
-    Refused,
-    State,
-    Subscribed,
-    Transport,
-    Will,
-)
+from hepti_mqtt.transport import Connected, Disconnected, Inbox, OnMessage, Refused, State, Subscribed, Transport, Will
 
 
 class ErrorLog:

@@ -13,6 +13,7 @@ A row may also be a frame to or from a peer (`transfers`). Before `learn` the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from math import prod
 from time import perf_counter_ns
@@ -124,15 +125,17 @@ def _wrapper_types(function: Any) -> tuple[Any, Any]:
     return tuple(types.TypeRef(of(kinds)) for kinds in _kinds(function))  # type: ignore[return-value]
 
 
-_wrappers: Final[dict[Any, int]] = {}
-
-
+@cache
 def wrapper_of(function: Any) -> int:
     """Return the address of the wrapper of a kernel, compiled or loaded if need be."""
-    kinds = _wrapper_types(function)
-    if kinds not in _wrappers:
-        _wrappers[kinds] = entry_of(_wrapping, kinds)[0](None, None)
-    return _wrappers[kinds]
+    address: int = entry_of(_wrapping, _wrapper_types(function))[0](None, None)
+    return address
+
+
+@cache
+def _code_of(function: Any) -> int:
+    """Return the address of a kernel's code."""
+    return entry_of(function, signature_of(function) or ())[1]
 
 
 def wrapper_in_cache(function: Any) -> bool:
@@ -337,7 +340,7 @@ class Tape:
                 continue
             block, places = _words(_kinds(call.function)[0], call.arguments)
             self._rows[row, _WRAPPER], self._rows[row, _BLOCK] = wrapper_of(call.function), len(blocks)
-            code = entry_of(call.function, signature_of(call.function))[1]  # type: ignore[arg-type]
+            code = _code_of(call.function)
             begin = len(blocks) // _WORD + 1
             blocks += int(code).to_bytes(_WORD, "little") + block
             for word, argument in places:

@@ -41,14 +41,7 @@ from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuilt
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
-from hepti_mqtt.runtime.worker.residents import (
-    Continuation,
-    PlanKey,
-    ProgramKey,
-    ResidentPlan,
-    ResidentPlans,
-    shape_of,
-)
+from hepti_mqtt.runtime.worker.residents import Continuation, PlanKey, ProgramKey, ResidentPlan, ResidentPlans, shape_of
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.task_queue import initial_task
 
