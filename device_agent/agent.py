@@ -31,6 +31,7 @@ from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memo
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
+from device_agent.saved_caches import SHARE, SavedCaches
 from device_agent.shell import BuilderThread, SessionLoop
 from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
@@ -43,9 +44,19 @@ from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 from hepti_mqtt.kernels.jit import release_compiler
 from hepti_mqtt.protocol.keys import KEY_BYTES, public_key
-from hepti_mqtt.protocol.messages import CachedTiles, Caps, RequestTiles, Status, encode, encode_caps, encode_status
+from hepti_mqtt.protocol.messages import (
+    STOPPED,
+    CachedTiles,
+    Caps,
+    RequestTiles,
+    Status,
+    encode,
+    encode_caps,
+    encode_status,
+)
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
+from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.transport import (
     BrokerConnection,
@@ -68,10 +79,11 @@ APP: Final = "hepti"
 
 
 class AgentDirectories(NamedTuple):
-    """Where one device keeps its state (lock, measurement) and its weight tiles."""
+    """Where one device keeps its state (lock, measurement), its weight tiles and its KV caches."""
 
     state: Path
     tiles: Path
+    caches: Path
 
 
 def agent_directories(root: Path | None, site: str, device: str) -> AgentDirectories:
@@ -83,12 +95,12 @@ def agent_directories(root: Path | None, site: str, device: str) -> AgentDirecto
     state = root if root is not None else platformdirs.user_state_path(APP) / "agents"
     cache = root if root is not None else platformdirs.user_cache_path(APP) / "agents"
     own = Path(check_name("site", site)) / check_name("device", device)
-    tiles = cache / own / "tiles"  # made by the cache, which does without
+    cached = cache / own / "tiles", cache / own / "kv"  # made by who writes them, and does without
     try:
-        return AgentDirectories(_writable(state / own), tiles)
+        return AgentDirectories(_writable(state / own), *cached)
     except OSError as exc:
         try:  # a worn SD card is read-only; memory is not
-            return AgentDirectories(_writable(_private_temporary() / own), tiles)
+            return AgentDirectories(_writable(_private_temporary() / own), *cached)
         except OSError:
             raise ConfigError(
                 f"cannot write the agent's directory {state / own}: {exc.strerror or exc}; set XDG_STATE_HOME and "
@@ -147,7 +159,6 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
-STOPPED: Final = "stopped"  # the reason that an agent gives when it ends in order
 BACKOFF_S: Final = (0.2, 5.0)
 
 
@@ -207,7 +218,8 @@ class _Agent:
             is_busy=lambda: budget.running,
             report=self._report_cached,
         )
-        self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget)
+        self._saved = SavedCaches(places.caches, config.cache_bytes // SHARE, self._log)
+        self._loader = LoaderThread(weights, self._loader_counters, self._log, self._budget, self._read_caches)
         self._network = Network(
             self._topics,
             config.device_id,
@@ -323,7 +335,7 @@ class _Agent:
             self._heartbeat.close()
         farewell = self._reached if self._shell is None else self._shell.announce_offline
         fault = self.fault if self._shell is None else self._shell.fault or self.fault
-        self._network.close(self._offline(fault or STOPPED) if farewell else None)
+        self._network.close(self._offline(fault or STOPPED) if farewell else None)  # others need not wait for the rest
         if self._links is not None:
             self._links.close()
         self._loader.close()
@@ -333,6 +345,8 @@ class _Agent:
             self._builder.close()
         if self._workers is not None:
             self._workers.close()
+        if self._shell is not None and farewell and not fault:
+            self._saved.save(self._shell.end())
 
     def _serve_metrics(self, address: tuple[str, int]) -> MetricsServer:
         """Serve the last heartbeat's numbers; raises ConfigError without the extra, NetworkError for the address."""
@@ -417,7 +431,7 @@ class _Agent:
                 measurement_file(self._places.state, config.threads),
                 workers,
                 config.memory_bytes or free_memory(),
-                with_narrow_weights=jit.all_ready(),
+                with_narrow_weights=False,
                 trusted_since_s=started_s,
             )
         self._log.info("measured in %.1f s%s", time.perf_counter() - start, " (cached)" if cached else "")
@@ -461,6 +475,11 @@ class _Agent:
         self.inbox.post(event)
         if self._config.on_load_event is not None:
             self._config.on_load_event(event)
+
+    def _read_caches(self, order: ReadCaches) -> None:
+        """Report the saved KV caches of a layout; on the loader's thread, before the weights are loaded."""
+        if caches := self._saved.take(order.layout):
+            self.inbox.post(CachesRead(order.model, order.plan_version, caches))
 
     def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
         try:

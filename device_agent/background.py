@@ -83,16 +83,15 @@ class StartupStatus:
 
 
 def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
-    """Compile what f32 weights need in other processes; load what is there."""
+    """Compile what f32 weights need in other processes, and load it."""
     start = perf_counter()
-    whole = precompile.ready()
     most = max(1, min(ceil(usable_cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
-        "all" if whole else "first",
+        "first",
         lambda done, total: status.update("compiling kernels", done, total) if done < total else None,
         most,
     )
-    warm = precompile.load(whole)
+    warm = precompile.load_first()
     took_s = perf_counter() - start
     log.info(
         "kernels for %s ready after %.1f s (%d compiled here, %d from the cache)",
@@ -107,7 +106,7 @@ def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
 
 
 POLL_S: Final = 1.0
-AFTER_PROBES_S: Final = 3.0  # links are measured first: what else a slow device does would delay its answers
+AFTER_PLAN_S: Final = 10.0  # links are measured and the first plan is prepared before
 CLOSE_S: Final = 1.0
 MISMATCH_RATIO: Final = 1.5  # of observed to measured time, in either direction
 MISMATCH_S: Final = 30.0  # of requests
@@ -172,9 +171,9 @@ class BackgroundTuning:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        self._closing.wait(AFTER_PROBES_S)
+        self._closing.wait(AFTER_PLAN_S)
         try:
-            self._give_up()
+            self._rest(0.0)
             warm = precompile.load_rest(lambda *_: self._give_up(), self._rest)
             release_compiler()
             self._log.info("all kernels ready (%d compiled here, %d from the cache)", *warm)
@@ -204,7 +203,7 @@ class BackgroundTuning:
         return POLL_S if self._budget.loading else self._budget.pause_s(time.perf_counter())
 
     def _idle(self) -> bool:
-        return self._budget.is_unused(time.perf_counter())
+        return not self._budget.loading and self._budget.is_unused(time.perf_counter())
 
     def _measure(self, force: bool) -> None:
         """Measure with the memory that is free beside the weights; a request meanwhile voids the result."""

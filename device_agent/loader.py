@@ -29,7 +29,7 @@ from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.protocol.messages import CachedTiles
-from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, Unload
+from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, ReadCaches, Unload
 from hepti_mqtt.runtime.worker.residents import Place
 from hepti_mqtt.runtime.worker.tile_sources import (
     BUSY_WINDOW,
@@ -57,6 +57,8 @@ class LoadJob:
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
     #: Where each tile goes, in the order in which tiles are taken.
     destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
+    #: The tiles and the manifest, which the cache may not remove for this load.
+    pinned: frozenset[bytes] = frozenset()
     #: Number of each tile in this order.
     order: dict[bytes, int] = field(default_factory=dict)
     missing: set[bytes] = field(default_factory=set)
@@ -70,11 +72,6 @@ class LoadJob:
     #: Bytes of the tiles; before the manifest is there, of the weights.
     total_bytes: int = 0
     hash_mismatches: int = 0
-
-    @property
-    def pinned(self) -> Collection[bytes]:
-        """Return the tiles that the cache may not remove for this load."""
-        return {self.load.manifest, *self.destinations}
 
     def limit(self) -> int | None:
         """Return the number of the first tile that may not be taken yet; None without a limit."""
@@ -114,6 +111,7 @@ class LoadJob:
                 self.destinations.setdefault(place.hash, []).append((ref, place))
         self.total_bytes = sum(places[0][1].nbytes for places in self.destinations.values())
         self.missing = set(self.destinations)
+        self.pinned = frozenset((self.load.manifest, *self.destinations))
         self.order = {digest: number for number, digest in enumerate(self.destinations)}
         # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
         self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
@@ -320,6 +318,8 @@ class WeightLoader:
             self._counters["tiles_cached"] += 1
             self._counters["tile_bytes_cached"] += len(data)
             self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
+            if job.ordered_missing:  # else nothing else may be requested now
+                self._go_on(now)
         return self.has_cached
 
     def retry_if_due(self, now: float) -> None:
@@ -429,7 +429,6 @@ class WeightLoader:
         for ref, place in job.destinations[digest]:
             job.write_tile(ref, place, data)
         if job.missing:
-            self._go_on(now)
             self._report_progress(now)
         else:
             self._finish(job, now)
@@ -555,20 +554,25 @@ class RequestAgain:
     """The connection or the planner is back."""
 
 
-Input = Load | Unload | TileIn | PeerMessageIn | TilePeerChanged | RequestAgain
+Input = Load | Unload | ReadCaches | TileIn | PeerMessageIn | TilePeerChanged | RequestAgain
 
 
 class LoaderThread:
     """Runs a `WeightLoader` in its own thread; `post` is safe from any thread.
 
     What comes over the network, or goes to peers, is done tile by tile as the budget allows. Cached tiles cost no link
-    and little time, so they are read without a pause.
+    and little time, so they are read without a pause. read_caches: reports saved KV caches.
     """
 
     def __init__(
-        self, loader: WeightLoader, counters: Counter[str], log: logging.Logger, budget: Budget | None = None
+        self,
+        loader: WeightLoader,
+        counters: Counter[str],
+        log: logging.Logger,
+        budget: Budget | None = None,
+        read_caches: Callable[[ReadCaches], None] = lambda _: None,
     ) -> None:
-        self._loader = loader
+        self._loader, self._read_caches = loader, read_caches
         self._counters = counters
         self._log = log
         self._budget = budget or Budget()
@@ -637,6 +641,8 @@ class LoaderThread:
                 loader.load(item, now)
             case Unload():
                 loader.unload(item, now)
+            case ReadCaches():
+                self._read_caches(item)
             case TileIn():
                 self._arrived.append(item)
             case PeerMessageIn(peer, model, kind, body):

@@ -7,10 +7,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle, groupby
+from itertools import chain, cycle, groupby, takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -137,7 +137,8 @@ def load_or_measure(
     A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, if one
     quick matmul takes about as long as it did then, and not with `force`. One written since `trusted_since_s` (Unix
     time) needs no such check: a neighbour has just made it, and while others start the check would often fail.
-    with_narrow_weights: their kernels must be ready. may_store: returns whether to cache what was measured.
+    with_narrow_weights: their kernels must be ready. may_store: returns whether to cache what was measured; of narrow
+    weights it is asked after each storage, and the first one that may not be cached is the last.
     """
     key = {
         "version": __version__,
@@ -153,11 +154,15 @@ def load_or_measure(
     cached = curves is not None and (
         _written_since(file, trusted_since_s) or _still_accurate(curves, workers, memory_bytes)
     )
+    is_new = False
     if curves is None or not cached:
-        curves, changed = measure(workers, memory_bytes, with_narrow_weights), True
-    elif changed := with_narrow_weights and not has_narrow_curves(curves):
-        curves, cached = {**curves, "linear": curves["linear"] + _narrow(curves, workers, memory_bytes)}, False
-    if changed and may_store():
+        curves = measure(workers, memory_bytes, with_narrow_weights)
+        is_new = may_store()
+    elif with_narrow_weights and not has_narrow_curves(curves):
+        undisturbed = takewhile(lambda _: may_store(), _narrow(curves, workers, memory_bytes))
+        added = list(chain.from_iterable(undisturbed))
+        curves, cached, is_new = {**curves, "linear": curves["linear"] + added}, False, bool(added)
+    if is_new:
         with suppress(OSError):  # then the next start measures again
             write_atomically(file, json.dumps({"key": key, "curves": curves}).encode())
     return curves, cached
@@ -221,25 +226,24 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
     }
     del forget  # its weights: those of one measurement at a time are enough
     if narrow:
-        linear += _narrow(curves, workers, memory_bytes)
+        linear += list(chain.from_iterable(_narrow(curves, workers, memory_bytes)))
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
 
 
-def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> list[Curves]:
-    """Return the curves of narrow weights that are missing."""
+def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> Iterator[list[Curves]]:
+    """Measure the curves of narrow weights that are missing, and yield those of one storage after the other."""
     known = list(map(_product, curves["linear"]))
     whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
-    found = []
     for storage, products in groupby((one for one in PRODUCTS if one not in known), attrgetter("weights")):
         k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
-        weights = _ColdMatmul(k, n, memory_bytes, storage)
+        weights, of_storage = _ColdMatmul(k, n, memory_bytes, storage), []
         for product in products:
             points = _linear_points(weights, workers, product.rounded)
             x = {"x": "i8"} if product.rounded else {}
-            found.append({"k": k, "n": n, "points": points, "storage": storage, **x})
+            of_storage.append({"k": k, "n": n, "points": points, "storage": storage, **x})
         del weights  # those of one measurement at a time are enough
-    return found
+        yield of_storage
 
 
 def _expected(measured: Curves, k: int, n: int) -> float:

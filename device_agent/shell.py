@@ -63,12 +63,14 @@ from hepti_mqtt.runtime.worker.interface import (
     PlannerLost,
     PrepareAnalysed,
     ProgramBuilt,
+    ReadCaches,
     Subscribe,
     Subscribed,
     Tick,
     Unload,
     Unsubscribe,
 )
+from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
@@ -213,6 +215,7 @@ class SessionLoop:
             BuildProgram: builder.post,
             AnalysePrepare: builder.post,
             Unload: self._unload,
+            ReadCaches: loader.post,
             LogTrouble: lambda c: complaints.record(c.kind, c.text, c.error),
         }
         if links is not None:
@@ -252,6 +255,10 @@ class SessionLoop:
         self.announce_offline = stop.announce_offline
         if stop.error is not None:
             raise stop.error
+
+    def end(self) -> tuple[KeptCache, ...]:
+        """End all plans after `run`; return the KV caches to save, the oldest first."""
+        return self._session.end(time.perf_counter())
 
     def _work(self) -> Stop:
         """Take events and run ops until a `Stop`, and return it."""

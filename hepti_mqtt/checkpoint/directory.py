@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
@@ -73,6 +74,7 @@ _EXTRAS: Final = (
 _DESCRIBED: Final = "config.json"  # how errors of a spec begin
 _ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
+_BANDS_BYTES: Final = 32 << 20  # of rows that tiles are cut from
 
 
 class _Tile(NamedTuple):
@@ -122,7 +124,8 @@ class Checkpoint:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
             self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
-        self._band: tuple[TensorSource, int, npt.NDArray[Any]] | None = None
+        #: Rows of a tensor that tiles were last cut from, the last one last, by tensor and first row.
+        self._bands: OrderedDict[tuple[TensorSource, int], npt.NDArray[Any]] = OrderedDict()
 
     @classmethod
     def open(
@@ -298,15 +301,19 @@ class Checkpoint:
         return STORAGES["f16" if tensor.dtype == "F16" else tensor.dtype if tensor.raw is not None else "f32"]
 
     def _tile_bytes(self, source: TensorSource, rows: tuple[int, int], columns: tuple[int, int]) -> bytes:
-        """Return one tile's bytes; the last band of rows is kept, as its tiles are asked for one after the other."""
-        band = self._band
-        if band is None or band[:2] != (source, rows[0]):
-            tensor = self._tensors[source]
-            band = (source, rows[0], (tensor.raw or tensor.read)(*rows, source.matrix_shape[1]))
-            self._band = band
+        """Return one tile's bytes; its band of rows is kept until its last tile, as devices take theirs in turn."""
+        bands, band_of = self._bands, (source, rows[0])
+        width, tensor = source.matrix_shape[1], self._tensors[source]
+        band = bands.pop(band_of, None)
+        if band is None:
+            band = (tensor.raw or tensor.read)(*rows, width)
+        if columns[1] < width:
+            bands[band_of] = band
+            while len(bands) > 1 and sum(kept.nbytes for kept in bands.values()) > _BANDS_BYTES:
+                bands.popitem(last=False)
         storage = self._storage(source)
         first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
-        return band[2][:, first:last].tobytes()
+        return band[:, first:last].tobytes()
 
     @cached_property
     def similarity(self) -> Similarity | None:

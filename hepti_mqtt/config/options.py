@@ -174,7 +174,7 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     memory = "budget for weights and activations (default: 80 %% of free)"
     add("--memory", type=size_text, metavar="SIZE", help=memory)
     add("--cache", type=Path, metavar="DIR", help="where tiles of weights are kept")
-    limit = "limit of the tile cache; 0 for no cache (default: 4GiB)"
+    limit = "limit of the tile cache, beside which saved KV caches take an eighth of it; 0 for none (default: 4GiB)"
     add("--cache-size", type=size_text, metavar="SIZE", help=limit)
     host = "where peers reach this device directly (default: its own address on the way to the broker)"
     add("--mesh-host", metavar="ADDRESS", help=host)

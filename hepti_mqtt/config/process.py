@@ -181,7 +181,9 @@ def requires_extra(extra: str, what: str) -> Iterator[None]:
 
 
 LARGE_BYTES: Final = 1 << 20  # blocks of so much have pages of their own, which go back as soon as a block is freed
-_M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
+KEPT_BYTES: Final = 8 << 20  # at the end of a heap that stay: a window of tiles is taken and given back all the time
+_M_TRIM_THRESHOLD: Final = -1  # of mallopt(3)
+_M_MMAP_THRESHOLD: Final = -3
 
 
 def return_large_blocks() -> None:
@@ -191,4 +193,6 @@ def return_large_blocks() -> None:
     weights, later ones lie among small blocks, and leave holes that stay.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)

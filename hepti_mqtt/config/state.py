@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -11,15 +12,15 @@ from typing import Final
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> None:
     """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError.
 
-    mode: its permissions, of which the umask takes away.
+    data: all of it, or its parts. mode: its permissions, of which the umask takes away.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

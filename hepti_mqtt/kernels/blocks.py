@@ -16,8 +16,9 @@ scales of 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -47,6 +48,13 @@ class Field(NamedTuple):
     def places(self) -> NDArray[np.intp]:
         """Return where its bytes are in a stored block."""
         return np.add.outer(self.starts, np.arange(self.group)).reshape(-1)
+
+    def groups(self, stored: Octets) -> NDArray[Any]:
+        """Return its groups [n, blocks, groups], each as one number, of columns u8 [n, blocks, block_bytes]."""
+        first, last = min(self.starts), max(self.starts) + self.group
+        numbers = stored[:, :, first:last].view(f"u{self.group}")
+        order = [(start - first) // self.group for start in self.starts]
+        return numbers if order == list(range(numbers.shape[2])) else numbers[:, :, order]
 
 
 def _six_bits() -> list[int]:
@@ -94,8 +102,9 @@ class BlockMatrix:
         """Return the values of some columns, f32 [len(numbers), rows]."""
         raw = np.empty((len(numbers), self.panels.shape[1], self.storage.block_bytes), np.uint8)
         panel, lane = np.divmod(numbers, WIDTH)
-        for part, at in _parts(self.panels, self.storage):
-            raw[:, :, at] = part[panel, :, :, lane].reshape(len(numbers), len(raw[0]), -1)
+        for field, octets in _octets_of_fields(self.panels, self.storage):
+            groups = octets.reshape(*octets.shape[:2], len(field.starts), WIDTH, field.group)
+            raw[:, :, field.places()] = groups[panel, :, :, lane].reshape(len(numbers), len(raw[0]), -1)
         return self.storage.rows(raw.reshape(len(numbers), -1))
 
     def plain(self) -> NDArray[np.float32]:
@@ -103,15 +112,13 @@ class BlockMatrix:
         return np.ascontiguousarray(self.columns_at(np.arange(self.columns)).T)
 
 
-def _parts(panels: Octets, storage: Storage) -> list[tuple[Octets, NDArray[np.intp]]]:
-    """Return views [P, blocks, groups, WIDTH, bytes] of what a block has, and where that is in a stored block."""
-    found, first = [], 0
+def _octets_of_fields(panels: Octets, storage: Storage) -> Iterator[tuple[Field, Octets]]:
+    """Yield the fields of a block, each with its bytes in panels: a view [P, blocks, groups * WIDTH * group]."""
+    first = 0
     for field in FIELDS[storage.name].values():
         last = first + field.nbytes * WIDTH
-        part = panels[:, :, first:last].reshape(*panels.shape[:2], len(field.starts), WIDTH, field.group)
-        found.append((part, field.places()))
+        yield field, panels[:, :, first:last]
         first = last
-    return found
 
 
 def places_of(storage: Storage) -> NDArray[np.int64]:
@@ -220,12 +227,22 @@ class BlockBuffer:
         return new
 
     def _copy(self, part: Octets, block: int, column: int) -> None:
+        """Store columns [n, blocks, block_bytes] from (block, column) of the range on."""
         n, blocks = part.shape[:2]
-        panel, lane = np.divmod(np.arange(column, column + n), WIDTH)
-        for view, at in _parts(self._array, self._storage):
-            view[panel, block : block + blocks, :, lane] = part[:, :, at].reshape(n, blocks, *view.shape[2::2])
+        edges = (column, -(-column // WIDTH) * WIDTH, (column + n) // WIDTH * WIDTH, column + n)
+        for left, right in pairwise(sorted({edge for edge in edges if column <= edge <= column + n})):
+            panels, lanes = slice(left // WIDTH, -(-right // WIDTH)), slice(left % WIDTH, (right - 1) % WIDTH + 1)
+            columns = part[left - column : right - column]
+            for field, octets in _octets_of_fields(self._array[panels, block : block + blocks], self._storage):
+                view = octets.view(f"u{field.group}").reshape(*octets.shape[:2], -1, WIDTH)
+                groups = field.groups(columns).reshape(len(view), -1, blocks, view.shape[2])
+                view[..., lanes] = groups.transpose(0, 2, 3, 1)
 
     def finish(self) -> BlockMatrix:
         """Return the weight; raises ValueError if elements are missing."""
         self._arrived.require_all()
+        return self.weight()
+
+    def weight(self) -> BlockMatrix:
+        """Return the weight, whatever has arrived: its array is this buffer's memory."""
         return BlockMatrix(self._storage, self._array, *size_of(self.ref))

@@ -163,20 +163,15 @@ class Compilers:
         return self._idle.pop() if self._idle else None
 
 
-def ready() -> bool:
-    """Return whether nothing is left to compile in other processes: all is in the cache, or there is none."""
-    return jit.cache_directory() is None or all(job.done() for job in _jobs("all"))
-
-
 def compiled() -> tuple[int, int]:
     """Return the number of kernels in the cache, and of all kernels."""
     done = [job.done() for job in _jobs("all")]
     return sum(done), len(done)
 
 
-def load(everything: bool) -> jit.Warm:
-    """Load what f32 weights need, or everything, from the cache, and compile here what it lacks."""
-    (jit.compile_all if everything else jit.compile_first)()
+def load_first() -> jit.Warm:
+    """Load what f32 weights need from the cache, and compile here what it lacks."""
+    jit.compile_first()
     return jit.warm()
 
 

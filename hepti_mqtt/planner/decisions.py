@@ -60,6 +60,15 @@ class Rule:
     judged_s: float = 1.0  #: between two judgements without a change
     other_site: float = 1.25  #: factor on a device's time beyond what all devices did: a search may gain
     other_link: float = 2.0  #: factor on a link's rate: surfaces are not made for more
+    # Requests to come.
+    in_use_s: float = 60.0  #: longest interval between requests: a model that is not in use counts as used so often
+    least_period_s: float = 1e-3  #: shortest interval: of requests that come at once
+    pace_count: int = 10  #: intervals in the geometric mean
+    held_s: float = 86400.0  #: time in which weights that were loaded ahead are of use
+    # A search beside requests, before any was measured.
+    search_s: float = 1.0  #: its time
+    beside_search: float = 1.2  #: factor on a request's time
+    search_weight: float = 0.3  #: of the last one in the geometric mean
 
 
 RULE: Final = Rule()

@@ -120,6 +120,7 @@ class Status:
         return Start(self.term, self.boot)
 
 
+STOPPED: Final = "stopped"  # the reason of a device that was asked to stop
 QUESTION: Final = Status("offline", 0)  # published, not retained, by who asks for the status of a running process
 
 
@@ -329,6 +330,23 @@ class CachedTiles:
     receive_bytes_per_s: float = 0.0  #: over the network: verify, store, pack; 0: not measured
 
 
+class KeptSession(NamedTuple):
+    """A KV cache that a device has kept from an earlier plan version."""
+
+    origin: PlanVersion  #: that plan version
+    number: int  #: of its session, under both plan versions
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSessions:
+    """Agent to planner: sessions of earlier plan versions that this device continues under a plan version."""
+
+    model: str
+    plan_version: PlanVersion
+    sessions: tuple[KeptSession, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RunFailed:
     """Agent to planner: one request cannot be answered here. sessions: of it, that the device has lost."""
@@ -362,7 +380,8 @@ class RunProgress:
 
 
 Command = Prepare | Activate | Release | Cancel | ReleaseAll | LeaseTasks | HandOver | EndSessions
-Report = Ready | PrepareProgress | PrepareFailed | RequestTiles | RunFailed | TaskDone | RunProgress | CachedTiles
+Prepared = Ready | PrepareProgress | PrepareFailed
+Report = Prepared | RequestTiles | RunFailed | TaskDone | RunProgress | CachedTiles | KeptSessions
 Message = Command | Report
 
 # Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
@@ -383,6 +402,7 @@ CODES: Final[Mapping[int, type[Any]]] = {
     105: TaskDone,
     106: RunProgress,
     107: CachedTiles,
+    108: KeptSessions,
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 
@@ -465,6 +485,13 @@ def _shape(value: Any) -> PlainShape:
     return shape
 
 
+def _kept_session(value: Any) -> KeptSession:
+    if type(value) not in (list, tuple, KeptSession) or len(value) != 3:
+        raise ValueError("not a session [plan version, number, rows]")
+    origin, number, rows = value
+    return KeptSession(_ALL["plan_version"](origin), plausible.COUNT(number), plausible.COUNT(rows))
+
+
 def _link_reports(value: Any) -> dict[str, LinkReport]:
     checks = [plausible.number("peer.round_trip_s"), plausible.number("peer.bytes_per_s")]
     return {
@@ -498,6 +525,7 @@ _STRUCTURED: Final[Mapping[str, Check]] = {
     "Prepare.peers": plausible.bounded("peers", MAX_PEERS, _peer),
     "PrepareFailed.peers": plausible.bounded("devices", MAX_PEERS, plausible.device_name),
     "Heartbeat.peers": _link_reports,
+    "KeptSessions.sessions": plausible.bounded("sessions", plausible.MAX_TASKS, _kept_session),
 }
 _ALL: Final[Mapping[str, Check]] = {**plausible.FIELDS, **_STRUCTURED}
 # A field without a rule fails here, at import.

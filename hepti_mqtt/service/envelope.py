@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
 from hepti_mqtt.errors import BadNameError, RequestError
 from hepti_mqtt.ids import check_name
+from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.requests import MAX_ITEMS, MAX_REQUEST_BYTES, PINS, REQUEST_KEYS
+from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_DEADLINE_MS: Final = 86_400_000
@@ -38,7 +40,6 @@ class RequestEnvelope:
     id: str | None
     deadline_s: float | None
     reply_to: str | None
-    pins: Pins | None
     body: Mapping[str, Any]
     report: bool = False
 
@@ -129,11 +130,8 @@ def digest(data: Mapping[str, Any]) -> bytes:
     return found.digest()
 
 
-def split_envelope(data: Mapping[str, Any], own: Pins) -> RequestEnvelope:
-    """Split a request into envelope and body; raises RequestError naming what is invalid.
-
-    own: the operator's pins, the default for the request's.
-    """
+def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
+    """Split a request into envelope and body; raises RequestError naming what is invalid."""
     deadline = data.get("deadline_ms")
     if deadline is not None:
         number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
@@ -149,7 +147,6 @@ def split_envelope(data: Mapping[str, Any], own: Pins) -> RequestEnvelope:
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
         reply_to=reply_to,
-        pins=_pins(data, own) if any(data.get(key) is not None for key in PINS) else None,
         body={k: v for k, v in data.items() if k not in (*PINS, *_DELIVERY_KEYS)},
         report=report,
     )
@@ -196,7 +193,25 @@ def _budget(accuracy: Any) -> float | None:
     return float(accuracy)
 
 
-def _pins(data: Mapping[str, Any], own: Pins) -> Pins:
+def supported_pins(pins: Pins, spec: Spec, specs: Iterable[Spec]) -> Pins:
+    """Return the pins of one of several models that answer together.
+
+    A method that divides only others of the models pins only those. If it divides no model, the planner refuses it.
+    """
+    if pins.strategy is None:
+        return pins
+    method = STRATEGIES[pins.strategy]
+    able = [one for one in specs if method.why_unsupported(graph(one, largest_shape(one))) is None]
+    return pins if not able or spec in able else replace(pins, strategy=None, options={})
+
+
+def request_pins(data: Mapping[str, Any], own: Pins) -> Pins | None:
+    """Return the pins of a request, None if it has none; raises RequestError naming what is invalid.
+
+    own: the operator's pins, the default for the request's.
+    """
+    if all(data.get(key) is None for key in PINS):
+        return None
     strategy = data.get("strategy")
     options = data.get("options")
     devices = data.get("devices")

@@ -32,7 +32,17 @@ from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
-from hepti_mqtt.service.envelope import RequestEnvelope, bare_text, digest, parse, peek_id, request_id, split_envelope
+from hepti_mqtt.service.envelope import (
+    RequestEnvelope,
+    bare_text,
+    digest,
+    parse,
+    peek_id,
+    request_id,
+    request_pins,
+    split_envelope,
+    supported_pins,
+)
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.logprobs import described
 from hepti_mqtt.service.requests import MAX_WAITING_BYTES, MemoryQuota, split_into_batches
@@ -195,8 +205,8 @@ class RequestHandler:
         served = self._asked.get(model)
         if served is None:
             raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._asked))}")
-        parts = split_envelope(data, served[0].pins)
-        if parts.pins is not None and self._request_pins == "none":
+        parts, pins = split_envelope(data), {one.name: request_pins(data, one.pins) for one in served}
+        if pins[served[0].name] is not None and self._request_pins == "none":
             raise RequestError(
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
@@ -214,13 +224,15 @@ class RequestHandler:
         found = _read_by(served, parts.body)
         sees = found[-1][1].pictured is not None
         joint = Joint(found[-1][0].checkpoint if sees else None) if len(found) > 1 else None
-        made = []
+        made, specs = [], [one.checkpoint.spec for one, _ in found]
         for one, prepared in found:
             written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
             thoughts = None if prepared.thoughts is None else Thoughts(prepared.thoughts)
             context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint, thoughts)
             self._quota.take(prepared.inputs.nbytes, context)
-            made.append(_request(replace(key, model=one.name), one, prepared, context, parts))
+            given = pins[one.name]
+            able = None if given is None else supported_pins(given, one.checkpoint.spec, specs)
+            made.append(_request(replace(key, model=one.name), one, prepared, context, parts, able))
         if joint is not None:
             joint.requests = tuple(made)
         return made[0]
@@ -335,7 +347,8 @@ class RequestHandler:
             return self.encode_refusal(
                 RefuseRequest(request, RemoteError(f"the devices' outputs do not fit together: {error}"))
             )
-        forecasts = [self._forecasts.lookup(s.plan, s.shape) for s in command.stats]
+        by_model = [[self._forecasts.lookup(s.plan, s.shape) for s in one.stats] for one in together]
+        forecasts = [forecast for of_model in by_model for forecast in of_model]
         for stats in command.stats:
             if stats.requests > 1:
                 self._forecasts.record_batched_run(stats)
@@ -344,8 +357,13 @@ class RequestHandler:
         expected_s, p10_s, p90_s = (
             overhead_s + sum(f.seconds * s.expectation[which] for f, s in pairs) for which in range(3)
         )
+        plans = {
+            one.request.key.model: _plan_fields(one.plan, shares(of_model))
+            for one, of_model in zip(together, by_model, strict=True)
+        }
         fields = {
-            "plan": _plan_fields(plan, shares(forecasts)),
+            "plan": plans[request.key.model],
+            **({"plans": plans} if len(plans) > 1 else {}),
             "tokens": sum(_context(one.request).model_input.shape.size for one in together),
             "runs": len(command.stats) if request.wants_result else 0,
             "batched_with": sum(s.requests - 1 for s in command.stats),
@@ -437,6 +455,7 @@ def _request(
     prepared: requests.ModelInput,
     context: _ReplyContext,
     parts: RequestEnvelope,
+    pins: Pins | None,
 ) -> Request:
     """Return a request to one model."""
     generation = None
@@ -458,7 +477,7 @@ def _request(
         batches,
         context,
         context.received_s + (DEADLINE_S if parts.deadline_s is None else parts.deadline_s),
-        parts.pins,
+        pins,
         prepared.wants_result,
         generation=generation,
         digest=context.asked.digest,

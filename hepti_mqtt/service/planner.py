@@ -51,6 +51,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
+from hepti_mqtt.service.last_state import save_state, take_state
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.served import Served
@@ -211,6 +212,10 @@ class _Planner:
         self.shown: dict[str, PublishPlan] = {}
         self.unused: Mapping[str, str] = {}  # as the records say
         self.session = _coordinator(config, start, models)
+        self.checkpoints = {name: model.checkpoint for name, model in models.items()}
+        self.state = state_directory(config.site, config.state_dir)
+        self.last = take_state(self.state, self.checkpoints, self.log)
+        self.session.recall_texts(self.last.texts)
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
@@ -236,7 +241,7 @@ class _Planner:
         self.tiles = TileServer(
             config.site,
             start.boot,
-            {n: m.checkpoint for n, m in models.items()},
+            self.checkpoints,
             lambda topic, payload: self.bulk.publish(topic, payload, 1),
             lambda *what: self.inbox.post(interface.WeightsUnreadable(*what)),
             lambda error: self.inbox.post(partial(self._fail, error)),
@@ -262,7 +267,7 @@ class _Planner:
             clean=False,
             name="planner-control",
         )
-        place, changed = state_directory(config.site, config.state_dir) / "requests", self._handle_requests_connection
+        place, changed = self.state / "requests", self._handle_requests_connection
         self.channel = RequestChannel(
             config.url,
             name,
@@ -502,6 +507,7 @@ class _Planner:
                 served.close()
         if self.failure is not None:
             raise self.failure
+        save_state(self.state, self.session.last_plans(), self.session.held_texts(), self.checkpoints, self.log)
 
     def _connect(
         self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
@@ -573,11 +579,15 @@ class _Planner:
             self.forecasts.set_plans(standing)
 
     def _recall(self, model: str, payload: bytes) -> None:
-        """Take the records of a model that an earlier planner has retained, until our own comes back behind them."""
+        """Take the records of a model that an earlier planner has retained, until our own comes back behind them.
+
+        A planner that was asked to stop has left its plan on disk instead.
+        """
         boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
         is_own = boot == self.start.boot
         if is_own:
             self.unrecalled.discard(model)
+            recalled = None if model in self.recalled else self.last.plans.get(model)
         if recalled is not None:
             self.recalled.add(model)
         elif is_own and model not in self.recalled:  # the next thing is a search

@@ -95,6 +95,13 @@ def encode_record(
     return payload
 
 
+def minimal_record(spec: Spec, recalled: Recalled) -> bytes:
+    """Return what `read_recalled` reads of a record."""
+    record = {"boot": 0, "active": recalled.plan.to_dict(), "spec": spec.to_dict(), "needs": dict(recalled.needs)}
+    payload: bytes = msgpack.packb(record)
+    return payload
+
+
 def read_recalled(payload: bytes, model: str, spec: Spec) -> tuple[int, Recalled | None]:
     """Return whose record of a model this is (boot, 0 if it cannot be read), and the active plan if it is of `spec`.
 

@@ -22,7 +22,7 @@ from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.service.envelope import validate_pins
+from hepti_mqtt.service.envelope import supported_pins, validate_pins
 from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.solver import MeasuredErrors
 from hepti_mqtt.transport import BrokerUrl
@@ -123,7 +123,8 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
                 config.log.warning("model %s is not served: %s", name, error)
             continue
         for part, checkpoint in opened.items():
-            models[part] = OpenModel(part, checkpoint, _supported_pins(config, part, checkpoint, pins))
+            own = supported_pins(pins, checkpoint.spec, [one.spec for one in opened.values()])
+            models[part] = OpenModel(part, checkpoint, _with_able_weights(config, part, checkpoint, own))
     if not models:
         raise bad[0]
     return models
@@ -185,7 +186,7 @@ def require_acceptable(checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def _supported_pins(config: PlannerConfig, name: str, checkpoint: Checkpoint, pins: Pins) -> Pins:
+def _with_able_weights(config: PlannerConfig, name: str, checkpoint: Checkpoint, pins: Pins) -> Pins:
     """Return a model's pins, with f32 for an unsupported weight dtype, and for one that moves its answers too far."""
     able = weight_dtypes(checkpoint.spec)
     if pins.weight_dtype == "f32":

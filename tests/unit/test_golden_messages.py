@@ -13,7 +13,7 @@ from hepti_mqtt.config.settings import Settings, parse_size
 from hepti_mqtt.errors import HeptiError, IdInUseError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.service.envelope import parse, request_id, split_envelope
+from hepti_mqtt.service.envelope import parse, request_id, request_pins, split_envelope
 from hepti_mqtt.transport import BrokerUrl
 
 
@@ -41,35 +41,35 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
         "Id q1 belongs to another of your requests, with a different body. Use a new id for each request, or none.",
     ),
     (
-        lambda: split_envelope({"deadline_ms": 0}, Pins()),
+        lambda: split_envelope({"deadline_ms": 0}),
         "bad_request",
         "deadline_ms must be a number above 0, at most 86400000",
     ),
-    (lambda: split_envelope({"wire": "f64"}, Pins()), "bad_request", "wire must be one of f32, f16, i8"),
-    (lambda: split_envelope({"weights": "f64"}, Pins()), "bad_request", "weights must be one of f32, f16, w8a8, w8a32"),
-    (lambda: split_envelope({"route": "air"}, Pins()), "bad_request", "route must be one of auto, broker, mesh"),
-    (lambda: split_envelope({"devices": []}, Pins()), "bad_request", "devices must be a list of at least one name"),
+    (lambda: request_pins({"wire": "f64"}, Pins()), "bad_request", "wire must be one of f32, f16, i8"),
+    (lambda: request_pins({"weights": "f64"}, Pins()), "bad_request", "weights must be one of f32, f16, w8a8, w8a32"),
+    (lambda: request_pins({"route": "air"}, Pins()), "bad_request", "route must be one of auto, broker, mesh"),
+    (lambda: request_pins({"devices": []}, Pins()), "bad_request", "devices must be a list of at least one name"),
     (
-        lambda: split_envelope({"accuracy": 2}, Pins()),
+        lambda: request_pins({"accuracy": 2}, Pins()),
         "bad_request",
         "accuracy must be in (0, 1]: the largest relative error that a narrow wire dtype may cause",
     ),
     (
-        lambda: split_envelope({"report": 1}, Pins()),
+        lambda: split_envelope({"report": 1}),
         "bad_request",
         "report must be true or false: whether the answer waits for what the devices counted",
     ),
     (
-        lambda: split_envelope({"wire": "f16", "accuracy": 0.1}, Pins()),
+        lambda: request_pins({"wire": "f16", "accuracy": 0.1}, Pins()),
         "bad_request",
         "wire and accuracy exclude each other: accuracy lets the planner choose wire. Send one of them.",
     ),
     (
-        lambda: split_envelope({"objective": "speed"}, Pins()),
+        lambda: request_pins({"objective": "speed"}, Pins()),
         "bad_request",
         "objective must be one of latency, throughput, memory",
     ),
-    (lambda: split_envelope({"reply_to": 1}, Pins()), "bad_request", "reply_to must be a topic"),
+    (lambda: split_envelope({"reply_to": 1}), "bad_request", "reply_to must be a topic"),
     (
         lambda: Settings(None, "home").require_broker(),
         "config",

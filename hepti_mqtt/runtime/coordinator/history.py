@@ -87,3 +87,27 @@ class FormerPlans:
     def note_released(self, plan: Plan) -> None:
         """Remember a released plan."""
         self.released = (plan, *(p for p in self.released if not is_same_division(p, plan)))[:MAX_RELEASED]
+
+    def note_lost(self, recalled: Recalled) -> None:
+        """Remember the active plan that has just lost a device."""
+        self.recalled = recalled
+
+    def excuse(self, device: str) -> None:
+        """Let the plan that served last serve again after another start of a device: it was asked to stop."""
+        if self.recalled is not None:
+            boots = {name: boot for name, boot in self.recalled.boots.items() if name != device}
+            self.recalled = self.recalled._replace(boots=boots)
+
+    def wait_for_earlier(self, by_s: float) -> None:
+        """Let searches wait for the plan of an earlier planner."""
+        self.recall_by_s = by_s
+
+    def note_earlier(self, recalled: Recalled | None) -> None:
+        """Remember the plan of an earlier planner, or stop the wait for it if there is none."""
+        self.recalled = recalled or self.recalled
+        if self.recalled is None:
+            self.recall_by_s = -inf
+
+    def forget(self) -> None:
+        """Drop the plan that served before, and the wait for it."""
+        self.recalled, self.recall_by_s = None, -inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,11 +13,12 @@ from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.frames import MAX_SESSION
-from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand
+from hepti_mqtt.protocol.messages import KeptSession
+from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent
 from hepti_mqtt.runtime.coordinator.models import PlanGroup
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord
-from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText
+from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText, SessionId
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
@@ -54,7 +55,7 @@ def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
     if session.plan_version is None or generation.carried.size or not longest:
         return None
     ids = np.array(generation.identity[: session.rows], np.int32)
-    return HeldText((session.plan_version, session.number), ids, longest)
+    return HeldText((session.plan_version, session.number), ids, longest, group.name)
 
 
 def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
@@ -82,6 +83,8 @@ class KvCaches:
         self._orders, self._in_flight = orders, in_flight
         self._held = HeldSessions()
         self._number = 0  #: of the last session
+        #: Rows of sessions of earlier plan versions, by device, under each plan version that may continue them.
+        self._reported: dict[PlanVersion, dict[str, dict[SessionId, int]]] = {}
 
     def room_rows(self, group: PlanGroup) -> int:
         """Return the rows that all sessions under a plan have room for, 0 for a model without sessions."""
@@ -137,6 +140,41 @@ class KvCaches:
         self._held.keep(text)
         room_rows = self.room_rows(group) - reserved_rows(group, version)
         return self.end(group, version, self._held.make_room(version, room_rows))
+
+    def texts(self) -> list[HeldText]:
+        """Return the texts that devices hold without a request, the oldest first."""
+        return list(self._held)
+
+    def recall(self, texts: Iterable[HeldText]) -> None:
+        """Take the texts of an earlier planner, the oldest first: devices may have kept their rows."""
+        for text in texts:
+            self._held.keep(text)
+            self._number = max(self._number, text.session[1])
+
+    def restore(
+        self, group: PlanGroup, plan: Plan, device: str, sessions: Sequence[KeptSession]
+    ) -> list[CoordinatorCommand]:
+        """Continue texts under a plan if all of its devices have kept their rows; drop what no text is known of."""
+        alive = group.plans.versions()
+        self._reported = {v: rows for v, rows in self._reported.items() if v in alive}
+        reported = self._reported.setdefault(plan.version, {})
+        reported.setdefault(device, {}).update({(s.origin, s.number): s.rows for s in sessions})
+        unknown = [s.number for s in sessions if self._text(group, (s.origin, s.number)) is None]
+        out: list[CoordinatorCommand] = [*self.end(group, plan.version, unknown)]
+        if reported.keys() < {*plan.devices}:
+            return out
+        restored = 0
+        for session in set.intersection(*({*rows} for rows in reported.values())):
+            if self._text(group, session) is not None:
+                self._held.restore(session, plan.version, min(rows[session] for rows in reported.values()))
+                restored += 1
+        text = f"plan {plan.version} of {group.name} continues {restored} KV caches of earlier plans"
+        return [*out, LogEvent("restored", text)] if restored else out
+
+    def _text(self, group: PlanGroup, session: SessionId) -> HeldText | None:
+        """Return the text of this model that a session holds."""
+        text = self._held.get(session)
+        return text if text is not None and text.model == group.name else None
 
     def forget_prefixes(self, version: PlanVersion, items: Sequence[WorkItem]) -> bool:
         """Forget the caches that a device lost and texts began with; return whether there were any."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import exp, inf, log
 from statistics import median_low
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,33 +40,23 @@ from hepti_mqtt.runtime.coordinator.runs import Run
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 
-IN_USE_S: Final = 60.0  # a model that was not asked for so long counts as one that is asked once in this time
-HELD_S: Final = 86400.0  # so long weights that were loaded ahead are of use
-PACE_COUNT: Final = 10  # intervals between requests that the pace remembers
-LEAST_PERIOD_S: Final = 1e-3  # of requests that come at once
-
-# Before any search was measured:
-SEARCH_S: Final = 1.0
-BESIDE_SEARCH: Final = 1.2  # a request during a search takes so many times as long
-WORK_WEIGHT: Final = 0.3  # of the last search, or run during one
-
 
 class RequestPace:
-    """How often requests for a model come: the geometric mean of intervals, over about the last `PACE_COUNT`.
+    """How often requests for a model come: the geometric mean of intervals, over about the last `pace_count`.
 
     A long pause between two series of requests would hide their pace from an arithmetic mean for the next fifty.
     """
 
     def __init__(self) -> None:
-        self._usual_s = IN_USE_S
-        self._count = 0  #: of intervals, at most `PACE_COUNT`
+        self._usual_s = RULE.in_use_s
+        self._count = 0  #: of intervals, at most `pace_count`
         self.last_s = float("-inf")  #: of the last request, or the begin of service for requests that waited
 
     def record_request(self, now: float, *, served: bool = True) -> None:
         """Record a request; served: a plan was in use: what comes without one says nothing of later requests."""
-        interval_s = max(min(now - self.last_s, IN_USE_S), LEAST_PERIOD_S)
+        interval_s = max(min(now - self.last_s, RULE.in_use_s), RULE.least_period_s)
         if served and self.last_s > float("-inf"):
-            self._count = min(self._count + 1, PACE_COUNT)
+            self._count = min(self._count + 1, RULE.pace_count)
             self._usual_s *= (interval_s / self._usual_s) ** (1 / self._count)
         self.last_s = now
 
@@ -75,20 +65,20 @@ class RequestPace:
         self.last_s = now
 
     def period_s(self, now: float) -> float:
-        """Return the seconds from one request to the next, at most `IN_USE_S`."""
-        return max(min(max(self._usual_s, now - self.last_s), IN_USE_S), LEAST_PERIOD_S)
+        """Return the seconds from one request to the next, at most `in_use_s`."""
+        return max(min(max(self._usual_s, now - self.last_s), RULE.in_use_s), RULE.least_period_s)
 
     def is_in_use(self, now: float) -> bool:
         """Return whether a request came recently."""
-        return now - self.last_s < IN_USE_S
+        return now - self.last_s < RULE.in_use_s
 
 
 class SearchPace:
     """Measured seconds of a search, and the slowdown of requests meanwhile."""
 
     def __init__(self) -> None:
-        self.search_s = SEARCH_S  #: of the wall clock
-        self.beside_search = BESIDE_SEARCH  #: a request during a search takes so many times as long
+        self.search_s = RULE.search_s  #: of the wall clock
+        self.beside_search = RULE.beside_search  #: a request during a search takes so many times as long
 
     def record_search(self, seconds: float) -> None:
         """Take a whole search beside requests."""
@@ -100,7 +90,7 @@ class SearchPace:
 
 
 def _nearer(known: float, seen: float) -> float:
-    return exp(log(known) * (1 - WORK_WEIGHT) + WORK_WEIGHT * log(seen))
+    return exp(log(known) * (1 - RULE.search_weight) + RULE.search_weight * log(seen))
 
 
 class Moves:
@@ -224,7 +214,7 @@ class Moves:
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
         """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
         load_s = nbytes / self._fleet.load_bytes_per_s(device)
-        lost, period_s = self._fleet.loss_probability(HELD_S, now), group.pace.period_s(now)
+        lost, period_s = self._fleet.loss_probability(RULE.held_s, now), group.pace.period_s(now)
         return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now))
 
     def is_worth_searching(self, group: PlanGroup, now: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from hepti_mqtt.models.shapes import cache_rows
 
 LEAST_ROWS: Final = 16  # fewer rows are computed as fast as they are looked for
 MAX_KEPT: Final = 64  # sessions of a plan
+MAX_HELD: Final = 512  # of all models, those of ended plan versions included
 
 Ids = NDArray[np.int32]
 SessionId = tuple[PlanVersion, int]
@@ -30,11 +31,12 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldText:
-    """The text that a session holds the rows of; longest: rows that one may have."""
+    """The text that a session holds the rows of."""
 
     session: SessionId
-    ids: Ids
-    longest: int
+    ids: Ids  #: of its tokens, with marks in place of pictures' tokens
+    longest: int  #: rows that a session may have
+    model: str
 
     @property
     def capacity(self) -> int:
@@ -50,7 +52,10 @@ def common_rows(one: Ids, other: Ids) -> int:
 
 
 class HeldSessions:
-    """The sessions of ended requests, least recently used first, as far as devices have room for their rows."""
+    """The sessions of ended requests, least recently used first, while devices have room for their rows.
+
+    Those of ended plan versions stay: devices keep the rows, and may continue them under a later version.
+    """
 
     def __init__(self) -> None:
         self._held: OrderedDict[SessionId, HeldText] = OrderedDict()
@@ -79,6 +84,8 @@ class HeldSessions:
         """Keep the session of a request that has ended."""
         self._held[text.session] = text
         self._held.move_to_end(text.session)
+        if len(self._held) > MAX_HELD:
+            self._held.popitem(last=False)
 
     def make_room(self, version: PlanVersion, room_rows: int, source: int = 0) -> list[int]:
         """Return which sessions under a plan devices must drop, so that all others have room in some rows.
@@ -96,6 +103,15 @@ class HeldSessions:
                 del self._held[text.session]
                 dropped.append(text.session[1])
         return dropped
+
+    def get(self, session: SessionId) -> HeldText | None:
+        """Return the text of a session, None without one."""
+        return self._held.get(session)
+
+    def restore(self, session: SessionId, version: PlanVersion, rows: int) -> None:
+        """Move a text to a later plan version, under which devices have its first rows."""
+        text = self._held.pop(session)
+        self._held[version, session[1]] = replace(text, session=(version, session[1]), ids=text.ids[:rows])
 
     def forget(self, session: SessionId) -> None:
         """Forget a session that devices have dropped, or that goes on with another request."""

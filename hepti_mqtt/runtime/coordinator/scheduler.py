@@ -58,11 +58,11 @@ class Scheduler:
         self._orders = Orders(topics, fleet)
         self._leases = Leases(self._orders)
         self._ahead = StepsAhead(self._orders, ids)
-        self._caches = KvCaches(self._orders, in_flight)
+        self.caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
         self._ended: list[tuple[PlanGroup, Run, float]] = []  #: runs that nobody has learned from, and their ends
         self._dispatcher = Dispatcher(
-            groups, fleet, ids, self._orders, self._ahead, self._caches, self._machine, in_flight
+            groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
         self.admission = Admission(groups, counters)
 
@@ -141,7 +141,7 @@ class Scheduler:
         if message.code in ("wire", "session", "link", "passed"):
             same_loss = message.code == "link" and self._is_same_link_loss(run, now)
             lost = run.items_of(message.sessions)
-            reused = message.code == "session" and self._caches.forget_prefixes(run.plan_version, lost)
+            reused = message.code == "session" and self.caches.forget_prefixes(run.plan_version, lost)
             return out + self.retry(group, run, now, same_loss or message.code == "passed" or reused, lost)
         # What reached the device may have been forged, as this may be, or its memory short.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2, now)
@@ -251,7 +251,7 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for run in [r for r in group.runs.values() if not r.waiting_requests and r.state == "dispatched"]:
             out += self._cancel(group, run, "cancel", now)
-        return [*out, *self._caches.end_of(group, request), RefuseRequest(request, error)]
+        return [*out, *self.caches.end_of(group, request), RefuseRequest(request, error)]
 
     def record_progress(self, device: str, message: messages.RunProgress, now: float) -> Run | None:
         """Take how far a device is with a run; return the run, None if it is over."""
@@ -359,7 +359,7 @@ class Scheduler:
             out += self._orders.cancel(each.plan, [each.run_id], devices)
         out += self._ahead.cancel_behind(run.run_id)
         for item in run.items:  # which may have waited for its reports alone
-            out += self._answer_generation(group, item) + self._caches.end_of(group, item.request)
+            out += self._answer_generation(group, item) + self.caches.end_of(group, item.request)
         return out
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Scheduler:
         )
         for place, item in enumerate(run.items):
             if item.request.finished:
-                out += self._caches.end_of(group, item.request)
+                out += self.caches.end_of(group, item.request)
             else:  # of several sessions each has a row
                 own = output if len(run.items) == 1 else output[place : place + 1]
                 out += self._take_tokens(group, run, item, own, stats, now)
@@ -484,7 +484,7 @@ class Scheduler:
         out: list[CoordinatorCommand] = [
             AnswerRequest(request, group.plans.parent_of(request.stats[-1].plan), tuple(request.stats))
         ]
-        return [*out, *self._caches.keep(group, request.generation)]
+        return [*out, *self.caches.keep(group, request.generation)]
 
     def _rewind(
         self, group: PlanGroup, run: Run, error: HeptiError, tries: int, now: float

@@ -40,7 +40,8 @@ class Searches:
         """Want the first search of each model; recalls: the broker may know the plan of an earlier planner."""
         for group in self._groups:  # it also ends requests if no device comes
             group.plans.request_search(now + SETTLE_S, now, "the planner has started")
-            group.former_plans.recall_by_s = now + RECALL_S if recalls else -inf
+            if recalls:
+                group.former_plans.wait_for_earlier(now + RECALL_S)
 
     def note_connected(self) -> None:
         """The broker was reached, so devices may hear of a plan."""
@@ -51,10 +52,7 @@ class Searches:
     def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
         """Remember the plan of an earlier planner."""
         group = self._groups.default(event.model)
-        if event.recalled is not None and group.last_plan is None:
-            group.former_plans.recalled = event.recalled
-        if group.former_plans.recalled is None:
-            group.former_plans.recall_by_s = -inf
+        group.former_plans.note_earlier(event.recalled if group.last_plan is None else None)
         return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
@@ -63,7 +61,7 @@ class Searches:
         if recalled is None or not self._is_connected or not self._groups.may_search(group, now):
             return []
         if plans.in_use is not None:
-            group.former_plans.recalled = None
+            group.former_plans.forget()
             return []
         usable = self._fleet.usable()
         boots = {device: usable[device].boot for device in recalled.plan.devices if device in usable}
@@ -71,7 +69,7 @@ class Searches:
             return []
         out: list[CoordinatorCommand] = []
         why = "the plan that served before can serve again"
-        group.former_plans.recalled, group.former_plans.recall_by_s = None, -inf
+        group.former_plans.forget()
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, why)
         if plans.preparing is not None:  # on devices that load its weights

@@ -49,6 +49,7 @@ from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
@@ -372,7 +373,8 @@ class CoordinatorSession:
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
-                    group.former_plans.recalled = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    former = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    group.former_plans.note_lost(former)
                 lessened = self._rollout.drop_replica(group, record, device, now, why)
                 if lessened is None:
                     plans.retire(record, "lost", now, why)
@@ -383,6 +385,8 @@ class CoordinatorSession:
                 for run in [r for r in group.runs.values() if r.needs(lost)]:
                     lost_runs = True
                     out += self._scheduler.handle_lost_device(group, run, device, now)
+            if member.farewell == messages.STOPPED:
+                group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
             out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
         return out
@@ -422,9 +426,39 @@ class CoordinatorSession:
         self._is_settled = False
         return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
 
+    def _restore_sessions(self, device: str, message: messages.KeptSessions) -> list[CoordinatorCommand]:
+        """Take which KV caches of earlier plans a device continues under a plan."""
+        for group in self.groups:
+            plans = (plan for record in group.plans.records() for plan in record.plan.executables)
+            plan = next((plan for plan in plans if plan.version == message.plan_version), None)
+            if plan is not None and group.name == message.model and device in plan.devices:
+                return self._scheduler.caches.restore(group, plan, device, message.sessions)
+        return []
+
+    def last_plans(self) -> dict[str, Recalled]:
+        """Return the plan of each model that serves, or that served last if none does."""
+        out = dict[str, Recalled]()
+        for group in self.groups.defaults():
+            record, former = group.plans.active, group.former_plans.recalled
+            if record is not None:
+                out[group.name] = Recalled(record.plan, record.decision.chosen.price.needs)
+            elif former is not None:
+                out[group.name] = Recalled(former.plan, former.needs)
+        return out
+
+    def held_texts(self) -> list[HeldText]:
+        """Return the texts whose KV caches devices hold without a request, the oldest first."""
+        return self._scheduler.caches.texts()
+
+    def recall_texts(self, texts: Iterable[HeldText]) -> None:
+        """Take the texts of an earlier planner of this site, before the first event."""
+        self._scheduler.caches.recall(texts)
+
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
         if isinstance(message, messages.RunFailed):
             return self._scheduler.handle_failure(device, message, now)
+        if isinstance(message, messages.KeptSessions):
+            return self._restore_sessions(device, message)
         if isinstance(message, messages.RunProgress):
             return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):

@@ -16,6 +16,7 @@ from hepti_mqtt.protocol.keys import Seal
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
+from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.residents import Place, ProgramKey, ResidentPlan
 from hepti_mqtt.spec import Spec
 
@@ -68,6 +69,15 @@ class Unload:
     model: str
     plan_version: PlanVersion
     keep: frozenset[Place] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCaches:
+    """Read the saved KV caches of a layout, and delete them; the shell reports `CachesRead` if there are any."""
+
+    model: str
+    plan_version: PlanVersion
+    layout: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ Command = (
     | Unsubscribe
     | Load
     | Unload
+    | ReadCaches
     | AnalysePrepare
     | BuildProgram
     | LogTrouble
@@ -192,6 +203,15 @@ class LoadFailed:
     model: str
     plan_version: PlanVersion
     error: HeptiError
+
+
+@dataclass(frozen=True, slots=True)
+class CachesRead:
+    """Saved KV caches of the layout of a plan version."""
+
+    model: str
+    plan_version: PlanVersion
+    caches: tuple[KeptCache, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +300,7 @@ WorkerEvent = (
     | Loaded
     | LoadProgress
     | LoadFailed
+    | CachesRead
     | Subscribed
     | PrepareAnalysed
     | ProgramBuilt

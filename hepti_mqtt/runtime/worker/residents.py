@@ -6,12 +6,15 @@ they are built. So every number that the count of ops or regions grows with is b
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from math import isfinite
 from typing import Final, Literal, get_args
 
+from hepti_mqtt import __version__
 from hepti_mqtt.cost.memory import (
     KEPT_PROGRAMS,
     loading_overhead_bytes,
@@ -199,6 +202,13 @@ class ResidentPlan:
     def session_rows(self) -> int:
         """Return how many rows all sessions may have together."""
         return session_rows(self.spec, self.in_flight)
+
+    @property
+    def layout(self) -> bytes:
+        """Return a hash of what the rows of a KV cache depend on: weights, division and this version of Hepti."""
+        plan = replace(self.plan.division, route="broker", relayed_pairs=())
+        parts = json.dumps([plan.to_dict(), self.spec.to_dict(), __version__], sort_keys=True).encode()
+        return sha256(b"".join((self.manifest, self.digest, parts))).digest()
 
     @property
     def places(self) -> dict[Place, None]:
@@ -410,6 +420,7 @@ class ResidentPlans:
         self._released: list[ResidentPlan] = []
         self._left: dict[Place, None] = {}  # resident matrices of plans that have ended, the last one used last
         self._ended: list[ResidentPlan] = []  # whose weights and Programs are still here, the last one last
+        self.spare_bytes = 0  #: of memory that nothing used when `keep` was last called
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -498,6 +509,7 @@ class ResidentPlans:
                 room -= resident.programs_bytes
                 ended.insert(0, resident)
         self._ended = ended
+        self.spare_bytes = max(room, 0)
         return frozenset(kept)
 
     def _used(self) -> dict[Place, None]:

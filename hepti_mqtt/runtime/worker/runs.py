@@ -1,4 +1,4 @@
-"""The runs on a device: frames that arrive early, decoder sessions, and what runs compute and send."""
+"""The runs on a device: frames that arrive early, and what runs compute and send."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.generation import drawn_token
-from hepti_mqtt.models.shapes import cache_rows
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, SlotSpec, publish_targets, state_name
+from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, publish_targets, state_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
@@ -40,6 +39,7 @@ from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuilt
+from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, KeptCache, SessionLostError, SessionRun
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
 from hepti_mqtt.runtime.worker.residents import Continuation, PlanKey, ProgramKey, ResidentPlan, ResidentPlans, shape_of
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
@@ -99,129 +99,6 @@ class EarlyFrames:
 
     def _oldest_s(self) -> float:
         return next(iter(self._frames.values()))[0][0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Decoder sessions: the keys and values that a request keeps from run to run.
-
-
-SessionKey = tuple[str, PlanVersion, int]  # model, plan version, number
-
-
-class SessionLostError(Exception):
-    """A run continues sessions that this device has dropped, or of which it never received all rows."""
-
-    def __init__(self, text: str, sessions: tuple[int, ...]) -> None:
-        super().__init__(text)
-        self.sessions = sessions
-
-
-@dataclass(slots=True)
-class _Session:
-    """The arrays of a session, by name. rows: that are cached. capacity: rows that it counts for in the account."""
-
-    arrays: dict[str, Array]
-    rows: int = 0
-    capacity: int = 0
-
-
-class SessionRun(NamedTuple):
-    """A run of a session: it adds rows at..stop."""
-
-    at: int
-    stop: int
-    longest: int  #: rows that a session may have
-    begins: bool = True  #: it needs nothing of the session if that has no rows
-    source: int = 0  #: number of the session that has the rows before `at`, 0 for none
-    takes_over: bool = False  #: the source ends: its arrays are taken, or copied if a run still writes to them
-
-
-class DecoderSessions:
-    """The open sessions, least recently used first. counters: dropped sessions, and runs that miss theirs.
-
-    Sessions of a plan stay as long as their rows have room together: their requests may have ended, but another text
-    may begin alike.
-    """
-
-    def __init__(self, counters: Counter[str]) -> None:
-        self._open: OrderedDict[SessionKey, _Session] = OrderedDict()
-        self._counters = counters
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    @property
-    def rows(self) -> int:
-        """Return for how many rows all arrays have room."""
-        return sum(session.capacity for session in self._open.values())
-
-    def arrays(
-        self,
-        key: SessionKey,
-        states: Mapping[str, SlotSpec],
-        run: SessionRun,
-        room_rows: int,
-        busy: frozenset[SessionKey],
-    ) -> Mapping[str, Array]:
-        """Return the arrays of a session for a run of it, which may grow.
-
-        states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that
-        are not `busy` (runs under way write to them) are dropped where there is no room. Number 0: a run without a
-        session, with arrays of its own. Raises SessionLostError if rows before the run's own are missing.
-        """
-        if not states:
-            return {}
-        number = key[2]
-        source = (*key[:2], run.source) if run.source else key
-        known = self._open.get(source)
-        if run.at > (known.rows if known else 0) or not (known or run.begins):
-            self._counters["session_lost"] += 1
-            raise SessionLostError(f"session {source[2]} has no rows before {run.at} here", (number,))
-        # What has a row for each token grows; else there are rows of what a request carries, all from the start.
-        grows = all(spec.shape[0] == run.longest for spec in states.values())
-        capacity = cache_rows(run.stop, run.longest) if grows else run.longest
-        if run.takes_over:
-            self._open.pop(source, None)
-        copies = bool(run.source) and (not run.takes_over or source in busy)
-        if known is None or copies or known.capacity < capacity:
-            if number:
-                self._make_room(key, capacity, room_rows, busy | {source})
-            before = {} if known is None else known.arrays
-            made = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
-            known = _Session(made, capacity=capacity)
-        if number:
-            self._open[key] = known
-            self._open.move_to_end(key)
-        known.rows = run.stop
-        return known.arrays
-
-    def end(self, key: SessionKey) -> None:
-        """Forget a session."""
-        self._open.pop(key, None)
-
-    def forget(self, model: str, plan_version: PlanVersion) -> None:
-        """Forget the sessions of a plan."""
-        for key in [k for k in self._open if k[:2] == (model, plan_version)]:
-            del self._open[key]
-
-    def _make_room(self, newest: SessionKey, rows: int, room_rows: int, busy: frozenset[SessionKey]) -> None:
-        """Drop sessions of the same plan until one more has room, or none is left that may be dropped."""
-        others = [key for key in self._open if key[:2] == newest[:2] and key != newest]
-        rows += sum(self._open[key].capacity for key in others)
-        for key in others:
-            if rows <= room_rows:
-                return
-            if key not in busy:
-                rows -= self._open.pop(key).capacity
-                self._counters["session_given_up"] += 1
-
-
-def _grown(spec: SlotSpec, capacity: int, held: Array | None, rows: int) -> Array:
-    """Return an array of a session with room for some rows, of which the first ones are held."""
-    made = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
-    if held is not None:
-        made[:rows] = held[:rows]
-    return made
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -341,10 +218,14 @@ class WorkerRuns:
         self._early.clear()
         self._early_leases.clear()
 
-    def drop_plan(self, key: PlanKey) -> None:
-        """Give up the runs and sessions of a plan version, what is being built for it, and what the runs have left."""
+    def drop_plan(self, key: PlanKey, layout: bytes) -> None:
+        """Give up the runs of a plan version, what is being built for it, and what the runs have left.
+
+        KV caches are kept, except those to which a run was writing; layout: of the plan.
+        """
         self._building.drop_plan(key)
-        self._sessions.forget(*key)
+        busy = frozenset((*r.key, session.number) for r in self._runs.values() for session in r.sessions)
+        self._sessions.keep(*key, layout, busy)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
             self.end(self._heirs.get(run_id, run_id))
         self._executor.free_buffers()
@@ -366,6 +247,23 @@ class WorkerRuns:
         """Forget sessions of a plan."""
         for number in numbers:
             self._sessions.end((*key, number))
+
+    def restore_caches(self, resident: ResidentPlan) -> list[Command]:
+        """Let a plan use the kept caches of its layout, and tell the planner."""
+        kept = self._sessions.restore(*resident.key, resident.layout, resident.session_rows)
+        return [self._up(messages.KeptSessions(*resident.key, kept))] if kept else []
+
+    def add_kept_caches(self, caches: Sequence[KeptCache]) -> None:
+        """Take caches that an earlier process of this device has saved."""
+        self._sessions.add_kept(caches)
+
+    def limit_kept_caches(self, nbytes: int) -> None:
+        """Drop the oldest kept caches until all of them fit into some bytes."""
+        self._sessions.limit_kept(nbytes)
+
+    def take_kept_caches(self) -> tuple[KeptCache, ...]:
+        """Return all kept caches, the oldest first, and forget them."""
+        return self._sessions.take_kept()
 
     # -- Programs -------------------------------------------------------------------------------------------------
 

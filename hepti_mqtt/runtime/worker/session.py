@@ -25,6 +25,7 @@ from hepti_mqtt.runtime.worker.executor import OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import (
     AllowPeers,
     AnalysePrepare,
+    CachesRead,
     Command,
     FrameIn,
     JoinPeers,
@@ -42,6 +43,7 @@ from hepti_mqtt.runtime.worker.interface import (
     PlannerLost,
     PrepareAnalysed,
     ProgramBuilt,
+    ReadCaches,
     Subscribe,
     Subscribed,
     Tick,
@@ -49,7 +51,16 @@ from hepti_mqtt.runtime.worker.interface import (
     Unsubscribe,
     WorkerEvent,
 )
-from hepti_mqtt.runtime.worker.residents import EndEvent, PlanKey, ResidentPlan, ResidentPlans, check_plan, plan_key
+from hepti_mqtt.runtime.worker.kv_caches import KeptCache
+from hepti_mqtt.runtime.worker.residents import (
+    EndEvent,
+    Place,
+    PlanKey,
+    ResidentPlan,
+    ResidentPlans,
+    check_plan,
+    plan_key,
+)
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
 JOIN_S: Final = 5.0  # to connect to a peer
@@ -199,6 +210,8 @@ class WorkerSession:
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
             out = self._handle_loading(event, now)
+        elif isinstance(event, CachesRead):
+            out = self._restore_saved(event)
         elif isinstance(event, PrepareAnalysed):
             out = self._handle_analysed(event, now)
         elif isinstance(event, ProgramBuilt):
@@ -309,9 +322,11 @@ class WorkerSession:
             self.plans.step(resident, "doubt", now)
         out += self._mesh.join(key, resident.mesh_sources, now)
         out.append(Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
+        if resident.session_rows:  # before the plan is ready, so that its first request can use them
+            out += [*self.runs.restore_caches(resident), ReadCaches(*key, resident.layout)]
+        keep = self._keep()
         if resident.weights is not None:
             return [*out, *self._loaded_if_complete(resident, now)]
-        keep = self.plans.keep(self.memory_bytes)
         parts = plan.model, plan.version, message.manifest, resident.matrices, keep, message.share, plan.devices
         return [*out, Load(message.transaction_id, *parts)]
 
@@ -440,9 +455,9 @@ class WorkerSession:
         if not released:
             return []
         for resident in released:
-            self.runs.drop_plan(resident.key)
+            self.runs.drop_plan(resident.key, resident.layout)
         out: list[Command] = [c for resident in released for c in self._mesh.leave(resident.key)]
-        keep = self.plans.keep(self.memory_bytes)
+        keep = self._keep()
         out += [Unload(*resident.key, keep) for resident in released]
         filters = {f for resident in released for f in resident.filters} - self.plans.filters()
         works = {resident.work_topic for resident in released} - self.plans.work_topics()
@@ -452,6 +467,25 @@ class WorkerSession:
             self._illegal = self.counters["illegal_step"]
             out.append(LogTrouble("illegal_steps", "\n".join([self.plans.story.title, *self.plans.story.as_text()])))
         return out
+
+    def _keep(self) -> frozenset[Place]:
+        """Return the matrices that stay resident, and drop kept KV caches for which no memory is left."""
+        places = self.plans.keep(self.memory_bytes)
+        self.runs.limit_kept_caches(self.plans.spare_bytes)
+        return places
+
+    def _restore_saved(self, event: CachesRead) -> list[Command]:
+        """Use KV caches that an earlier process of this device has saved."""
+        self.runs.add_kept_caches(event.caches)
+        resident = self.plans.get(event.model, event.plan_version)
+        out = [] if resident is None else self.runs.restore_caches(resident)
+        self._keep()
+        return out
+
+    def end(self, now: float) -> tuple[KeptCache, ...]:
+        """End all plans, because this device stops; return the KV caches to save, the oldest first."""
+        self._release([*self.plans], "drain", now)
+        return self.runs.take_kept_caches()
 
     # -- frames ---------------------------------------------------------------------------------------------------
 

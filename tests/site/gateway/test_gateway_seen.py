@@ -16,8 +16,10 @@ from site_processes import PATIENCE_S, Site, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.errors import ConfigError
 
 CASE = CASES[0]
+SEERS = {"seer": CASE, "gemma": CASES[2]}
 URL = f"data:image/png;base64,{encoded(*CASE.sizes[0])}"
 AGENTS = ("a", "b", "c")
 JSON = {"Content-Type": "application/json"}
@@ -27,14 +29,14 @@ QUESTION = "what is in the room"
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
-    model: Path = make_model(CASE.kind, directory / "model", CASE.seed)
-    yield from running_site(directory, {"seer": model}, dict.fromkeys(AGENTS, "100MiB"))
+    models: dict[str, Path] = {name: make_model(case.kind, directory / name, case.seed) for name, case in SEERS.items()}
+    yield from running_site(directory, models, dict.fromkeys(AGENTS, "100MiB"))
 
 
-def asked(site: Site, **request: object) -> dict:
+def asked(site: Site, model: str = "seer", **request: object) -> dict:
     with Hepti.connect(site.url, site.name) as hepti:
-        hepti.wait_ready("seer", PATIENCE_S)
-        return dict(hepti.infer("seer", timeout_s=PATIENCE_S, **request).raw)
+        hepti.wait_ready(model, PATIENCE_S)
+        return dict(hepti.infer(model, timeout_s=PATIENCE_S, **request).raw)
 
 
 def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> None:
@@ -49,14 +51,26 @@ def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> 
     assert other["cached_tokens"] == 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_of_devices_sees_the_same(site: Site, count: int) -> None:
-    want, devices = np.load(CASE.file)["tokens"].tolist(), list(AGENTS[:count])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("model", "strategy"), [("seer", "megatron"), ("gemma", "voltage"), ("seer", "decoder")])
+def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: str, strategy: str, count: int) -> None:
+    case, devices = SEERS[model], AGENTS[:count]
     with Hepti.connect(site.url, site.name) as hepti:
         poll(lambda: {d["device"] for d in hepti.devices(wait_s=1.0)} >= {*AGENTS}, "all devices")
-    answer = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS, devices=devices)
-    assert {*answer["plan"]["devices"]} <= {*devices}
-    assert answer["result"]["ids"] == want[: len(answer["result"]["ids"])]
+    request = {"text": case.text, "images": [encoded(*size) for size in case.sizes], "max_new_tokens": TOKENS}
+    answer = asked(site, model, **request, strategy=strategy, devices=devices)
+    divided, other = (model, f"{model}.image") if strategy == "decoder" else (f"{model}.image", model)
+    plans = answer["plans"]
+    assert (plans[divided]["strategy"], {*plans[divided]["devices"]}) == (strategy, {*devices})
+    assert plans[other]["strategy"] != strategy
+    assert {*plans[other]["devices"]} <= {*devices}
+    assert plans[model] == answer["plan"]
+    assert answer["result"]["ids"] == np.load(case.file)["tokens"].tolist()
+
+
+def test_a_method_that_divides_neither_model_is_refused(site: Site) -> None:
+    with pytest.raises(ConfigError):
+        asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
 
 
 def test_one_text_by_every_interface(site: Site) -> None:

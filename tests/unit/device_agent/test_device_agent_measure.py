@@ -328,6 +328,19 @@ def test_frames_are_not_measured_for_ever(monkeypatch):
 
 
 @pytest.mark.usefixtures("hasty")
+def test_narrow_weights_are_measured_on_from_where_a_request_came(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
+    first, _ = load_or_measure(tmp_path / "m.json", workers, 10 << 20, with_narrow_weights=False)
+    answers = iter([True, True, False])
+    part, _ = load_or_measure(tmp_path / "m.json", workers, 10 << 20, may_store=lambda: next(answers))
+    added = [c["storage"] for c in part["linear"][len(first["linear"]) :]]
+    assert added == ["f16", "w8a8"], "the disturbed storage is left out, and none follows"
+    whole, _ = load_or_measure(tmp_path / "m.json", workers, 10 << 20)
+    assert whole["linear"][: len(part["linear"])] == part["linear"]
+    assert measuring.has_narrow_curves(whole)
+
+
+@pytest.mark.usefixtures("hasty")
 def test_what_no_device_can_be_is_measured_once_more_and_then_an_error(workers, monkeypatch):
     told = iter([3.0, 1e-5, 3.0, 3.0])
     monkeypatch.setattr(measuring, "_op_overhead", lambda *_: next(told))

@@ -9,7 +9,7 @@ import pytest
 
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.program import SlotSpec
-from hepti_mqtt.runtime.worker.runs import DecoderSessions, SessionLostError, SessionRun
+from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, SessionKey, SessionLostError, SessionRun
 
 PLAN = ("m", PlanVersion(1, 1))
 STATES = {"k": SlotSpec((64, 4), "f32")}
@@ -41,3 +41,57 @@ def test_a_session_that_is_copied_stays() -> None:
     second = begin(sessions, 2, SessionRun(12, 28, 64, source=1))
     assert not np.shares_memory(first, second)
     assert begin(sessions, 1, SessionRun(20, 21, 64)) is first
+
+
+LAYOUT = b"layout"
+LATER = ("m", PlanVersion(2, 5))
+
+
+def ended(*numbers: int, busy: frozenset[SessionKey] = frozenset()) -> DecoderSessions:
+    """Return sessions of a plan that has ended, each with 20 rows of its number."""
+    sessions = DecoderSessions(Counter())
+    for number in numbers:
+        begin(sessions, number, SessionRun(0, 20, 64))[:20] = number
+    sessions.keep(*PLAN, LAYOUT, busy)
+    assert not len(sessions)
+    return sessions
+
+
+def test_a_later_plan_of_the_same_layout_continues_the_caches_of_an_ended_one() -> None:
+    sessions = ended(1, 2)
+    assert sessions.restore(*LATER, b"another", 4096) == ()
+    assert {s.number: (s.origin, s.rows) for s in sessions.restore(*LATER, LAYOUT, 4096)} == {
+        1: (PLAN[1], 20),
+        2: (PLAN[1], 20),
+    }
+    run = SessionRun(12, 28, 64, source=2, takes_over=True)
+    rows = sessions.arrays((*LATER, 3), STATES, run, 4096, frozenset())["k"]
+    assert (rows[:12] == 2.0).all()
+    assert sessions.restore(*LATER, LAYOUT, 4096) == (), "each is continued once"
+
+
+def test_a_cache_that_a_run_was_writing_to_is_not_kept() -> None:
+    sessions = ended(1, 2, busy=frozenset({(*PLAN, 1)}))
+    assert [s.number for s in sessions.restore(*LATER, LAYOUT, 4096)] == [2]
+
+
+def test_caches_of_what_a_request_carries_are_not_kept() -> None:
+    sessions, carried = DecoderSessions(Counter()), {"k": STATES["k"], "seen": SlotSpec((9, 4), "f32")}
+    sessions.arrays((*PLAN, 1), carried, SessionRun(0, 20, 64), 4096, frozenset())
+    sessions.keep(*PLAN, LAYOUT, frozenset())
+    assert sessions.take_kept() == ()
+
+
+def test_the_newest_caches_are_kept_where_there_is_no_room_for_all() -> None:
+    sessions = ended(1, 2, 3)
+    [*_, last] = (cache.arrays["k"] for cache in ended(3).take_kept())
+    sessions.limit_kept(2 * last.nbytes)
+    assert [cache.number for cache in sessions.take_kept()] == [2, 3]
+    assert [s.number for s in ended(1, 2, 3).restore(*LATER, LAYOUT, len(last))] == [3]
+
+
+def test_a_session_that_has_begun_is_not_replaced_by_a_kept_cache() -> None:
+    sessions = ended(1)
+    sessions.arrays((*LATER, 1), STATES, SessionRun(0, 4, 64), 4096, frozenset())["k"][:4] = 9.0
+    assert sessions.restore(*LATER, LAYOUT, 4096) == ()
+    assert (sessions.arrays((*LATER, 1), STATES, SessionRun(4, 5, 64), 4096, frozenset())["k"][:4] == 9.0).all()

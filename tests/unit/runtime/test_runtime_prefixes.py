@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_site import ROW, Site, settled
 
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.runtime.coordinator.prefixes import LEAST_ROWS, MAX_KEPT, HeldSessions, HeldText
+from hepti_mqtt.protocol import messages
+from hepti_mqtt.protocol.messages import EndSessions, KeptSession, KeptSessions
+from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, Publish
+from hepti_mqtt.runtime.coordinator.prefixes import LEAST_ROWS, MAX_HELD, MAX_KEPT, HeldSessions, HeldText
 
 ONE, TWO = PlanVersion(1, 1), PlanVersion(1, 2)
 TEXT = tuple(range(100))
 
 
 def held(number: int, *ids: int, version: PlanVersion = ONE) -> HeldText:
-    return HeldText((version, number), np.array(ids, np.int32), 1024)
+    return HeldText((version, number), np.array(ids, np.int32), 1024, "m")
 
 
 def test_a_text_goes_on_with_the_session_that_begins_like_it():
@@ -47,3 +53,43 @@ def test_the_sessions_used_longest_ago_make_room(lengths, room_rows, source):
     assert len(kept) <= MAX_KEPT
     assert not dropped or not kept or max(dropped) < min(kept)
     assert sum(text.session[0] == TWO for text in sessions) == 1, "other plans have rooms of their own"
+
+
+EARLIER = PlanVersion(9, 4)
+
+
+def reported(site: Site, device: str, *sessions: tuple[int, int]) -> list[int]:
+    """Let a device report (number, rows) of sessions of an earlier plan; return the sessions that it is to drop."""
+    plan = site.session.active_plan("m")
+    kept = tuple(KeptSession(EARLIER, number, rows) for number, rows in sessions)
+    out = site.event(DeviceMessage(device, KeptSessions("m", plan.version, kept)))
+    sent = [messages.decode(command.payload) for command in out if isinstance(command, Publish)]
+    return sorted({n for message in sent if isinstance(message, EndSessions) for n in message.sessions})
+
+
+def test_a_text_of_an_earlier_plan_goes_on_when_all_devices_of_a_plan_have_its_rows():
+    site = settled("a", "b", pins=ROW)
+    now = site.session.active_plan("m").version
+    foreign = replace(held(8, *TEXT, version=EARLIER), model="other")
+    site.session.recall_texts([held(7, *TEXT, version=EARLIER), foreign])
+    assert reported(site, "a", (7, 60), (8, 60), (9, 60)) == [8, 9], "nobody knows their texts"
+    assert [text.session for text in site.session.held_texts()] == [(EARLIER, 7), (EARLIER, 8)]
+    assert reported(site, "c", (7, 60)) == [], "a device without a part in the plan"
+    assert reported(site, "b", (7, 50)) == []
+    [_, text] = site.session.held_texts()
+    assert (text.session, text.ids.tolist()) == ((now, 7), list(TEXT[:50])), "the rows that both of them have"
+
+
+def test_rows_that_one_device_has_lost_are_not_used():
+    site = settled("a", "b", pins=ROW)
+    site.session.recall_texts([held(7, *TEXT, version=EARLIER), held(8, *TEXT, version=EARLIER)])
+    reported(site, "a", (7, 60))
+    reported(site, "b", (8, 60))
+    assert [text.session for text in site.session.held_texts()] == [(EARLIER, 7), (EARLIER, 8)]
+
+
+def test_texts_of_ended_plans_are_bounded():
+    sessions = HeldSessions()
+    for number in range(2 * MAX_HELD):
+        sessions.keep(held(number, *TEXT[:20], version=PlanVersion(1, number)))
+    assert len(sessions) == MAX_HELD

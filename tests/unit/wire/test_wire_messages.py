@@ -30,6 +30,8 @@ from hepti_mqtt.protocol.messages import (
     EndSessions,
     HandOver,
     Heartbeat,
+    KeptSession,
+    KeptSessions,
     LeaseTasks,
     LinkReport,
     Peer,
@@ -112,6 +114,9 @@ MESSAGES = st.one_of(
     st.builds(HandOver, NAMES, EPOCHS, COUNTS, BLOCKS, COUNTS, st.just({"a": 1})),
     st.builds(EndSessions, NAMES, EPOCHS, st.lists(COUNTS, max_size=9).map(tuple)),
     st.builds(RunProgress, NAMES, EPOCHS, COUNTS, BLOCKS),
+    st.builds(
+        KeptSessions, NAMES, EPOCHS, st.lists(st.builds(KeptSession, EPOCHS, COUNTS, COUNTS), max_size=4).map(tuple)
+    ),
 )
 BOOTS = st.integers(0, 2**32 - 1)
 STATUSES = st.builds(
@@ -202,6 +207,10 @@ UNKEYED = " c400 a6686561646572 cb0000000000000000"  # no key, the default of `c
         (HandOver("m", PlanVersion(2, 3), 4, 5, 6, {"a": 7}), "97 07 a16d 92 02 03 04 05 06 81 a161 07"),
         (EndSessions("m", PlanVersion(2, 3), (4, 5)), "94 08 a16d 92 02 03 92 04 05"),
         (RunProgress("m", PlanVersion(2, 3), 4, 5), "95 6a a16d 92 02 03 04 05"),
+        (
+            KeptSessions("m", PlanVersion(2, 3), (KeptSession(PlanVersion(1, 4), 5, 6),)),
+            "94 6c a16d 92 02 03 91 93 92 01 04 05 06",
+        ),
     ],
 )
 def test_golden_bytes(message, golden):

@@ -1,0 +1,94 @@
+"""What a planner that is asked to stop leaves to the next one of its site: plans, and texts of kept KV caches."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+
+from hepti_mqtt import __version__
+from hepti_mqtt.checkpoint import Checkpoint
+from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.ids import PlanVersion, asked_name
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.planner import Recalled
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
+from hepti_mqtt.service.record import minimal_record, read_recalled
+
+FILE: Final = "last-state"
+FORMAT: Final = 1
+
+
+class LastState(NamedTuple):
+    """Plans by model, and texts of KV caches that devices keep, the oldest first."""
+
+    plans: Mapping[str, Recalled] = {}
+    texts: tuple[HeldText, ...] = ()
+
+
+def save_state(
+    directory: Path,
+    plans: Mapping[str, Recalled],
+    texts: Iterable[HeldText],
+    checkpoints: Mapping[str, Checkpoint],
+    log: logging.Logger,
+) -> None:
+    """Write plans and texts to the planner's directory."""
+    contents = _contents(checkpoints)
+    records = {name: minimal_record(checkpoints[name].spec, plan) for name, plan in plans.items()}
+    said = [[t.model, contents[t.model], list(t.session[0]), t.session[1], t.ids.tolist()] for t in texts]
+    body: bytes = msgpack.packb([FORMAT, __version__, records, said])
+    try:
+        write_atomically(directory / FILE, [hashlib.sha256(body).digest(), body])
+    except OSError as error:
+        log.warning("plans and texts of KV caches are not saved: %s", error.strerror or error)
+
+
+def take_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> LastState:
+    """Return what the last planner has left, and delete its file; texts of a model that has changed are dropped."""
+    path = directory / FILE
+    try:
+        data = path.read_bytes()
+        path.unlink()
+        checksum, body = data[: hashlib.sha256().digest_size], data[hashlib.sha256().digest_size :]
+        if hashlib.sha256(body).digest() != checksum:
+            raise ValueError("it is damaged")
+        written, version, records, said = msgpack.unpackb(body)
+        if (written, version) != (FORMAT, __version__):
+            raise ValueError(f"written by version {version}")
+    except FileNotFoundError:
+        return LastState()
+    except (OSError, ValueError, msgpack.UnpackException) as error:
+        log.warning("dropped what the last planner has left, %s: %s", path, error)
+        return LastState()
+    recalled = {
+        n: read_recalled(record, n, checkpoints[n].spec)[1] for n, record in records.items() if n in checkpoints
+    }
+    plans = {name: plan for name, plan in recalled.items() if plan is not None}
+    return LastState(plans, tuple(_known_texts(said, checkpoints, log)))
+
+
+def _known_texts(said: list[Any], checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> Iterable[HeldText]:
+    contents, changed = _contents(checkpoints), set[str]()
+    for model, content, origin, number, ids in said:
+        if contents.get(model) == content:
+            longest = largest_shape(checkpoints[model].spec).session_rows
+            yield HeldText((PlanVersion(*origin), number), np.array(ids, np.int32), longest, model)
+        else:
+            changed.add(model)
+    for model in sorted(changed):
+        log.warning("dropped the texts of KV caches of %s: the model has changed, or is not served", model)
+
+
+def _contents(checkpoints: Mapping[str, Checkpoint]) -> dict[str, bytes]:
+    """Return a hash of the weights of each model and of the others under its name: a tower makes rows of a text."""
+    digests = {name: checkpoint.manifest.digest for name, checkpoint in sorted(checkpoints.items())}
+    return {
+        name: hashlib.sha256(b"".join(d for n, d in digests.items() if asked_name(n) == asked_name(name))).digest()
+        for name in digests
+    }

@@ -1,0 +1,84 @@
+"""KV caches over restarts of planner and agents, with real processes: a text that begins alike goes on from them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from site_processes import PATIENCE_S, Site, running_site
+
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
+
+PROMPT: Final = [5 + n % 40 for n in range(40)]
+TOKENS: Final = 12
+AGENTS: Final = {"one": ("a",), "three": ("a", "b", "c")}
+MEMORY: Final = "100MiB"
+
+
+class Restarts:
+    """A site of which processes start again, and the tokens of an undisturbed run."""
+
+    def __init__(self, site: Site, agents: tuple[str, ...], pins: tuple[str, ...]) -> None:
+        self.site, self.agents, self._pins = site, agents, pins
+        self.tokens, cached = self.answered()
+        assert cached == 0
+
+    def answered(self) -> tuple[list[int], int]:
+        """Return the tokens that follow a prompt, and how many of the prompt's tokens were cached."""
+        with Hepti.connect(self.site.url, self.site.name) as hepti:
+            hepti.wait_ready("tiny", PATIENCE_S)
+            answer = hepti.infer("tiny", ids=PROMPT, max_new_tokens=TOKENS, temperature=0, timeout_s=PATIENCE_S)
+        assert {*answer.plan["devices"]} == {*self.agents}
+        return answer.raw["result"]["ids"], answer.raw["cached_tokens"]
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.site.planner(*self._pins) if name == "planner" else self.site.agent(name, MEMORY)
+
+    def again(self, end: Callable[[str], object], *names: str) -> None:
+        for name in names:
+            end(name)
+        self.start(*names)
+
+
+@pytest.fixture(params=AGENTS)
+def restarts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Restarts]:
+    agents = AGENTS[request.param]
+    pins = ("--strategy", "decoder", "--devices", ",".join(agents)) if len(agents) > 1 else ()
+    model = make_model("tiny-llama", tmp_path / "model", 3)
+    for site in running_site(tmp_path, {"tiny": model}, dict.fromkeys(agents, MEMORY), planner=pins):
+        yield Restarts(site, agents, pins)
+
+
+def test_a_text_goes_on_after_each_process_has_started_again(restarts: Restarts) -> None:
+    with Hepti.connect(restarts.site.url, restarts.site.name) as hepti:
+        shares = hepti.plan("tiny")["active"]["ranges"]
+    sizes = {stop - start for ranges in shares.values() for start, stop in ranges}
+    assert len(sizes) > 1 or len(restarts.agents) == 1, "uneven shares"
+    for names in (("planner",), restarts.agents, ("planner", *restarts.agents)):
+        restarts.again(restarts.site.stop, *names)
+        assert restarts.answered() == (restarts.tokens, len(PROMPT) - 1), names
+
+
+@pytest.mark.parametrize("restarts", ["one"], indirect=True)
+def test_a_process_that_is_killed_loses_the_cache_and_nothing_else(restarts: Restarts) -> None:
+    for names in (("planner",), restarts.agents):
+        restarts.again(restarts.site.kill, *names)
+        assert restarts.answered() == (restarts.tokens, 0), names
+        assert restarts.answered() == (restarts.tokens, len(PROMPT) - 1)
+
+
+@pytest.mark.parametrize("restarts", ["one"], indirect=True)
+def test_another_model_under_the_same_name_begins_without_a_cache(restarts: Restarts, tmp_path: Path) -> None:
+    for name in ("planner", *restarts.agents):
+        restarts.site.stop(name)
+    shutil.rmtree(tmp_path / "model")
+    make_model("tiny-llama", tmp_path / "model", 4)
+    restarts.start("planner", *restarts.agents)
+    tokens, cached = restarts.answered()
+    assert cached == 0
+    assert tokens != restarts.tokens

@@ -1,0 +1,76 @@
+"""What a planner leaves to the next one: texts and plans come back once, unless the file or the model has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.models import largest_shape
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Recalled
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
+from hepti_mqtt.service import last_state
+from hepti_mqtt.service.last_state import FILE, LastState, save_state, take_state
+
+LOG = logging.getLogger("test")
+PLAN = Plan("tiny", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Checkpoint]]:
+    root = tmp_path_factory.mktemp("models")
+    opened = [Checkpoint.open(make_model("tiny-llama", root / str(seed), seed), "tiny") for seed in (1, 2)]
+    yield opened
+    for checkpoint in opened:
+        checkpoint.close()
+
+
+def saved(directory: Path, models: dict[str, Checkpoint]) -> None:
+    longest = largest_shape(models["tiny"].spec).session_rows
+    texts = [HeldText((PlanVersion(4, 2), n), np.arange(-3, 9 + n, dtype=np.int32), longest, "tiny") for n in (5, 3)]
+    save_state(directory, {"tiny": Recalled(PLAN, {"a": 9})}, texts, models, LOG)
+
+
+def described(state: LastState) -> tuple[object, ...]:
+    return state.plans, [(t.session, t.ids.tolist(), t.model) for t in state.texts]
+
+
+def test_texts_and_plans_come_back_once(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+    models = {"tiny": checkpoints[0], "tiny.image": checkpoints[1]}
+    saved(tmp_path, models)
+    plans, texts = described(take_state(tmp_path, models, LOG))
+    assert plans == {"tiny": Recalled(PLAN, {"a": 9})}
+    assert texts == [((PlanVersion(4, 2), n), list(range(-3, 9 + n)), "tiny") for n in (5, 3)]
+    assert take_state(tmp_path, models, LOG) == LastState()
+
+
+def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+    one, other = checkpoints
+    for before, after in (
+        ({"tiny": one}, {"tiny": other}),
+        ({"tiny": one, "tiny.image": one}, {"tiny": one, "tiny.image": other}),
+    ):
+        saved(tmp_path, before)
+        assert take_state(tmp_path, after, LOG).texts == ()
+
+
+@pytest.mark.parametrize("fault", ["a changed byte", "empty", "another format", "another version"])
+def test_a_file_that_is_not_this_planners_is_dropped(
+    tmp_path: Path, checkpoints: list[Checkpoint], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {"tiny": checkpoints[0]}
+    saved(tmp_path, models)
+    data = bytearray((tmp_path / FILE).read_bytes())
+    data[-1] ^= 1
+    if fault in ("a changed byte", "empty"):
+        (tmp_path / FILE).write_bytes(data if fault == "a changed byte" else b"")
+    monkeypatch.setattr(last_state, "FORMAT", 2 if fault == "another format" else 1)
+    monkeypatch.setattr(last_state, "__version__", "9" if fault == "another version" else last_state.__version__)
+    assert take_state(tmp_path, models, LOG) == LastState()
+    assert not (tmp_path / FILE).exists()
