@@ -149,6 +149,7 @@ def load_or_measure(
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
         "weights": "cold, of twice the caches",
+        "ops and frames": "rows of a tape",
     }
     curves = None if force else _cached(file, key)
     cached = curves is not None and (
