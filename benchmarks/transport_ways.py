@@ -23,8 +23,8 @@ from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import Peers
 from hepti_mqtt.transport import BrokerUrl, DataConnection, Subscribed
 from hepti_mqtt.transport.codec import publish_head
-from hepti_mqtt.transport.mesh import Address, Joined, Mesh, MeshEvent
-from hepti_mqtt.transport.peer import MESH_VERSION
+from hepti_mqtt.transport.mesh import Mesh
+from hepti_mqtt.transport.peer import MESH_VERSION, Address, Joined, MeshEvent
 
 HEADER: Final = bytes(256)  # as a frame has one before its array
 PATIENCE_S: Final = 30.0

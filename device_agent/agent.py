@@ -65,7 +65,6 @@ from hepti_mqtt.transport import (
     OnMessage,
     OnState,
     PacketLimit,
-    Transport,
     Will,
     claim,
     new_boot,
@@ -366,7 +365,7 @@ class _Agent:
         start = self._start
         return encode_status(Status(state, start.boot, version=__version__, term=start.term, reason=reason))
 
-    def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> Transport:
+    def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> BrokerConnection:
         config = self._config
         # Two agents of one name must both stay connected until they have found out which of them ends.
         client_id = f"hepti-{config.site}-{config.device_id}-{plane}-{self._start.boot:08x}"

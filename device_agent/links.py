@@ -32,8 +32,9 @@ from hepti_mqtt.runtime.worker.interface import (
     PeerRefused,
 )
 from hepti_mqtt.transport.codec import publish_head
-from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Mesh, MeshEvent, MeshTls, Refused, mesh_possible
-from hepti_mqtt.transport.peer import MESH_VERSION
+from hepti_mqtt.transport.mesh import Mesh
+from hepti_mqtt.transport.peer import MESH_VERSION, Address, Dropped, Joined, Lost, MeshEvent, Refused
+from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
 
 # The largest frame there is, behind the longest topic: a plan's requests may be of any size.
 LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)

@@ -1,4 +1,4 @@
-"""Weight loader: from a manifest's tiles to packed weights, by way of the disk cache, peers or the planner.
+"""Weight loader: packed weights from the disk cache, or from tiles of the cache, of peers or of the planner.
 
 `LoadJob` is one load, `WeightLoader` a state machine with the time as an argument, `LoaderThread` gives it a thread.
 """
@@ -18,13 +18,13 @@ from typing import Final, Literal
 import numpy as np
 
 from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
-from device_agent.tile_cache import TileCache
+from device_agent.tile_cache import TileCache, packed_key
 from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
 from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part
+from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part, weight_bytes
 from hepti_mqtt.kernels.jit import return_memory
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
@@ -55,9 +55,15 @@ class LoadJob:
     manifest_asked_s: float = inf
     buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
-    #: Where each tile goes, in the order in which tiles are taken.
-    destinations: dict[bytes, list[tuple[WeightRef, TileLocation]]] = field(default_factory=dict)
-    #: The tiles and the manifest, which the cache may not remove for this load.
+    #: The matrices that each tile is a part of, in the order in which tiles are taken.
+    destinations: dict[bytes, tuple[WeightRef, ...]] = field(default_factory=dict)
+    #: Where tiles lie in the matrices of which some have come: of all at once they would take as much as many weights.
+    places: dict[WeightRef, dict[bytes, list[TileLocation]]] = field(default_factory=dict)
+    #: Matrices whose packed copy is in the cache and not read yet, with its key.
+    packed: deque[tuple[WeightRef, bytes]] = field(default_factory=deque)
+    #: Matrices that are made from several tiles, so that a packed copy is worth its file.
+    tiled: list[WeightRef] = field(default_factory=list)
+    #: The tiles, the packed copies and the manifest, which the cache may not remove for this load.
     pinned: frozenset[bytes] = frozenset()
     #: Number of each tile in this order.
     order: dict[bytes, int] = field(default_factory=dict)
@@ -73,6 +79,11 @@ class LoadJob:
     total_bytes: int = 0
     hash_mismatches: int = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all matrices are there."""
+        return not self.missing and not self.packed
+
     def limit(self) -> int | None:
         """Return the number of the first tile that may not be taken yet; None without a limit."""
         while self.ordered_missing and self.ordered_missing[0] not in self.missing:
@@ -84,44 +95,67 @@ class LoadJob:
         limit = self.limit()
         return limit is None or self.order[digest] < limit
 
-    def plan_tiles(self, manifest: Manifest, tiles: TileMap, held: Mapping[WeightRef, Weight], first: int) -> None:
-        """List the missing tiles; raises ModelError for another model's manifest.
+    def plan_tiles(
+        self,
+        manifest: Manifest,
+        tiles: TileMap,
+        held: Mapping[WeightRef, Weight],
+        first: int,
+        is_cached: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
+        """List the packed matrices to read and the missing tiles; raises ModelError for another model's manifest.
 
-        held: matrices that are there. first: position in the manifest at which this device begins.
+        held: matrices that are there. first: position in the manifest at which this device begins. is_cached: whether
+        the cache has the packed matrix of a key.
         """
         if manifest.model != self.load.model:
             raise ModelError(
                 f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
             )
         self.manifest = manifest
-        needed: list[tuple[WeightRef, list[TileLocation]]] = []
+        needed: list[WeightRef] = []
         for ref in dict.fromkeys(self.load.matrices.values()):
             if ref in held:
                 self.weights[ref] = held[ref]
                 continue
+            if is_cached(key := packed_key(self.load.manifest, ref)):
+                self.packed.append((ref, key))
+                continue
             places = manifest.tiles(ref)
             self.buffers[ref], self.tiles_left[ref] = allocate(ref), len(places)
             if places:
-                needed.append((ref, places))
+                needed.append(ref)
+                self.tiled += [ref] if len(places) > 1 else []
             else:
                 self.weights[ref] = self.buffers.pop(ref).finish()
-        start = next((n for n, (_, places) in enumerate(needed) if tiles.position[places[-1].hash] >= first), 0)
-        for ref, places in needed[start:] + needed[:start]:
-            for place in places:
-                self.destinations.setdefault(place.hash, []).append((ref, place))
-        self.total_bytes = sum(places[0][1].nbytes for places in self.destinations.values())
+        start = next((n for n, ref in enumerate(needed) if tiles.position[manifest.tiles(ref)[-1].hash] >= first), 0)
+        self.total_bytes = sum(weight_bytes(ref) for ref, _ in self.packed)
+        for ref in needed[start:] + needed[:start]:
+            alone = (ref,)
+            for place in manifest.tiles(ref):
+                others = self.destinations.get(place.hash)
+                self.total_bytes += place.nbytes if others is None else 0
+                self.destinations[place.hash] = alone if others is None else tuple(dict.fromkeys((*others, ref)))
         self.missing = set(self.destinations)
-        self.pinned = frozenset((self.load.manifest, *self.destinations))
+        self.pinned = frozenset((self.load.manifest, *self.destinations, *(key for _, key in self.packed)))
         self.order = {digest: number for number, digest in enumerate(self.destinations)}
         # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
         self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
 
-    def write_tile(self, ref: WeightRef, place: TileLocation, data: bytes | memoryview) -> None:
-        """Put a tile into a weight that it is part of."""
-        self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
-        self.tiles_left[ref] -= 1
-        if not self.tiles_left[ref]:
-            self.weights[ref] = self.buffers.pop(ref).finish()
+    def write_tile(self, digest: bytes, data: bytes | memoryview) -> None:
+        """Put a tile into the weights that it is part of."""
+        assert self.manifest is not None
+        for ref in self.destinations[digest]:
+            if ref not in self.places:
+                self.places[ref] = {}
+                for place in self.manifest.tiles(ref):
+                    self.places[ref].setdefault(place.hash, []).append(place)
+            for place in self.places[ref][digest]:
+                self.buffers[ref].put(tile_array(place, data), place.row0, place.column0)
+                self.tiles_left[ref] -= 1
+            if not self.tiles_left[ref]:
+                self.weights[ref] = self.buffers.pop(ref).finish()
+                del self.places[ref]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +194,8 @@ class WeightLoader:
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
     asked for tiles. is_busy: whether runs are under way, which share the link. report: tells the planner what is in the
     cache. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these
-    `tile_bytes_from_peers`; `tiles_cached`, `tile_bytes_cached`, `tiles_mismatched`, `tiles_unneeded`.
+    `tile_bytes_from_peers`; `tiles_cached`, `packed_cached`, `tile_bytes_cached` of both; `tiles_mismatched`,
+    `tiles_unneeded`.
     """
 
     def __init__(
@@ -185,6 +220,9 @@ class WeightLoader:
         self._held: dict[Place, Weight] = {}
         self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
         self._requested_before: set[bytes] = set()
+        #: Matrices without a packed copy in the cache, and the tiles of the last load, which need not make room for it.
+        self._unsaved: deque[Place] = deque()
+        self._pinned: frozenset[bytes] = frozenset()
         self._last_report_s = self._last_cached_s = float("-inf")
 
     # -- what the session wants ----------------------------------------------------------------------------------
@@ -259,7 +297,7 @@ class WeightLoader:
             case "held":
                 report = self.peers.handle_report(peer, model, body)
                 if report is not None and job is not None and job.sources is not None:
-                    job.sources.report(peer, report)
+                    job.sources.report(peer, report, now)
             case "refused" if job is not None and job.sources is not None:
                 job.sources.refuse(peer, [body[at : at + HASH_BYTES] for at in range(0, len(body), HASH_BYTES)])
         self._go_on(now)
@@ -272,7 +310,10 @@ class WeightLoader:
         else:
             self.peers.lose(peer, model)
         if job is not None and job.sources is not None:
-            (job.sources.add_peer if is_joined else job.sources.remove_peer)(peer)
+            if is_joined:
+                job.sources.add_peer(peer, now)
+            else:
+                job.sources.remove_peer(peer)
         self._go_on(now)
 
     def report_caches(self) -> None:
@@ -297,14 +338,18 @@ class WeightLoader:
 
     @property
     def has_cached(self) -> bool:
-        """Return whether `step` has a tile to read from disk."""
-        return bool(self._jobs) and bool(self._jobs[0].on_disk) and self._jobs[0].may_accept(self._jobs[0].on_disk[0])
+        """Return whether `step` has something to read from disk."""
+        job = self._jobs[0] if self._jobs else None
+        return job is not None and (bool(job.packed) or (bool(job.on_disk) and job.may_accept(job.on_disk[0])))
 
     def step(self, now: float) -> bool:
-        """Take one tile from disk; return whether there is another one."""
+        """Take one packed matrix or tile from disk; return whether there is more."""
         if not self.has_cached:
             return False
         job = self._jobs[0]
+        if job.packed:
+            self._fail_on_error(job, lambda: self._read_packed(job, now), now)
+            return self.has_cached
         digest = job.on_disk.popleft()
         if digest not in job.missing:  # a source sent it meanwhile
             return self.has_cached
@@ -322,13 +367,27 @@ class WeightLoader:
                 self._go_on(now)
         return self.has_cached
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Return whether `save` has something to write, and no load is under way."""
+        return bool(self._unsaved) and not self._jobs
+
+    def save(self) -> None:
+        """Keep the packed copy of one matrix in the cache, if no tile of its load has to make room for it."""
+        manifest, matrix = place = self._unsaved.popleft()
+        if (weight := self._held.get(place)) is not None:
+            self._cache.put_packed(packed_key(manifest, matrix), weight, self._pinned)
+
     def retry_if_due(self, now: float) -> None:
         """Ask others for tiles that are overdue, and the planner again; the next load first if it has no manifest."""
         if now < self.deadline():
             return
         job = self._jobs[0]
         if job.sources is not None:
-            self._counters["tiles_reasked"] += sum(job.sources.expire(now).values())
+            late, again = job.sources.expire(now)
+            self._counters["tiles_reasked"] += late + (again is not None)
+            if again is not None:
+                self._request(job, PLANNER, [again])
             self._go_on(now)
         elif len(self._jobs) > 1:  # perhaps nobody has it: a forged Prepare
             self._jobs.rotate(-1)
@@ -383,7 +442,7 @@ class WeightLoader:
         devices = job.load.devices if self._device in job.load.devices else (self._device,)
         first = len(tiles.hashes) * devices.index(self._device) // len(devices)
         held = {matrix: weight for (other, matrix), weight in self._held.items() if other == digest}
-        job.plan_tiles(manifest, tiles, held, first)
+        job.plan_tiles(manifest, tiles, held, first, self._cache.__contains__)
         job.on_disk = deque(tile for tile in job.destinations if tile in self._cache)
         order = tuple(job.destinations)
         positions = [tiles.position[tile] for tile in order]
@@ -391,13 +450,13 @@ class WeightLoader:
         job.sources = TileSources(order, positions, len(tiles.hashes), self._device, devices, now, on_disk)
         self.peers.begin(model, digest, tiles, order)
         for peer in self.peers.reachable(model):
-            job.sources.add_peer(peer)
+            job.sources.add_peer(peer, now)
             if (report := self.peers.report_of(peer, model)) is not None:
-                job.sources.report(peer, report)
-        if job.missing:
-            self._go_on(now)
-        else:
+                job.sources.report(peer, report, now)
+        if job.is_complete:
             self._finish(job, now)
+        else:
+            self._go_on(now)
 
     def _map(self, digest: bytes, data: bytes | memoryview) -> tuple[Manifest, TileMap]:
         """Return the manifest of a hash and the map of its tiles; raises WireError for data that is no manifest."""
@@ -426,12 +485,30 @@ class WeightLoader:
         job.missing.remove(digest)
         job.sources.take(digest)
         job.done_bytes += len(data)
-        for ref, place in job.destinations[digest]:
-            job.write_tile(ref, place, data)
-        if job.missing:
-            self._report_progress(now)
-        else:
+        job.write_tile(digest, data)
+        self._finish_or_report(job, now)
+
+    def _read_packed(self, job: LoadJob, now: float) -> None:
+        """Take one packed matrix from the cache; begin again, with tiles in its place, if it is damaged."""
+        matrix, key = job.packed.popleft()
+        weight = self._cache.get_packed(key, matrix)
+        if weight is None:
+            self._held.update(((job.load.manifest, ref), weight) for ref, weight in job.weights.items())
+            self._jobs[0] = LoadJob(job.load)
+            self._begin(now)
+            return
+        job.weights[matrix] = weight
+        nbytes = weight_bytes(matrix)
+        job.done_bytes += nbytes
+        self._counters["packed_cached"] += 1
+        self._counters["tile_bytes_cached"] += nbytes
+        self._finish_or_report(job, now)
+
+    def _finish_or_report(self, job: LoadJob, now: float) -> None:
+        if job.is_complete:
             self._finish(job, now)
+        else:
+            self._report_progress(now)
 
     def _go_on(self, now: float) -> None:
         """Request the next tiles of the load under way."""
@@ -472,6 +549,9 @@ class WeightLoader:
         self._held.update(((load.manifest, matrix), weight) for matrix, weight in job.weights.items())
         views = {ref: part(job.weights[matrix], matrix, ref) for ref, matrix in load.matrices.items()}
         self._emit(Loaded(load.model, load.plan_version, views))
+        if job.tiled and self._cache.is_kept:
+            self._unsaved.extend((load.manifest, matrix) for matrix in job.tiled)
+            self._pinned = job.pinned
         self._next(now)
 
     def _fail(self, job: LoadJob, error: HeptiError, now: float) -> None:
@@ -615,7 +695,7 @@ class LoaderThread:
         """Return what was posted, None once there is work to go on with."""
         if self._loader.has_cached:
             timeout_s = 0.0
-        elif self._arrived or self._loader.peers.has_requests:
+        elif self._arrived or self._loader.peers.has_requests or self._loader.has_unsaved:
             timeout_s = self._budget.pause_s(time.perf_counter())
         else:
             deadline = min(self._loader.deadline(), self._loader.peers.deadline())
@@ -672,7 +752,7 @@ class LoaderThread:
             rate.record(nbytes, time.perf_counter() - begun_s)
 
     def _exchange(self, now: float) -> None:
-        """Take one tile that has come, and answer one request of a peer."""
+        """Take one tile that has come and answer one request of a peer, or keep one packed matrix."""
         if self._arrived:
             tile = self._arrived.popleft()
             with self._lock:
@@ -680,3 +760,5 @@ class LoaderThread:
             self._loader.on_tile(tile.body, tile.source, now)
         if self._loader.peers.has_requests:
             self._loader.peers.serve()
+        elif self._loader.has_unsaved:
+            self._loader.save()

@@ -36,7 +36,9 @@ from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, bind
 from hepti_mqtt.storage import BLOCK_STORAGES, PRODUCTS, STORAGES, BlockStorage, Product, StoredRows
-from hepti_mqtt.transport.mesh import Address, Mesh, mesh_possible
+from hepti_mqtt.transport.mesh import Mesh
+from hepti_mqtt.transport.peer import Address
+from hepti_mqtt.transport.sockets import mesh_possible
 
 _TOPIC: Final = "x/m/0/near/far"
 _PATIENCE_S: Final = 0.5

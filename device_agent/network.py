@@ -22,7 +22,17 @@ from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
-from hepti_mqtt.transport import Connected, Disconnected, Inbox, OnMessage, Refused, State, Subscribed, Transport, Will
+from hepti_mqtt.transport import (
+    BrokerConnection,
+    Connected,
+    Disconnected,
+    Inbox,
+    OnMessage,
+    Refused,
+    State,
+    Subscribed,
+    Will,
+)
 
 
 class ErrorLog:
@@ -138,7 +148,7 @@ CONTROL_CLOSE_S: Final = 0.8
 QOS: Final[Mapping[Plane, int]] = {"control": 1, "data": 0}
 
 
-MakeTransport = Callable[[Plane, OnMessage, Callable[[State], None]], Transport]
+MakeTransport = Callable[[Plane, OnMessage, Callable[[State], None]], BrokerConnection]
 
 
 class Network:
@@ -174,7 +184,7 @@ class Network:
         self.channel: Channel | None = None  # to the planner: it seals what goes up
         self._sealing = threading.Lock()
         self._said: dict[str, bytes] = {}  # what this device has retained last, by topic
-        self._transports: Mapping[Plane, Transport] = {
+        self._transports: Mapping[Plane, BrokerConnection] = {
             plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
         }
         base: Mapping[Plane, Sequence[str]] = {

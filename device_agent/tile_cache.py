@@ -1,4 +1,8 @@
-"""The tile cache on disk: content-addressed files under a size limit, least recently used first out."""
+"""The weight cache on disk: files under a size limit, least recently used first out.
+
+Tiles are named by the hash of their bytes. Packed weights, the panels that kernels read, are named by what they were
+packed from; a start from the cache reads them as they are, and packs tiles where there are none.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,31 @@ import shutil
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import check_model
+from hepti_mqtt.kernels import Weight, allocate, arrays_of, layout_of
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import Octets
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
 _SMALL: Final = 20
 RECORD: Final = "models.json"
 MAX_MODELS: Final = 16  # in a record
 ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
+_PACKED: Final = b"p"  # ends the key of a packed weight, so that no tile has it
+_CHUNK: Final = 1 << 20  # bytes that are read and summed while they are in the processor's cache
+_SUM_BYTES: Final = 8
+_PREFIX: Final = 2  # hex digits of a name that are the name of its directory
 _log: Final = logging.getLogger("hepti.agent")
 
 
@@ -33,6 +46,15 @@ def free_cache_bytes(directory: Path) -> int:
     """Return the disk space left for tiles; negative if they already use too much."""
     usage = shutil.disk_usage(directory)
     return usage.free - min(RESERVE_BYTES, usage.total // _SMALL)
+
+
+def packed_key(manifest: bytes, matrix: WeightRef) -> bytes:
+    """Return the key of a packed weight: equal ones have equal arrays.
+
+    manifest: its digest.
+    """
+    text = f"{manifest.hex()} {tuple(matrix)} {layout_of(matrix)}"
+    return hashlib.sha256(text.encode()).digest() + _PACKED
 
 
 class _Stamp(NamedTuple):
@@ -59,7 +81,7 @@ class CacheRecord:
 
 
 class TileCache:
-    """Blobs by their SHA-256 in files `<directory>/<two hex digits>/<hash>`.
+    """Tiles by their SHA-256, and packed weights by their key, in files `<directory>/<two hex digits>/<key in hex>`.
 
     limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
     can be fetched again, and nothing else of a device can. A directory that cannot be written is read all the same.
@@ -134,22 +156,61 @@ class TileCache:
         """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
         if len(data) > self._limit or digest in self._sizes:
             return
-        if not self._evict(len(data), keep):
-            if len(data) > self._room():
-                self._set_trouble("the disk is full")
-            return
-        path = self._path(digest)
+        if self._evict(len(data), keep):
+            if (stat := self._write(digest, data)) is not None:
+                self._checked[digest] = _stamp(stat)
+        elif len(data) > self._room():
+            self._set_trouble("the disk is full")
+
+    def get_packed(self, key: bytes, matrix: WeightRef) -> Weight | None:
+        """Return a packed weight, or None; a file that is not what was written is removed.
+
+        A sum of its words tells that from what a worn disk or a power cut leaves. No hash does: who can write to this
+        directory can write this program, too.
+        """
+        if key not in self._sizes:
+            return None
+        weight, path = allocate(matrix).weight(), self._path(key)
+        arrays = _octets(weight)
+        try:
+            with path.open("rb") as file:
+                stat, total = os.fstat(file.fileno()), 0
+                for part in (array[at : at + _CHUNK] for array in arrays for at in range(0, len(array), _CHUNK)):
+                    file.readinto(part.data)
+                    total += _sum(part)
+                written = file.read(_SUM_BYTES)
+        except OSError:
+            self._forget(key)
+            return None
+        if stat.st_size != _size_of(arrays) or written != _encode_sum(total):
+            self._counters["cache_corrupt"] += 1
+            self._remove(key)
+            return None
+        self._touch(key, path, _stamp(stat))
+        return weight
+
+    def put_packed(self, key: bytes, weight: Weight, keep: Collection[bytes] = ()) -> None:
+        """Store a packed weight, unless only files in `keep` could make room for it."""
+        arrays = _octets(weight)
+        nbytes = _size_of(arrays)
+        if nbytes <= self._limit and key not in self._sizes and self._evict(nbytes, keep):
+            self._write(key, *(array.data for array in arrays), _encode_sum(sum(map(_sum, arrays))))
+
+    def _write(self, key: bytes, *data: bytes | memoryview) -> os.stat_result | None:
+        """Write a file and count it; return None, and note the trouble, if that cannot be."""
+        path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, bytes(data))
-            self._checked[digest] = _stamp(path.stat())
+            write_atomically(path, data)
+            stat = path.stat()
         except OSError as error:
             self._counters["cache_errors"] += 1
             self._set_trouble(error.strerror or str(error))
-            return
+            return None
         self._set_trouble("")
-        self._sizes[digest] = len(data)
-        self.bytes += len(data)
+        self._sizes[key] = stat.st_size
+        self.bytes += stat.st_size
+        return stat
 
     def read_record(self) -> CacheRecord:
         """Return the record that is kept beside the tiles, an empty one if it cannot be read."""
@@ -200,16 +261,16 @@ class TileCache:
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
-        return self._directory / name[:2] / name
+        return self._directory / name[:_PREFIX] / name
 
     def _scan(self) -> None:
         found: list[tuple[float, bytes, int]] = []
-        for path in self._directory.glob("??/*"):  # nothing if the directory cannot be read
+        for file in self._files():
             try:
-                digest, stat = bytes.fromhex(path.name), path.stat()
+                digest, stat = bytes.fromhex(file.name), file.stat()
             except ValueError:  # a temporary file that a crash left behind
                 with suppress(OSError):
-                    path.unlink()
+                    os.unlink(file.path)
                 continue
             except OSError:
                 continue
@@ -217,6 +278,14 @@ class TileCache:
         for _, digest, size in sorted(found):
             self._sizes[digest] = size
             self.bytes += size
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the files of the cache; none of a directory that cannot be read."""
+        with suppress(OSError), os.scandir(self._directory) as directories:
+            for directory in directories:
+                if len(directory.name) == _PREFIX:
+                    with suppress(OSError), os.scandir(directory.path) as files:
+                        yield from files
 
     def _evict(self, wanted: int, keep: Collection[bytes]) -> bool:
         """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now."""
@@ -252,3 +321,23 @@ class TileCache:
     def _forget(self, digest: bytes) -> None:
         self._checked.pop(digest, None)
         self.bytes -= self._sizes.pop(digest, 0)
+
+
+def _octets(weight: Weight) -> Sequence[Octets]:
+    """Return the arrays of a weight as bytes, each a view."""
+    return [array.reshape(-1).view(np.uint8) for array in arrays_of(weight)]
+
+
+def _size_of(arrays: Sequence[Octets]) -> int:
+    """Return the size of the file of a packed weight."""
+    return sum(map(len, arrays)) + _SUM_BYTES
+
+
+def _sum(octets: Octets) -> int:
+    """Return the sum of the 64-bit words of an array, and of what bytes are left, as the processor adds words."""
+    words = len(octets) // _SUM_BYTES * _SUM_BYTES
+    return int(octets[:words].view(np.uint64).sum()) + int(octets[words:].sum())
+
+
+def _encode_sum(total: int) -> bytes:
+    return (total % (1 << 8 * _SUM_BYTES)).to_bytes(_SUM_BYTES, sys.byteorder)

@@ -17,7 +17,7 @@ class HeptiError(Exception):
     detail: further lines for who asks for an explanation. param: the key of the request at fault, if it is one.
     """
 
-    code: ClassVar[str] = "failed"
+    code: str = "failed"
     exit_code: ClassVar[int] = 1
     detail: tuple[str, ...] = ()
     param: str | None = None

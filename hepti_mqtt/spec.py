@@ -39,7 +39,7 @@ Pooling = Literal[
 ]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
-Want = Literal["task", "hidden", "candidates"]
+Want = Literal["task", "hidden", "candidates", "alignment"]
 
 CANDIDATES: Final = 128  # of the next token that a run answers with, where they are enough
 
@@ -93,7 +93,7 @@ class RequestShape(Hashable, Protocol):
     @property
     def want(self) -> Want:
         """Return `task` for the task's output, `hidden` for the final hidden states, `candidates` for the likeliest
-        next tokens instead of all logits."""
+        next tokens instead of all logits, `alignment` for the rows of sound at which tokens begin."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

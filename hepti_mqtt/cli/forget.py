@@ -62,10 +62,7 @@ def forget(args: argparse.Namespace) -> int:
             f"the broker still retains {_some(left)}: its access list does not let {url.user or 'an anonymous user'} "
             f"clear that; take the login of the {PLANNER}"
         )
-    if args.json:
-        output.print_json({"forgotten": found})
-    else:
-        output.print_lines([f"{what}: {len(found)} retained messages are cleared"])
+    output.print_result(args.json, {"forgotten": found}, [f"{what}: {len(found)} retained messages are cleared"])
     return 0
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import os
 import resource
 import socket
 from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import connect_to_site, require_broker
-from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds, tcp_port
+from hepti_mqtt.cli.shared import add_listener_arguments, connect_to_site, require_broker
+from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds
 from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.errors import ConfigError, HeptiError
 
@@ -27,8 +26,7 @@ IDLE_S: Final = 75  # a keep-alive connection without a request
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti gateway`."""
-    sub.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    sub.add_argument("--port", type=tcp_port, default=PORT, help=f"port to listen on (default {PORT})")
+    add_listener_arguments(sub, PORT)
     sub.add_argument("--model", metavar="NAME", help="model of requests that name none (default: the only one served)")
     sub.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
     sub.add_argument(
@@ -36,7 +34,6 @@ def arguments(sub: argparse.ArgumentParser) -> None:
         type=positive_seconds,
         help=f"seconds to wait for an answer (default {TIMEOUT_S:g}, of generated text {TEXT_TIMEOUT_S:g})",
     )
-    sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
     sub.add_argument("--no-announce", dest="announce", action="store_false", help=NO_ANNOUNCE_HELP)
     sub.add_argument(
         "--no-keys", action="store_true", help=f"listen beyond loopback without keys (else set {KEYS}=KEY,..)"
@@ -53,8 +50,10 @@ def arguments(sub: argparse.ArgumentParser) -> None:
 
 def gateway(args: argparse.Namespace) -> int:
     """Serve until interrupted; raises ConfigError, or HeptiError if the port is taken. Waits for a broker."""
+    from hepti_mqtt.transport import BrokerUrl, is_loopback  # here: other commands begin without NumPy
+
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
-    if not (keys or args.no_keys or _is_loopback(args.bind)):
+    if not (keys or args.no_keys or is_loopback(args.bind)):
         raise ConfigError(f"{args.bind} can be reached by others: set {KEYS}=KEY,.. (or say --no-keys)")
     with requires_extra("gateway", "the gateway"):
         import uvicorn
@@ -63,7 +62,6 @@ def gateway(args: argparse.Namespace) -> int:
         from hepti_mqtt.gateway.connections import Connection, Server
     from hepti_mqtt.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
-    from hepti_mqtt.transport import BrokerUrl
 
     _allow_connections()
     listener = listen(args.bind, args.port)
@@ -86,7 +84,7 @@ def gateway(args: argparse.Namespace) -> int:
         output.err.print(f"listening on http://{args.bind}:{args.port} (dashboard: /, OpenAI: /v1)", markup=False)
         with contextlib.ExitStack() as stack:
             if args.announce:
-                where = 0 if _is_loopback(args.bind) else args.port
+                where = 0 if is_loopback(args.bind) else args.port
                 broker = BrokerUrl.parse(require_broker(args))
                 stack.callback(Announcement("gateway", args.site, broker, where, args.bind).close)
             server.run(sockets=[listener])
@@ -99,13 +97,6 @@ def _allow_connections() -> None:
     wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -13,21 +13,21 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, check_readable, connect_to_site
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.client.described import random_input, reference
 from hepti_mqtt.config.options import variant_options
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError
 from hepti_mqtt.models import ModelSpec, spec_from_dict
-from hepti_mqtt.service.requests import reader_of
 from hepti_mqtt.spec import Spec
+
+if TYPE_CHECKING:  # a request without --check needs no checkpoint
+    from hepti_mqtt.checkpoint import Checkpoint
 
 LONG_VECTOR, FEW_NUMBERS = 16, 6
 LONG_TEXT, FEW_CHARACTERS = 2000, 60
@@ -142,7 +142,7 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in names}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     options["task"] = "translate" if args.translate else None
-    options["timestamps"] = args.timestamps or None
+    options["timestamps"] = args.timestamps
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -159,6 +159,8 @@ def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
             return {"ids": [int(part) for part in args.ids.split(",")], **most}
         except ValueError as exc:
             raise ConfigError(f"--ids takes whole numbers separated by commas ({exc})") from exc
+    from hepti_mqtt.client.described import random_input
+
     return {**random_input(spec, args.tokens, args.seed), **most}
 
 
@@ -201,6 +203,9 @@ def check(
 
     spec: of the model that answers; raises ConfigError where the directory is of another one, or missing.
     """
+    from hepti_mqtt.checkpoint import Checkpoint, model_parts
+    from hepti_mqtt.service.requests import reader_of
+
     directory = None if directory is None else Path(directory).expanduser()
     if directory is None or not directory.exists():  # a file of ONNX, too
         raise ConfigError(
@@ -225,6 +230,8 @@ def max_abs_err(checkpoint: Checkpoint, body: Mapping[str, Any], hidden: NDArray
 
     Raises ConfigError where the checkpoint is of another model than answered.
     """
+    from hepti_mqtt.client.described import reference
+
     try:
         expected = reference(checkpoint, body)
         if expected.shape != hidden.shape:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import getpass
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -24,11 +23,11 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import add_agent_arguments, host_name
 from hepti_mqtt.config.settings import CONFIG_DIR, DEFAULT_SITE
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError
 from hepti_mqtt.ids import check_name
-from hepti_mqtt.protocol.messages import Status, decode_status
+from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl
+from hepti_mqtt.transport import UNREAD, BrokerConnection, BrokerUrl, StatusReader
 
 NAME: Final = "hepti-agent"
 ROOT: Final = Path("/")
@@ -288,14 +287,10 @@ def _valid(user: str | None) -> str | None:
 
 def _linger() -> None:
     """Let the user's services run without a login; only root may where the system's policy says so."""
-    done = subprocess.run(["loginctl", "enable-linger"], capture_output=True, check=False) if _has_loginctl() else None
-    if done is None or done.returncode:
+    command = ["loginctl", "enable-linger"]
+    if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
         line = f"it ends when you log out: sudo loginctl enable-linger {getpass.getuser()} lets it run without you"
         output.err.print(line, markup=False)
-
-
-def _has_loginctl() -> bool:
-    return shutil.which("loginctl") is not None
 
 
 @contextlib.contextmanager
@@ -311,22 +306,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _start(service: Service, url: BrokerUrl, site: str, device: str) -> int:
     """Restart the service, wait until the device is online, and print how it stands."""
-    topics, said = Topics(site), queue.SimpleQueue[bytes]()
-    transport = BrokerConnection(
-        url,
-        f"hepti-{site}-install-{uuid.uuid4().hex[:12]}",
-        on_message=lambda _, payload: said.put(payload),
-        on_state=lambda _: None,
-        name="install",
-    )
-    try:
-        transport.subscribe([(topics.status(device), 1)])
-        transport.connect(CONNECT_S)
-        before = _status(said, RETAINED_S)  # perhaps since the power was cut
+    with StatusReader(url, Topics(site).status(device), f"hepti-{site}-install") as reader:
+        before = reader.connect(CONNECT_S).status(RETAINED_S) or UNREAD  # perhaps since the power was cut
         service.systemctl("restart", NAME)
-        _wait_online(service, said, device, before)
-    finally:
-        transport.close()
+        _wait_online(service, reader, device, before)
     output.print_lines(
         [
             f"{device} is online at site {site}, broker {url.place}, version {__version__}",
@@ -337,19 +320,11 @@ def _start(service: Service, url: BrokerUrl, site: str, device: str) -> int:
     return 0
 
 
-def _status(said: queue.SimpleQueue[bytes], seconds: float = LOOK_S) -> Status:
-    """Return the next status; one that is offline if none comes."""
-    try:
-        return decode_status(said.get(timeout=seconds))
-    except (queue.Empty, WireError):
-        return Status("offline", 0)
-
-
-def _wait_online(service: Service, said: queue.SimpleQueue[bytes], device: str, before: Status) -> None:
+def _wait_online(service: Service, reader: StatusReader, device: str, before: Status) -> None:
     """Return when a start of the device other than `before` is online."""
     until, progress = time.monotonic() + ONLINE_S, output.ProgressLines()
     while time.monotonic() < until:
-        status = _status(said)
+        status = reader.status(LOOK_S) or UNREAD
         if status.state == "online" and status.boot != before.boot:
             return
         if status.state == "starting":
@@ -373,13 +348,8 @@ def _last_lines(service: Service) -> str:
 def _forget(service: Service, site: str, device: str) -> None:
     """Clear what the broker retains of the device, where it can be reached."""
     try:
-        transport = BrokerConnection(
-            BrokerUrl.parse(str(service.login)),
-            f"hepti-{site}-install-{uuid.uuid4().hex[:12]}",
-            on_message=lambda *_: None,
-            on_state=lambda _: None,
-            name="install",
-        )
+        name = f"hepti-{site}-install-{uuid.uuid4().hex[:12]}"
+        transport = BrokerConnection(BrokerUrl.parse(str(service.login)), name, name="install")
         transport.connect(CONNECT_S)
         for topic in (Topics(site).caps(device), Topics(site).status(device)):
             transport.publish(topic, b"", 1, retain=True)

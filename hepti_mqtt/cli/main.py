@@ -47,30 +47,37 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2."""
+        """Print the error and exit with 2; a misspelled option is named before one that is missing."""
+        if "required" in message and (unknown := next(filter(self._is_unknown, self._words), None)):
+            message = self._unknown(unknown)
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _is_unknown(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        return name.startswith("--") and not any(option.startswith(name) for option in self._option_string_actions)
+
+    def _unknown(self, word: str) -> str:
+        options = [*self._option_string_actions]
+        return f"unknown argument {word!r}{settings.nearest(word, options) if word.startswith('-') else ''}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [*map(str, action.choices or ())]
         if choices and value not in (action.choices or ()):
             raise argparse.ArgumentError(action, f"{value!r} is none of them{settings.nearest(str(value), choices)}")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments; for an unknown option name the nearest one of the command."""
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments; for an unknown one name the nearest option of the command."""
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            parser = _subparser(self, getattr(found, "command", None))
-            options = [option for action in parser._actions for option in action.option_strings]
-            parser.error(f"unknown argument {unknown[0]!r}{settings.nearest(unknown[0], options)}")
-        return found
+            self.error(self._unknown(unknown[0]))
+        return found, unknown
 
 
-def _subparser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
-            found: argparse.ArgumentParser = action.choices[command]
-            return found
-    return parser
+def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return a parser's commands, by name."""
+    actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((action.choices for action in actions), {})
 
 
 def build() -> argparse.ArgumentParser:
@@ -180,7 +187,8 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     generated = "tokens that a decoder generates, shown as they come"
     add("--max-new-tokens", type=positive_int, metavar="N", help=generated)
     add("--translate", action="store_true", help="write a recording's text in English")
-    add("--timestamps", action="store_true", help="name the times at which a recording's parts are said")
+    when = "name the times at which a recording's parts are said; word: those of words, too"
+    add("--timestamps", nargs="?", const=True, choices=(True, "word"), metavar="word", help=when)
     add = sub.add_argument_group("sending").add_argument
     add("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     add("--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other")
@@ -261,10 +269,6 @@ def _top(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--wait", type=positive_seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)"
     )
-
-
-def _nothing_more(_sub: argparse.ArgumentParser) -> None:
-    """Nothing beside what every command has."""
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:
@@ -375,7 +379,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
     "completion": Command(
         'print completions for bash and zsh: eval "$(hepti completion)"',
-        _nothing_more,
+        lambda _sub: None,
         "completion:completion",
         at_a_site=False,
     ),
@@ -440,7 +444,3 @@ def _command_first(argv: Sequence[str]) -> list[str]:
 def agent_main() -> int:
     """Run `hepti-agent`, the same as `hepti agent`."""
     return main(["agent", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

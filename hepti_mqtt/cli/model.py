@@ -19,7 +19,11 @@ from hepti_mqtt.plan import Plan
 
 def model(args: argparse.Namespace) -> int:
     """Make, inspect or verify a model directory."""
-    return {"make": _make, "inspect": _inspect, "verify": _verify}[args.action](args)
+    if args.action == "make":
+        return _make(args)
+    for part in model_parts(args.directory):
+        (_inspect if args.action == "inspect" else _verify)(args, part)
+    return 0
 
 
 def near_kinds(name: str) -> str:
@@ -34,20 +38,12 @@ def _make(args: argparse.Namespace) -> int:
     path = make_model(args.kind, args.out, args.seed, args.layers)
     nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     result = {"directory": str(path), "kind": args.kind, "seed": args.seed, "bytes": nbytes}
-    if args.json:
-        output.print_json(result)
-    else:
-        output.print_lines([f"wrote {path} ({nbytes / output.MIB:.1f} MiB, {args.kind}, seed {args.seed})"])
+    said = f"wrote {path} ({nbytes / output.MIB:.1f} MiB, {args.kind}, seed {args.seed})"
+    output.print_result(args.json, result, [said])
     return 0
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    for part in model_parts(args.directory):
-        _inspect_one(args, part)
-    return 0
-
-
-def _inspect_one(args: argparse.Namespace, part: str) -> None:
+def _inspect(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.service.requests import forms
 
     with Checkpoint.open(args.directory, part=part, weights=args.weights) as checkpoint:
@@ -77,14 +73,8 @@ def _listed(options: Mapping[str, float]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in options.items()) or "the likeliest token follows"
 
 
-def _verify(args: argparse.Namespace) -> int:
-    """Run one request through kernels and reference, of each model; raises ModelError if they differ."""
-    for part in model_parts(args.directory):
-        _verify_one(args, part)
-    return 0
-
-
-def _verify_one(args: argparse.Namespace, part: str) -> None:
+def _verify(args: argparse.Namespace, part: str) -> None:
+    """Run one request through kernels and reference; raises HeptiError if they differ."""
     from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
 
@@ -97,7 +87,7 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
         got = run_local(device_program(spec, alone, shape, "here"), checkpoint.weights(), inputs)
-        quantisation, cosine = checkpoint.quantisation, None
+        quantisation, cosine = checkpoint.quantisation, 0.0
         if quantisation is not None:
             both = (tensors, checkpoint.tensors_as_stored())
             now, before = (models.reference(spec, each, inputs, shape.with_want("task"))[1] for each in both)
@@ -107,12 +97,9 @@ def _verify_one(args: argparse.Namespace, part: str) -> None:
         raise HeptiError(
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
-    if args.json:
-        found = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
-        output.print_json(found if cosine is None else found | {"cosine": cosine})
-    else:
-        output.print_lines(
-            [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
-        )
-        if quantisation is not None:
-            output.print_lines([quantisation.text(), f"cosine with the answer before: {cosine:.6f}"])
+    found = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
+    lines = [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
+    if quantisation is not None:
+        found["cosine"] = cosine
+        lines += [quantisation.text(), f"cosine with the answer before: {cosine:.6f}"]
+    output.print_result(args.json, found, lines)

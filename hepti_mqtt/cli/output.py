@@ -94,6 +94,19 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         print_lines(["  ".join(parts).rstrip()])
 
 
+def print_items(title: str, columns: Mapping[str, Callable[[Any], object]], items: Iterable[Any]) -> None:
+    """Print a table of items; columns: by heading, what it shows of an item."""
+    print_table(title, list(columns), [[show(item) for show in columns.values()] for item in items])
+
+
+def print_result(as_json: bool, data: Any, lines: Iterable[str]) -> None:
+    """Print a command's result: as one JSON object, or as lines for people."""
+    if as_json:
+        print_json(data)
+    else:
+        print_lines(lines)
+
+
 def watch(show: Callable[[], None], every_s: float) -> None:
     """Show on a terminal what `show` prints, again and again until q or Ctrl-C; elsewhere print it once."""
     out = _console(stderr=False)

@@ -59,7 +59,8 @@ def _show_load(view: output.ProgressLines, event: object) -> None:
 def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
     from hepti_mqtt.discovery import Announcement
-    from hepti_mqtt.service import PlannerConfig, run_planner
+    from hepti_mqtt.service.planner import run_planner
+    from hepti_mqtt.service.setup import PlannerConfig
 
     config = PlannerConfig.of(settings_from_args(args), PlannerOptions.from_args(args))
     with contextlib.ExitStack() as stack:

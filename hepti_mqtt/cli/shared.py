@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.config.options import settings_from_args
+from hepti_mqtt.config.options import settings_from_args, tcp_port
 from hepti_mqtt.config.process import block_signals, exit_on_signals
-from hepti_mqtt.protocol.messages import version_mismatch
+from hepti_mqtt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hepti_mqtt.client import Hepti
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 CONNECT_S: Final = 10.0  # for one attempt to reach the broker ...
 CONNECT_LEAST_S: Final = 1.0  # ... also if less time is left
 PLANNER_S: Final = 3.0  # to hear of a planner; its word is retained, so this long only if it is just starting
+
+
+def add_listener_arguments(sub: argparse.ArgumentParser, port: int, note: str = "") -> None:
+    """Add what servers for other programs have: where they listen, and their name at the broker."""
+    where = f"address to listen on (default 127.0.0.1{note})"
+    sub.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help=where)
+    sub.add_argument("--port", type=tcp_port, default=port, help=f"port to listen on (default {port})")
+    sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
 
 
 def require_broker(args: argparse.Namespace) -> str:
@@ -51,12 +59,21 @@ def connect_to_site(args: argparse.Namespace, within_s: float | None = inf) -> H
     return hepti
 
 
+def only_model(hepti: Hepti) -> str:
+    """Return the served model; raises ConfigError if there is none, or several."""
+    if len(names := hepti.models(PLANNER_S)) != 1:
+        raise ConfigError(f"name a model; the planner serves: {', '.join(names) or 'none'}")
+    return names[0]
+
+
 @contextlib.contextmanager
 def check_readable(what: str) -> Iterator[None]:
     """Turn a decoding failure of planner data into an error that names both versions."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        from hepti_mqtt.protocol.messages import version_mismatch  # here: help needs no NumPy
+
         raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
 
 

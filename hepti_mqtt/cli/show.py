@@ -1,17 +1,18 @@
-"""The candidates of a search as a table: each under latency, throughput and memory."""
+"""`hepti devices`, `top` and `plan`: what there is, how a model is divided and why."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import PLANNER_S, check_readable, require_broker
+from hepti_mqtt.cli.shared import PLANNER_S, check_readable, only_model, require_broker
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
 from hepti_mqtt.client.simulated import SimulatedPlan, simulate_plan
@@ -49,33 +50,19 @@ from hepti_mqtt.strategies import STRATEGIES
 
 def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
     """Print the best candidate of every strategy and variant, best first; `-`: no requests were played for it."""
-    played = any(c.price.load for c in ranking)
-    output.print_table(
-        title,
-        (
-            "strategy",
-            "devices",
-            "route",
-            "predicted ms",
-            *(["requests/s"] if played else []),
-            "of memory",
-            "MiB",
-            "fits",
-        ),
-        [
-            (
-                c.name,
-                ", ".join(c.plan.devices),
-                c.plan.route if c.plan.wire == "f32" else f"{c.plan.route}, {c.plan.wire}",
-                f"{c.price.seconds * 1e3:.1f}",
-                *([f"{c.price.load.requests_per_s:.3g}" if c.price.load else "-"] if played else []),
-                f"{c.price.memory_share:.0%}",
-                " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
-                "yes" if c.price.feasible else "no",
-            )
-            for c in ranking
-        ],
-    )
+    columns: dict[str, Callable[[Candidate], object]] = {
+        "strategy": lambda c: c.name,
+        "devices": lambda c: ", ".join(c.plan.devices),
+        "route": lambda c: c.plan.route if c.plan.wire == "f32" else f"{c.plan.route}, {c.plan.wire}",
+        "predicted ms": lambda c: f"{c.price.seconds * 1e3:.1f}",
+        "requests/s": lambda c: f"{c.price.load.requests_per_s:.3g}" if c.price.load else "-",
+        "of memory": lambda c: f"{c.price.memory_share:.0%}",
+        "MiB": lambda c: " ".join(f"{n / output.MIB:.0f}" for n in c.price.needs.values()),
+        "fits": lambda c: "yes" if c.price.feasible else "no",
+    }
+    if not any(c.price.load for c in ranking):
+        del columns["requests/s"]
+    output.print_items(title, columns, ranking)
 
 
 def search_now(
@@ -173,23 +160,20 @@ def top(args: argparse.Namespace) -> int:
     return 0
 
 
-def _next_step(record: Mapping[str, Any]) -> str:
-    """Return what is done for the next plan; a planner of another version may not say it."""
-    return record.get("loading") or ("preparing another plan" if record["preparing"] else "")
-
-
 def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
     rows, steps = [], []
     for name, record in records.items():
         active, best = record["active"], next(iter(record["candidates"]), None)
         error = (record["error"] or {}).get("message")
+        # A planner of another version may not say what it loads.
+        doing = record.get("loading") or ("preparing another plan" if record["preparing"] else "")
         rows.append(
             (
                 name,
                 "/".join([active["strategy"], *active["options"].values()]) if active else "-",
                 ", ".join(active["devices"]) if active else "-",
                 output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
-                error or _next_step(record) or (active["reason"] if active else "-"),
+                error or doing or (active["reason"] if active else "-"),
             )
         )
         steps += [
@@ -218,43 +202,26 @@ def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
         told = [{**d, "refused": reasons.get(d["device"])} for d in found]
         output.print_json({"site": args.site, "devices": told, "odd_clocks": clocks})
         return
-    rows = []
-    for d in found:
-        hb = d.get("heartbeat") or {}
-        if d["device"] in refused:
-            rows.append((d["device"], "refused", *["-"] * 10))
-            continue
-        rows.append(
-            (
-                d["device"],
-                output.status_text(d),
-                d.get("threads", "-"),
-                d.get("isa", "-"),
-                f"{d['memory_budget_bytes'] / output.MIB:.0f}" if "memory_budget_bytes" in d else "-",
-                f"{_gflops(d):.1f}" if "curves" in d else "-",
-                _scaled(hb.get("round_trip_s"), 1e3, 2),
-                _scaled(hb.get("bandwidth_bytes_per_s"), 8e-6, 0),
-                _scaled(hb.get("cpu_other"), 100, 0),
-                _scaled(hb.get("slowdown"), 1, 2),
-                str(hb["counters"].get("programs_built_late", 0)) if "counters" in hb else "-",
-                _hears(d),
-            )
-        )
-    columns = (
-        "device",
-        "status",
-        "threads",
-        "isa",
-        "MiB",
-        "GFLOP/s",
-        "round trip ms",
-        "Mbit/s",
-        "other CPU %",
-        "slowdown",
-        "built late",
-        "hears directly",
-    )
-    output.print_table(f"site {args.site}", columns, rows)
+
+    def heard(key: str, factor: float, digits: int) -> Callable[[Mapping[str, Any]], str]:
+        return lambda d: _scaled(_beat(d).get(key), factor, digits)
+
+    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "device": lambda d: d["device"],
+        "status": output.status_text,
+        "threads": lambda d: d.get("threads", "-"),
+        "isa": lambda d: d.get("isa", "-"),
+        "MiB": lambda d: _scaled(d.get("memory_budget_bytes"), 1 / output.MIB, 0),
+        "GFLOP/s": lambda d: f"{_gflops(d):.1f}" if "curves" in d else "-",
+        "round trip ms": heard("round_trip_s", 1e3, 2),
+        "Mbit/s": heard("bandwidth_bytes_per_s", 8e-6, 0),
+        "other CPU %": heard("cpu_other", 100, 0),
+        "slowdown": heard("slowdown", 1, 2),
+        "built late": lambda d: _beat(d)["counters"].get("programs_built_late", 0) if "counters" in _beat(d) else "-",
+        "hears directly": _hears,
+    }
+    shown = [{"device": name, "status": "refused"} if (name := d["device"]) in refused else d for d in found]
+    output.print_items(f"site {args.site}", columns, shown)
     for device, said in (unused | refused).items():
         output.print_lines([f"{device} is not used: {said}"])
     for d in found:
@@ -265,12 +232,16 @@ def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
     output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
 
 
+def _beat(device: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a device's last heartbeat, empty without one."""
+    return device.get("heartbeat") or {}
+
+
 def _hears(device: Mapping[str, Any]) -> str:
     """Return which peers a device hears directly; "-" for one that leaves all exchanges to the broker."""
     if device.get("endpoint") is None:
         return "-"
-    edges = (device.get("heartbeat") or {}).get("edges", {})
-    return ", ".join(name for name, edge in edges.items() if edge["joined"]) or "none"
+    return ", ".join(name for name, edge in _beat(device).get("edges", {}).items() if edge["joined"]) or "none"
 
 
 def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
@@ -307,7 +278,7 @@ def print_weights(devices: Sequence[Mapping[str, Any]]) -> None:
     """Print the bytes of weights that each device received from peers and from the planner, and sent to peers."""
     rows = []
     for device in devices:
-        counters = (device.get("heartbeat") or {}).get("counters", {})
+        counters = _beat(device).get("counters", {})
         received, peers, sent = (
             counters.get(f"tile_bytes_{way}", 0) / output.MIB for way in ("received", "from_peers", "to_peers")
         )
@@ -331,7 +302,7 @@ def _scaled(value: float | None, factor: float, digits: int) -> str:
 def plan(args: argparse.Namespace) -> int:
     """Print the active plan of a model, the candidates that it was chosen from, and on request its Programs."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
-        model = args.model or _only(hepti.models(PLANNER_S))
+        model = args.model or only_model(hepti)
         shown = hepti.plan(model, PLANNER_S)
         found = usable(hepti.devices(wait_s=1.5)) if needs_simulation(args) else []
     asked = _active(shown)
@@ -375,37 +346,26 @@ def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
     return spec, active, representative_shape(spec, active.predicted_tokens or 128)
 
 
-def _only(names: Sequence[str]) -> str:
-    if len(names) != 1:
-        raise ConfigError(f"name a model; the planner serves: {', '.join(names) or 'none'}")
-    return names[0]
-
-
 def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> None:
     """Print the candidates as a table and the reason as a sentence; explain: also of those that do not fit, why."""
     if shown.get("error"):
         output.print_lines([f"no plan for {model}: {shown['error']['message']}"])
         output.print_lines(shown["error"]["detail"] if explain else [])
         return
-    rows = [
-        (
-            "*" if place == 0 else "",
-            c["name"],
-            ", ".join(c["devices"]),
-            c["route"],
-            c["wire"],
-            *(output.predicted(shown, c["devices"], c[key]) for key in ("predicted_ms", "expected_ms")),
-            output.size(c["bytes"]),
-            _fits(c),
-        )
-        for place, c in enumerate(shown.get("candidates") or [])
-    ]
-    if rows:
-        output.print_table(
-            f"plans for {model}",
-            ("", "strategy", "devices", "route", "wire", "predicted ms", "expected ms", "sent", "fits"),
-            rows,
-        )
+    candidates: Sequence[Mapping[str, Any]] = shown.get("candidates") or ()
+    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "": lambda c: "*" if c is candidates[0] else "",
+        "strategy": lambda c: c["name"],
+        "devices": lambda c: ", ".join(c["devices"]),
+        "route": lambda c: c["route"],
+        "wire": lambda c: c["wire"],
+        "predicted ms": lambda c: output.predicted(shown, c["devices"], c["predicted_ms"]),
+        "expected ms": lambda c: output.predicted(shown, c["devices"], c["expected_ms"]),
+        "sent": lambda c: output.size(c["bytes"]),
+        "fits": _fits,
+    }
+    if candidates:
+        output.print_items(f"plans for {model}", columns, candidates)
     active = shown.get("active")
     if active is None:
         output.print_lines([f"no plan of {model} is active yet"])
@@ -440,31 +400,27 @@ def _described(plan: Mapping[str, Any]) -> str:
 
 def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:
     """Print the last steps of a model's plans, oldest first, in local time."""
-    rows = []
-    for step in shown.get("story") or []:
-        at = datetime.fromtimestamp(step["time"]).isoformat(" ", "milliseconds")
-        rows.append((at, step["plan"], step["from"], step["to"], step["cause"]))
-    output.print_table(f"story of the plans for {model}", ("time", "plan", "from", "to", "cause"), rows)
+    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "time": lambda step: datetime.fromtimestamp(step["time"]).isoformat(" ", "milliseconds"),
+        **{key: itemgetter(key) for key in ("plan", "from", "to", "cause")},
+    }
+    output.print_items(f"story of the plans for {model}", columns, shown.get("story") or ())
 
 
 def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
     """Print what the planner's rule said last of other plans than the active one, in numbers, and on which evidence."""
-    rows = [
-        (
-            a["name"],
-            ", ".join(a["devices"]),
-            f"{a['gain']:.0%}",
-            f"{a['probability']:.2f}",
-            f"{a['requests']:.0f}",
-            f"{a['cost_s']:.1f}",
-            f"{a['load_bytes'] / output.MIB:.0f}",
-            f"{a['verdict']}: {a['why']}",
-        )
-        for a in shown.get("considered") or []
-    ]
-    columns = ("strategy", "devices", "gain", "probability", "requests", "cost s", "MiB to load", "verdict")
-    if rows:
-        output.print_table(f"considered beside the active plan for {model}", columns, rows)
+    columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "strategy": lambda a: a["name"],
+        "devices": lambda a: ", ".join(a["devices"]),
+        "gain": lambda a: f"{a['gain']:.0%}",
+        "probability": lambda a: f"{a['probability']:.2f}",
+        "requests": lambda a: f"{a['requests']:.0f}",
+        "cost s": lambda a: f"{a['cost_s']:.1f}",
+        "MiB to load": lambda a: f"{a['load_bytes'] / output.MIB:.0f}",
+        "verdict": lambda a: f"{a['verdict']}: {a['why']}",
+    }
+    if considered := shown.get("considered"):
+        output.print_items(f"considered beside the active plan for {model}", columns, considered)
     told = [(device, sentence) for device, said in (shown.get("evidence") or {}).items() for sentence in said]
     if told:
         output.print_table("what is believed of devices and links", ("device", "evidence"), told)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, is_kind, onnx_file, spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.show import explain_plan, needs_simulation, print_candidates, what_if, write_pictures
-from hepti_mqtt.cli.sizing import size
+from hepti_mqtt.cli.sizing import run_s, size
 from hepti_mqtt.client.simulated import simulate_plan
 from hepti_mqtt.config import load_yaml
 from hepti_mqtt.config.options import PinOptions
@@ -30,7 +30,7 @@ from hepti_mqtt.models import (
     spec_from_config,
     with_cache,
 )
-from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, price, wire_errors
+from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
 from hepti_mqtt.spec import Spec
 
 SITE: Final = "home"
@@ -82,7 +82,7 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
     """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
     if question.accuracy is None:
         return decide(question)
-    if not _is_stored(args.model):
+    if args.model in KINDS or not Path(args.model).exists():  # a name of both is the kind
         raise ConfigError(
             "--accuracy needs the weights of a model directory or file; make a directory: "
             "hepti model make KIND --out DIR"
@@ -110,14 +110,8 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
     if (joules := c.price.joules(question.cluster)) is not None:
         told["joules"] = joules
     if question.shape.session_rows:
-        told["step_ms"] = _step_ms(question, c)
+        told["step_ms"] = 1e3 * run_s(question, c)
     return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
-
-
-def _step_ms(question: Question, c: Candidate, rows: int = 1) -> float:
-    """Return what a run of some tokens of a session takes under a candidate's plan: of each later one, or a prompt."""
-    shape = question.shape.decode_step(rows)
-    return price(replace(question, shape=shape, requests=0), c.plan, full=True).seconds * 1e3
 
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
@@ -131,7 +125,7 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
         rows = min(largest_shape(question.spec).size, shape.session_rows)
         runs = {"each token after the first": 1} | ({f"each {rows} tokens of a prompt": rows} if layouts else {})
         for what, size in runs.items():
-            times = ", ".join(f"{_step_ms(question, c, size):.1f} ms under {name}" for name, c in plans.items())
+            times = ", ".join(f"{1e3 * run_s(question, c, size):.1f} ms under {name}" for name, c in plans.items())
             output.print_lines([f"{what}: {times}"])
         output.print_lines(
             f"runs of more than {most} tokens are divided as in {name}" for name, most in layouts.items()
@@ -183,8 +177,3 @@ def _check_tokens(args: argparse.Namespace, spec: Spec) -> None:
     if max(shape.session_rows, shape.size) != args.tokens:
         most = max(largest_shape(spec).session_rows, largest_shape(spec).size)
         raise ConfigError(f"--tokens {args.tokens}: {args.model} reads {most} at most, or always as many")
-
-
-def _is_stored(name: str) -> bool:
-    """Return whether a name is that of a model's files; one that is a kind's name, too, is the kind."""
-    return name not in KINDS and Path(name).exists()

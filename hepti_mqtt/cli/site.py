@@ -107,18 +107,14 @@ def own_addresses() -> list[str]:
 
 
 def _tell(args: argparse.Namespace, found: SiteFolder, said: str, user: str | None = None) -> None:
-    if args.json:
-        output.print_json(
-            {
-                "site": found.site,
-                "directory": str(found.path),
-                "broker": f"{found.hosts[0]}:{found.port}",
-                "users": dict(found.users),
-                "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in found.copies(user)],
-            }
-        )
-    else:
-        output.print_lines([said, *_commands(found, user)])
+    about = {
+        "site": found.site,
+        "directory": str(found.path),
+        "broker": f"{found.hosts[0]}:{found.port}",
+        "users": dict(found.users),
+        "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in found.copies(user)],
+    }
+    output.print_result(args.json, about, [said, *_commands(found, user)])
 
 
 def _commands(found: SiteFolder, user: str | None) -> list[str]:

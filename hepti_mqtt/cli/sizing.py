@@ -14,7 +14,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
-from hepti_mqtt.planner import Decision, Question, decide, price
+from hepti_mqtt.planner import Candidate, Question, decide, price
 from hepti_mqtt.spec import Spec
 
 BOARDS: Final = (1, 2, 3, 4, 6, 8)
@@ -67,8 +67,7 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     shape = representative_shape(spec, args.tokens)
     pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
     asked = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
-    decision = decide(asked)
-    chosen = decision.chosen
+    chosen = decide(asked).chosen
     seconds = chosen.price.seconds
     most = max(chosen.price.needs.values())
     common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}
@@ -76,17 +75,16 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     if not shape.session_rows:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
     rows = min(largest_shape(spec).size, shape.session_rows)
-    run_s = _run_s(asked, decision, rows)
-    first_ms = ceil(shape.session_rows / rows) * run_s * 1e3
-    return Row(
-        count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=rows / run_s, first_token_ms=first_ms
-    )
+    prompt_run_s = run_s(asked, chosen, rows)
+    prompt = {"prompt_tokens_per_s": rows / prompt_run_s}
+    prompt["first_token_ms"] = ceil(shape.session_rows / rows) * prompt_run_s * 1e3
+    return Row(count, plan, 1 / seconds, seconds * 1e3, **common, **prompt)
 
 
-def _run_s(asked: Question, decision: Decision, rows: int) -> float:
-    """Return the seconds of a run of some tokens of a prompt."""
-    run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
-    return price(run, decision.chosen.plan, full=True).seconds
+def run_s(question: Question, candidate: Candidate, rows: int = 1) -> float:
+    """Return the seconds of a run of some tokens of a session under a candidate's plan: later ones, or a prompt's."""
+    run = replace(question, shape=question.shape.decode_step(rows), requests=0)
+    return price(run, candidate.plan, full=True).seconds
 
 
 def _print(args: argparse.Namespace, spec: Spec, rows: list[Row]) -> None:

@@ -7,21 +7,15 @@ import contextlib
 from typing import Final
 
 from hepti_mqtt.cli import output
-from hepti_mqtt.cli.shared import connect_to_site
-from hepti_mqtt.config.options import positive_seconds, tcp_port
+from hepti_mqtt.cli.shared import add_listener_arguments, connect_to_site
+from hepti_mqtt.config.options import positive_seconds
 
 PORT: Final = 10300
 
 
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti wyoming`."""
-    sub.add_argument(
-        "--bind",
-        metavar="ADDRESS",
-        default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1; Wyoming knows no keys)",
-    )
-    sub.add_argument("--port", type=tcp_port, default=PORT, help=f"port to listen on (default {PORT})")
+    add_listener_arguments(sub, PORT, "; Wyoming knows no keys")
     sub.add_argument("--model", metavar="NAME", help="the model of speech (default: the only one served)")
     sub.add_argument(
         "--language", metavar="CODE", action="append", default=[], help="a language that is spoken; of several, it is "
@@ -31,7 +25,6 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--timeout", type=positive_seconds, default=60.0, help="seconds to wait for an answer (default 60)"
     )
-    sub.add_argument("--client", metavar="NAME", help="name in topics (default: that of the broker's user)")
 
 
 def wyoming(args: argparse.Namespace) -> int:

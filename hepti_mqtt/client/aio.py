@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hepti_mqtt.client.body import RequestKeys
-from hepti_mqtt.client.connection import PLANNER_S, Connection, Steps, Wait
+from hepti_mqtt.client.connection import Connection, Steps, Wait
 from hepti_mqtt.client.session import Answer
 from hepti_mqtt.transport import BrokerUrl
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _awaited(
+    steps: Callable[Concatenate[Connection, P], Steps[T]],
+) -> Callable[Concatenate[AsyncHepti, P], Coroutine[Any, Any, T]]:
+    """Return the method that runs steps as a coroutine."""
+
+    @wraps(steps)
+    async def method(self: AsyncHepti, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return await self._run(steps(self, *arguments, **options))
+
+    return method
 
 
 class AsyncHepti(Connection):
@@ -61,17 +73,6 @@ class AsyncHepti(Connection):
         """Disconnect; pending requests end with NetworkError."""
         await asyncio.shield(asyncio.to_thread(self._close))
 
-    async def infer(
-        self,
-        model: str,
-        *,
-        timeout_s: float | None = None,
-        wait_for_plan: bool | None = None,
-        **request: Unpack[RequestKeys],
-    ) -> Answer:
-        """Ask a model and wait for the answer; see `Hepti.infer`."""
-        return await self._run(self._infer(model, timeout_s, wait_for_plan, request))
-
     async def generate(
         self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
@@ -91,35 +92,16 @@ class AsyncHepti(Connection):
         for token in stream.rest():
             yield token
 
-    async def foretold(self, answer: Answer, **request: Any) -> Answer:
-        """Return an answer with its simulated forecast; see `Hepti.foretold`."""
-        return await self._run(self._foretold(answer, request))
-
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> asyncio.Future[Answer]:
         """Send a request and return its future; cancelling it ends the wait; see `Hepti.submit`."""
         return asyncio.wrap_future(self._submit(model, request_id, request))
 
-    async def models(self, timeout: float = PLANNER_S) -> list[str]:
-        """Return the names of the models that the planner serves; see `Hepti.models`."""
-        return await self._run(self._models(timeout))
-
-    async def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
-        """Return the record of a model's plans; see `Hepti.plan`."""
-        return await self._run(self._plan(model, timeout))
-
-    async def wait_ready(
-        self,
-        model: str,
-        timeout: float = 60.0,
-        predicate: Callable[[Mapping[str, Any]], bool] | None = None,
-        patience_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Wait until a plan of the model is active; return its record; see `Hepti.wait_ready`."""
-        return await self._run(self._wait_ready(model, timeout, predicate, patience_s))
-
-    async def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
-        """Return every device's own description; see `Hepti.devices`."""
-        return await self._run(self._devices(wait_s))
+    infer = _awaited(Connection._infer)
+    foretold = _awaited(Connection._foretold)
+    models = _awaited(Connection._models)
+    plan = _awaited(Connection._plan)
+    wait_ready = _awaited(Connection._wait_ready)
+    devices = _awaited(Connection._devices)
 
     async def _run(self, steps: Steps[T]) -> T:
         try:

@@ -103,7 +103,7 @@ class RequestKeys(TypedDict, total=False):
     language: str | Sequence[str] | None
     task: str | None
     window: float | None
-    timestamps: bool | None
+    timestamps: bool | str | None
     temperature: float | Sequence[float] | None
     seed: int | None
     truncate: bool | None

@@ -5,15 +5,26 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
+from functools import wraps
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hepti_mqtt.client.body import RequestKeys
-from hepti_mqtt.client.connection import PLANNER_S, Connection, Steps, Wait
+from hepti_mqtt.client.connection import Connection, Steps, Wait
 from hepti_mqtt.client.session import Answer
 from hepti_mqtt.transport import BrokerUrl
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _blocking(steps: Callable[Concatenate[Connection, P], Steps[T]]) -> Callable[Concatenate[Hepti, P], T]:
+    """Return the method that runs steps in the caller's thread."""
+
+    @wraps(steps)
+    def method(self: Hepti, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return self._run(steps(self, *arguments, **options))
+
+    return method
 
 
 class Hepti(Connection):
@@ -55,24 +66,6 @@ class Hepti(Connection):
     ) -> None:
         self.close()
 
-    def infer(
-        self,
-        model: str,
-        *,
-        timeout_s: float | None = None,
-        wait_for_plan: bool | None = None,
-        **request: Unpack[RequestKeys],
-    ) -> Answer:
-        """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
-
-        timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
-        default if timeout_s is given. If the broker is lost, the request is sent again after reconnection.
-
-        Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
-        deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
-        """
-        return self._run(self._infer(model, timeout_s, wait_for_plan, request))
-
     def generate(
         self, model: str, *, max_new_tokens: int, timeout_s: float = 60.0, **request: Any
     ) -> Generator[dict[str, Any], None, Answer]:
@@ -93,14 +86,6 @@ class Hepti(Connection):
         yield from stream.rest()
         return stream.result()
 
-    def foretold(self, answer: Answer, **request: Any) -> Answer:
-        """Return an answer with its simulated forecast, if it came with an estimate.
-
-        request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
-        that fails, or another plan is active by then, the answer is returned unchanged.
-        """
-        return self._run(self._foretold(answer, request))
-
     def submit(self, model: str, *, request_id: str | None = None, **request: Any) -> Future[Answer]:
         """Send a request with the arguments of `infer` and return its future; cancelling it ends the wait.
 
@@ -110,38 +95,12 @@ class Hepti(Connection):
         """
         return self._submit(model, request_id, request)
 
-    def models(self, timeout: float = PLANNER_S) -> list[str]:
-        """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
-        return self._run(self._models(timeout))
-
-    def plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
-        """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
-
-        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
-        version is incompatible.
-        """
-        return self._run(self._plan(model, timeout))
-
-    def wait_ready(
-        self,
-        model: str,
-        timeout: float = 60.0,
-        predicate: Callable[[Mapping[str, Any]], bool] | None = None,
-        patience_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
-
-        patience_s: give up after the planner has reported an error for this long; by default the whole timeout.
-        Raises as `plan` does, and PlanError with the planner's message.
-        """
-        return self._run(self._wait_ready(model, timeout, predicate, patience_s))
-
-    def devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
-        """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
-
-        wait_s: longest wait for the heartbeats of all online devices.
-        """
-        return self._run(self._devices(wait_s))
+    infer = _blocking(Connection._infer)
+    foretold = _blocking(Connection._foretold)
+    models = _blocking(Connection._models)
+    plan = _blocking(Connection._plan)
+    wait_ready = _blocking(Connection._wait_ready)
+    devices = _blocking(Connection._devices)
 
     def _run(self, steps: Steps[T]) -> T:
         try:

@@ -1,4 +1,7 @@
-"""What both clients share: the connection, and the methods as steps that wait; a client only runs the steps."""
+"""What both clients share: the connection, and the methods as steps that wait; a client only runs the steps.
+
+The steps of a method have its signature and docstring.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar, Unpack
 
-from hepti_mqtt.client.body import request_body
+from hepti_mqtt.client.body import RequestKeys, request_body
 from hepti_mqtt.client.session import (
     Answer,
     ClientSession,
@@ -111,6 +114,13 @@ def settle(token: object, outcome: Answer | HeptiError) -> None:
         token.set_result(outcome)
 
 
+def _start_timer(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 class Connection:
     """A connection to a site, of either client; all methods may be called from any thread."""
 
@@ -155,8 +165,21 @@ class Connection:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _infer(
-        self, model: str, timeout_s: float | None, wait_for_plan: bool | None, request: Mapping[str, Any]
+        self,
+        model: str,
+        *,
+        timeout_s: float | None = None,
+        wait_for_plan: bool | None = None,
+        **request: Unpack[RequestKeys],
     ) -> Steps[Answer]:
+        """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
+
+        timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
+        default if timeout_s is given. If the broker is lost, the request is sent again after reconnection.
+
+        Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
+        deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
+        """
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
@@ -192,14 +215,16 @@ class Connection:
         self._send(model, uuid.uuid4().hex, request_body(**request), stream)
         return stream
 
-    def _foretold(self, answer: Answer, request: Mapping[str, Any]) -> Steps[Answer]:
+    def _foretold(self, /, answer: Answer, **request: Any) -> Steps[Answer]:
+        """Return an answer with its simulated forecast, if it came with an estimate.
+
+        request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
+        that fails, or another plan is active by then, the answer is returned unchanged.
+        """
         if answer.raw.get("forecast") != "estimated":
             return answer
-        others = {key: value for key, value in request.items() if key not in ("timeout_s", "wait_for_plan", "want")}
         try:
-            told = yield from self._infer(
-                answer.model, request.get("timeout_s"), request.get("wait_for_plan"), {**others, "want": "plan"}
-            )
+            told = yield from self._infer(answer.model, **{**request, "want": "plan"})
         except HeptiError:  # the answer itself is complete
             return answer
         if told.plan["id"] != answer.plan["id"]:
@@ -243,7 +268,8 @@ class Connection:
 
     # -- the site ---------------------------------------------------------------------------------------------------
 
-    def _models(self, timeout: float) -> Steps[list[str]]:
+    def _models(self, timeout: float = PLANNER_S) -> Steps[list[str]]:
+        """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
         yield from self._require_planner(timeout)
         count = 0
 
@@ -257,7 +283,12 @@ class Connection:
         with self._changed:
             return self._session.models()
 
-    def _plan(self, model: str, timeout: float) -> Steps[dict[str, Any]]:
+    def _plan(self, model: str, timeout: float = PLANNER_S) -> Steps[dict[str, Any]]:
+        """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
+
+        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
+        version is incompatible.
+        """
         yield from self._require_planner(timeout)
         yield Wait(lambda: self._session.record(model) is not None, GRACE_S)
         with self._changed:
@@ -269,10 +300,15 @@ class Connection:
     def _wait_ready(
         self,
         model: str,
-        timeout: float,
-        predicate: Callable[[Mapping[str, Any]], bool] | None,
-        patience_s: float | None,
+        timeout: float = 60.0,
+        predicate: Callable[[Mapping[str, Any]], bool] | None = None,
+        patience_s: float | None = None,
     ) -> Steps[dict[str, Any]]:
+        """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
+
+        patience_s: give up after the planner has reported an error for this long; by default the whole timeout.
+        Raises as `plan` does, and PlanError with the planner's message.
+        """
         until = time.monotonic() + timeout
         hopeless_since: float | None = None
 
@@ -294,7 +330,11 @@ class Connection:
         error = record["error"]
         raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
 
-    def _devices(self, wait_s: float) -> Steps[list[dict[str, Any]]]:
+    def _devices(self, wait_s: float = 1.5) -> Steps[list[dict[str, Any]]]:
+        """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
+
+        wait_s: longest wait for the heartbeats of all online devices.
+        """
         with self._changed:
             if self._watching is None:
                 t = self._session.topics
@@ -384,18 +424,13 @@ class Connection:
                     item.handle.put(item.data)
             elif isinstance(item, RequestPublish):
                 self._transport.publish(item.topic, item.payload, 1)
-        waits_s = [item.after_s for item in out if isinstance(item, LookAgain)]
-        if waits_s:
-            timer = threading.Timer(max(waits_s), self._look_again)
-            timer.daemon = True
-            timer.start()
+        if waits_s := [item.after_s for item in out if isinstance(item, LookAgain)]:
+            _start_timer(max(waits_s), self._look_again)
 
     def _look_later(self) -> None:
         """Look for late requests after a while, if no look is due; the caller holds the lock."""
         if self._looking is None and not self._closed:
-            self._looking = threading.Timer(LOOK_S, self._look_for_late)
-            self._looking.daemon = True
-            self._looking.start()
+            self._looking = _start_timer(LOOK_S, self._look_for_late)
 
     def _look_for_late(self) -> None:
         with self._changed:

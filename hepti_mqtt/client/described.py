@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -28,6 +27,7 @@ from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import ROWS_PER_S, SpeechInput
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.service.requests import read_input
+from hepti_mqtt.service.sound import wav_file
 from hepti_mqtt.spec import Spec
 
 
@@ -115,20 +115,13 @@ def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -
         ids = rng.integers(reads.vocab // 4, 3 * reads.vocab // 4, count).tolist()
         return {"ids": ids if reads.end in (None, reads.vocab) else [*ids[:-1], reads.end]}
     if isinstance(reads, SpeechInput):
-        return {"audio": base64.b64encode(_hiss(rng, min(count, reads.longest) / ROWS_PER_S)).decode()}
+        samples = max(round(min(count, reads.longest) / ROWS_PER_S * RATE), 1)
+        noise = wav_file(rng.integers(-3000, 3000, samples, np.int16).tobytes())
+        return {"audio": base64.b64encode(noise).decode()}
     assert isinstance(reads, ImageInput)
     file = _photograph if photographs else _noise
     pictures = [base64.b64encode(file(rng, reads.size)).decode() for _ in range(count)]
     return {"images": pictures} if count > 1 else {"image": pictures[0]}
-
-
-def _hiss(rng: np.random.Generator, seconds: float) -> bytes:
-    """Return a WAV file of noise."""
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes(rng.integers(-3000, 3000, max(round(seconds * RATE), 1), np.int16).tobytes())
-    return buffer.getvalue()
 
 
 def _noise(rng: np.random.Generator, size: int) -> bytes:

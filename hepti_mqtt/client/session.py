@@ -77,14 +77,12 @@ class Answer:
     @property
     def labels(self) -> list[Any]:
         """Return [{label, score}] best first; for a request with a list, one such list for each."""
-        parts = self._parts("labels")
-        return parts if self._several else list(parts[0])
+        return self._listed("labels")
 
     @property
     def masks(self) -> list[Any]:
         """Return [{position, tokens: [{token, id, score}]}]; for a request with a list, one such list for each."""
-        parts = self._parts("masks")
-        return parts if self._several else list(parts[0])
+        return self._listed("masks")
 
     @property
     def ranking(self) -> list[Any]:
@@ -94,8 +92,7 @@ class Answer:
     @property
     def entities(self) -> list[Any]:
         """Return [{label, score, start, end, text, tokens}]; for a request with a list, one such list for each."""
-        parts = self._parts("entities")
-        return parts if self._several else list(parts[0])
+        return self._listed("entities")
 
     @property
     def generated(self) -> str:
@@ -114,6 +111,11 @@ class Answer:
     @property
     def _several(self) -> bool:
         return isinstance(self.result, Mapping) and "results" in self.result
+
+    def _listed(self, what: str) -> list[Any]:
+        """Return a list of what one input has; of a request with a list, one such list for each."""
+        parts = self._parts(what)
+        return parts if self._several else list(parts[0])
 
     def _parts(self, what: str) -> list[Any]:
         parts = self.result["results"] if self._several else [self.result]
@@ -561,12 +563,12 @@ def odd_clocks(
     # The clock that most others agree with; of equally many the first, which is ours.
     usual = max(ahead.values(), key=lambda one: sum(abs(one - other) <= ODD_CLOCK_S for other in ahead.values()))
     odd = {name: s - usual for name, s in ahead.items() if abs(s - usual) > ODD_CLOCK_S}
-    return [f"the clock of {name} is {_span(abs(s))} {'ahead' if s > 0 else 'behind'}" for name, s in odd.items()]
-
-
-def _span(seconds: float) -> str:
-    unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if seconds >= u[1])
-    return f"{seconds / one_s:.3g} {unit}"
+    said = []
+    for name, ahead_s in odd.items():
+        unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if abs(ahead_s) >= u[1])
+        way = "ahead" if ahead_s > 0 else "behind"
+        said.append(f"the clock of {name} is {abs(ahead_s) / one_s:.3g} {unit} {way}")
+    return said
 
 
 def _plain(value: Any) -> Any:

@@ -305,17 +305,6 @@ class PlannerOptions:
             if check_name("model", name) in models:
                 raise ConfigError(f"--model {name} is given twice")
             models[name] = directory
-        return cls(
-            models,
-            PinOptions.from_args(args),
-            args.in_flight,
-            args.batch,
-            args.batch_delay_ms,
-            args.broker_mbit,
-            args.request_pins,
-            args.frame_tags,
-            args.max_weight_error,
-            args.home_assistant,
-            args.metrics,
-            None if args.shared is None else check_name("site", args.shared),
-        )
+        given = {one.name: getattr(args, one.name) for one in fields(cls) if one.name != "pins"}
+        shared = None if args.shared is None else check_name("site", args.shared)
+        return cls(**{**given, "models": models, "shared": shared}, pins=PinOptions.from_args(args))

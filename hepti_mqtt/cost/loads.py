@@ -40,7 +40,7 @@ class TileMap:
         #: Hash of the tile at each position.
         self.hashes: tuple[bytes, ...] = tuple(h for entry in manifest.entries for h in entry.hashes)
         #: Bytes of the tile at each position, int64.
-        self.sizes: NDArray[Any] = np.array([t.nbytes for e in manifest.entries for t in e.tiles()], np.int64)
+        self.sizes: NDArray[Any] = np.concatenate([np.zeros(0, np.int64), *(e.tile_bytes() for e in manifest.entries)])
         #: First position of each tile.
         self.position: Mapping[bytes, int] = {h: p for p, h in reversed(list(enumerate(self.hashes)))}
         self._manifest = manifest
@@ -53,7 +53,7 @@ class TileMap:
         for ref in refs:
             rows, columns = self._manifest.tile_ranges(ref)
             entry, start = self._manifest.by_name[ref.tensor], self._starts[ref.tensor]
-            tiles = mask[start : start + len(entry.hashes)].reshape(grid(entry.shape, entry.transposed))
+            tiles = mask[start : start + len(entry.hashes)].reshape(grid(entry.shape, entry.transposed, entry.dtype))
             tiles[rows.start : rows.stop, columns.start : columns.stop] = True
         return mask
 

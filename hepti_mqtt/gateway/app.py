@@ -25,7 +25,7 @@ from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, responses, routes, tei
 from hepti_mqtt.gateway.bodies import FORM, Body, Room, checked, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes
-from hepti_mqtt.gateway.errors import UnauthorizedError, error_response, renamed
+from hepti_mqtt.gateway.errors import HttpError, error_response, ollama_error, openai_error, renamed
 from hepti_mqtt.gateway.hosts import OwnSite
 from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation, document
 from hepti_mqtt.gateway.site import Site
@@ -127,7 +127,7 @@ def create_app(
     by_route: dict[tuple[str, str], list[Operation]] = {}
     for one in operations:
         by_route.setdefault((one.method, one.path), []).append(one)
-    found = [
+    paths = [
         Route(path, _Endpoint(site, several, known, room, metrics), methods=[method])
         for (method, path), several in by_route.items()
     ]
@@ -137,15 +137,15 @@ def create_app(
     if not known and names is not None:
         layers.append(Middleware(OwnSite, names=names, origins=origins))
     refusals = {404: _nothing_here, 405: _nothing_here}
-    return Starlette(routes=[*found, *page_routes()], exception_handlers=refusals, middleware=layers)
+    return Starlette(routes=[*paths, *page_routes()], exception_handlers=refusals, middleware=layers)
 
 
 def _beside(site: Site, locked: bool) -> dict[str, Any]:
     """Return what the gateway itself knows for the dashboard; locked: whether a request needs a key."""
-    told = site.journal.to_dict(site.client.answers(), time.time())
+    journal = site.journal.to_dict(site.client.answers(), time.time())
     if locked:  # a message may quote its request
-        told["errors"] = [{**error, "message": ""} for error in told["errors"]]
-    return {"site": site.client.site, "locked": locked, "version": __version__, **told}
+        journal["errors"] = [{**error, "message": ""} for error in journal["errors"]]
+    return {"site": site.client.site, "locked": locked, "version": __version__, **journal}
 
 
 @contextlib.asynccontextmanager
@@ -173,47 +173,47 @@ async def _cancelled_by_hangup(request: Request) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-async def _answer(site: Site, one: Operation, request: Request, keys: Sequence[bytes], room: Room) -> Response:
+async def _answer(site: Site, operation: Operation, request: Request, keys: Sequence[bytes], room: Room) -> Response:
     body: Body | None = None
     try:
         _check_key(request, keys)
         with room.part() as take:
-            if one.body is not None:
-                body = checked(one.body, await _values(one, request, take))
+            if operation.body is not None:
+                read = read_form if operation.reads == FORM else read_json
+                # Of another method than POST, a body is what the path names.
+                values = await read(request, take) if operation.method == "POST" else request.path_params
+                body = checked(operation.body, values)
             async with _cancelled_by_hangup(request):
-                found = await one.handler(site, body)
-        if isinstance(found, Response):
-            return found
-        return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+                answer = await operation.handler(site, body)
+        if isinstance(answer, Response):
+            return answer
+        return PlainTextResponse(answer) if isinstance(answer, str) else JSONResponse(answer)
     except HeptiError as error:
-        return error_response(renamed(error, {} if body is None else body.names()), one.as_error)
+        return error_response(renamed(error, {} if body is None else body.names()), operation.as_error)
     except ClientDisconnect:
         return Response(status_code=HUNG_UP)
     except Exception as error:  # a mistake here must not end the process, nor show its insides
         _log.exception("%s %s failed", request.method, request.url.path)
-        return error_response(RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), one.as_error)
-
-
-async def _values(one: Operation, request: Request, take: Callable[[int], None]) -> Any:
-    """Return what a body is made of: of a form its fields, of another method what the path names."""
-    if one.method != "POST":
-        return request.path_params
-    return await (read_form if one.reads == FORM else read_json)(request, take)
+        return error_response(
+            RemoteError(f"the gateway failed ({type(error).__name__}); see its log"), operation.as_error
+        )
 
 
 def _check_key(request: Request, keys: Sequence[bytes]) -> None:
-    """Raise UnauthorizedError unless the request carries one of the keys, or none is wanted."""
+    """Raise HttpError unless the request carries one of the keys, or none is wanted."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip().encode() if scheme.lower() == "bearer" else b""
-    found = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time says nothing of the place
-    if keys and not any(found):
-        raise UnauthorizedError("wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS")
+    matches = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time says nothing of the place
+    if keys and not any(matches):
+        raise HttpError(
+            "unauthorized", "wrong or missing key; send Authorization: Bearer KEY with one of HEPTI_GATEWAY_KEYS"
+        )
 
 
 async def _nothing_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    message = f"no route {request.method} {request.url.path[:80]}; see /openapi.json"
-    about = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    is_ollama = request.url.path.startswith("/api/")
-    return JSONResponse({"error": message if is_ollama else about}, error.status_code, error.headers)
+    refusal = HttpError(code, f"no route {request.method} {request.url.path[:80]}; see /openapi.json")
+    response = error_response(refusal, ollama_error if request.url.path.startswith("/api/") else openai_error)
+    response.headers.update(error.headers or {})
+    return response

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from email.message import Message
 from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
@@ -28,7 +27,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from hepti_mqtt.errors import OverloadedError, RequestError
-from hepti_mqtt.gateway.errors import MediaTypeError, SlowBodyError, TooLargeError
+from hepti_mqtt.gateway.errors import HttpError
 from hepti_mqtt.service.options import Option
 
 MAX_BODY_BYTES: Final = 32 << 20  # some pictures in base64, or 2,048 long texts
@@ -48,11 +47,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _texts(value: Any) -> Any:
-    """Return texts as a list; raises RequestError, which names what is wrong."""
+def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
+    """Return texts as a list; raises ValueError, which names what is wrong."""
     items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not 0 < len(items) <= TEXTS_AT_ONCE:
-        raise ValueError(f"send a text or a list of 1 to {TEXTS_AT_ONCE} texts")
+    if not isinstance(items, list) or not 0 < len(items) <= most:
+        raise ValueError(f"send a text or a list of 1 to {most} texts")
     for place, one in enumerate(items):
         if isinstance(one, int | float | list) and not isinstance(one, bool):
             raise ValueError(  # noqa: TRY004  # pydantic takes no other
@@ -69,7 +68,7 @@ Count = Annotated[Integer, Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Texts = Annotated[
     list[str],
-    BeforeValidator(_texts),
+    BeforeValidator(texts_of),
     Field(
         description=f"a text or a list of 1 to {TEXTS_AT_ONCE} texts", json_schema_extra={"type": ["string", "array"]}
     ),
@@ -239,14 +238,8 @@ class Room:
 
 
 def media_type(request: Request) -> str:
-    """Return the media type of the body."""
-    return _content_type(request).get_content_type()
-
-
-def _content_type(request: Request) -> Message:
-    head = Message()
-    head["content-type"] = request.headers.get("content-type", "")
-    return head
+    """Return the media type of the body, "" if it has none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class _FormParser(MultiPartParser):
@@ -266,7 +259,7 @@ async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, 
     Empty texts are left out.
     """
     if media_type(request) != FORM:
-        raise MediaTypeError(f"the body is no form; send the file as {FORM}")
+        raise HttpError("media_type", f"the body is no form; send the file as {FORM}")
     limits = {"max_files": MAX_FIELDS, "max_fields": MAX_FIELDS, "max_part_size": MAX_BODY_BYTES}
     parser = _FormParser(Headers(scope=request.scope), _stream(request, take), **limits)
     values: dict[str, Any] = {}
@@ -291,24 +284,24 @@ async def read_form(request: Request, take: Callable[[int], None]) -> dict[str, 
 async def read_json(request: Request, take: Callable[[int], None]) -> bytes:
     """Return the JSON of a request; a body without Content-Type is JSON.
 
-    take: room for its bytes. Raises TooLargeError, SlowBodyError, MediaTypeError, OverloadedError, RequestError;
+    take: room for its bytes. Raises HttpError, OverloadedError, RequestError;
     ClientDisconnect if the client hangs up.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(request)
     if kind not in ("", "application/json") and not kind.endswith("+json"):
-        raise MediaTypeError(f"the body is {kind}; send JSON with Content-Type: application/json")
+        raise HttpError("media_type", f"the body is {kind}; send JSON with Content-Type: application/json")
     return b"".join([part async for part in _stream(request, take)])
 
 
 async def _stream(request: Request, take: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
     """Yield the body's parts, unpacked if they are gzip; raises as `read_json` does."""
-    too_large = TooLargeError(f"the body is longer than {MAX_BODY_BYTES >> 20} MiB; send fewer inputs at once")
+    too_large = HttpError("too_large", f"the body is longer than {MAX_BODY_BYTES >> 20} MiB; send fewer inputs at once")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise too_large
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", "gzip"):
-        raise MediaTypeError(f"Content-Encoding is {coding[:_SHOWN]}; send the body as it is, or as gzip")
+        raise HttpError("media_type", f"Content-Encoding is {coding[:_SHOWN]}; send the body as it is, or as gzip")
     unpacker = zlib.decompressobj(wbits=31) if coding == "gzip" else None
     size = 0
     try:
@@ -321,7 +314,7 @@ async def _stream(request: Request, take: Callable[[int], None]) -> AsyncGenerat
                 take(len(data))
                 yield data
     except TimeoutError:
-        raise SlowBodyError(f"the body did not arrive within {BODY_S:g} s") from None
+        raise HttpError("slow_body", f"the body did not arrive within {BODY_S:g} s") from None
     except zlib.error as error:
         raise RequestError(f"the body is not gzip ({error})") from None
     if unpacker is not None and not unpacker.eof:

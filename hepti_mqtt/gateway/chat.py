@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.gateway.bodies import Body, Key
+from hepti_mqtt.gateway import answers
+from hepti_mqtt.gateway.bodies import Body, Key, texts_of
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
@@ -127,18 +127,15 @@ class ChatBody(Written):
         }
 
 
-def _prompts(value: Any) -> Any:
-    prompts = [value] if isinstance(value, str) else value
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= PROMPTS or not all(isinstance(p, str) for p in prompts):
-        raise ValueError(f"send a text, or a list of 1 to {PROMPTS} texts; token ids are another tokenizer's")
-    return prompts
-
-
 class CompletionBody(Written):
     """Texts to continue."""
 
     keys: ClassVar = {**Written.keys, "logprobs": Key(OPTIONS["logprobs"])}
-    prompt: Annotated[list[str], BeforeValidator(_prompts), Field(json_schema_extra={"type": ["string", "array"]})]
+    prompt: Annotated[
+        list[str],
+        BeforeValidator(lambda value: texts_of(value, PROMPTS)),
+        Field(json_schema_extra={"type": ["string", "array"]}),
+    ]
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -218,19 +215,6 @@ def _about(kind: str, prefix: str, model: str) -> Fields:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-async def written(
-    parts: Parts, writing: Writing, ping: str, show: Callable[[Piece], str]
-) -> AsyncIterator[str | Finished]:
-    """Yield the events of a text's parts, then its end; ping: for a pause, show: the event of what may be shown."""
-    async for part in parts:
-        if part is None:
-            yield ping
-        elif isinstance(part, Answer):
-            yield writing.end(part)
-        elif any(piece := writing.add(part)):
-            yield show(piece)
-
-
 async def _chat_events(parts: Parts, writing: Writing, about: Fields, has_usage: bool) -> AsyncIterator[str]:
     about = {**about, "object": "chat.completion.chunk", **({"usage": None} if has_usage else {})}
 
@@ -242,11 +226,10 @@ async def _chat_events(parts: Parts, writing: Writing, about: Fields, has_usage:
         thinking = {"reasoning_content": piece.thinking} if piece.thinking else {}
         return thinking | ({"content": piece.text} if piece.text else {})
 
-    yield chunk({"role": "assistant", "content": ""})
-    async for end in written(parts, writing, PING, lambda piece: chunk(delta_of(piece), None, writing.take_logprobs())):
-        if isinstance(end, str):
-            yield end
-            continue
+    def show(piece: Piece) -> str:
+        return chunk(delta_of(piece), None, writing.take_logprobs())
+
+    def finish(end: Finished) -> Iterator[str]:
         if any(end.rest):
             yield chunk(delta_of(end.rest), tokens=end.logprobs)
         for place, call in enumerate(end.calls):
@@ -254,6 +237,10 @@ async def _chat_events(parts: Parts, writing: Writing, about: Fields, has_usage:
         yield chunk({}, end.reason, () if any(end.rest) else end.logprobs)
         if has_usage:
             yield event({**about, "choices": [], "usage": end.usage})
+
+    yield chunk({"role": "assistant", "content": ""})
+    async for part in writing.events(parts, show, finish, PING):
+        yield part
     yield DONE
 
 
@@ -262,81 +249,29 @@ async def _text_events(
 ) -> AsyncIterator[str]:
     """Yield the events of texts, one after the other; parts: of the first one."""
     about, ends = {**about, **({"usage": None} if has_usage else {})}, list[Finished]()
-    for place, request in enumerate(requests):
+
+    def events(place: int, read: Parts) -> AsyncIterator[str]:
         offsets, writing = TextOffsets(), Writing()
 
         def chunk(text: str, tokens: Sequence[Fields], reason: str | None = None) -> str:
-            choice = {"index": place, "text": text, "logprobs": offsets.take(tokens), "finish_reason": reason}  # noqa: B023
+            choice = {"index": place, "text": text, "logprobs": offsets.take(tokens), "finish_reason": reason}
             return event({**about, "choices": [choice]})
 
-        read = parts if not place else await site.stream(about["model"], request)
-        async for end in written(read, writing, PING, lambda piece: chunk(piece.text, writing.take_logprobs())):  # noqa: B023
-            if isinstance(end, str):
-                yield end
-                continue
-            yield chunk(end.rest.text, end.logprobs, end.reason)
+        def finish(end: Finished) -> Iterator[str]:
             ends.append(end)
+            yield chunk(end.rest.text, end.logprobs, end.reason)
+
+        return writing.events(read, lambda piece: chunk(piece.text, writing.take_logprobs()), finish, PING)
+
+    for place, request in enumerate(requests):
+        async for part in events(place, parts if not place else await site.stream(about["model"], request)):
+            yield part
     if has_usage:
         yield event({**about, "choices": [], "usage": _summed(ends)})
     yield DONE
 
 
-class CachedTokens(TypedDict):
-    """Tokens of a prompt that were computed before."""
-
-    cached_tokens: int
-
-
-class CompletionUsage(TypedDict):
-    """Tokens of prompt and text."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class ChatChoice(TypedDict):
-    """A message."""
-
-    index: int
-    message: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class ChatCompletion(TypedDict):
-    """The next message of a conversation."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-
-
-class TextChoice(TypedDict):
-    """A text."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str
-
-
-class Completion(TypedDict):
-    """The continuation of texts."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: CompletionUsage
-
-
 OPERATIONS: Final = (
-    Operation("POST", "/v1/chat/completions", chat, {JSON: ChatCompletion, EVENTS: str}, ChatBody),
-    Operation("POST", "/v1/completions", complete, {JSON: Completion, EVENTS: str}, CompletionBody),
+    Operation("POST", "/v1/chat/completions", chat, {JSON: answers.CHAT, EVENTS: str}, ChatBody),
+    Operation("POST", "/v1/completions", complete, {JSON: answers.COMPLETION, EVENTS: str}, CompletionBody),
 )

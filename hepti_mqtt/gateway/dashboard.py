@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, unusable_reason, usable
 from hepti_mqtt.client.simulated import simulate_plan
 from hepti_mqtt.cost.explain import timeline_busy
 from hepti_mqtt.errors import HeptiError, OverloadedError
-from hepti_mqtt.gateway.site import Client
 from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
@@ -62,7 +62,7 @@ class _Simulated(NamedTuple):
 class View:
     """Looks at a site through its client; blocking, for one thread at a time."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Hepti) -> None:
         self._client = client
         self._simulated: dict[str, _Simulated] = {}  # by model
 

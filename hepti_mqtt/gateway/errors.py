@@ -19,6 +19,8 @@ _STATUS: Final[Mapping[str, int]] = {
     "forbidden": 403,
     "context_length_exceeded": 400,
     "unknown_model": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
     "slow_body": 408,
     "id_in_use": 409,
     "too_large": 413,
@@ -50,34 +52,12 @@ MEANINGS: Final[Mapping[int, str]] = {
 }
 
 
-class UnauthorizedError(RequestError):
-    """The request carries no key, or one that the gateway does not know."""
+class HttpError(RequestError):
+    """An error of HTTP alone: of a key, or of a body's size, time or type; code: one of `_STATUS`."""
 
-    code = "unauthorized"
-
-
-class TooLargeError(RequestError):
-    """The body is longer than the gateway reads."""
-
-    code = "too_large"
-
-
-class SlowBodyError(RequestError):
-    """The body did not arrive in time."""
-
-    code = "slow_body"
-
-
-class MediaTypeError(RequestError):
-    """The body is not of the type that the route reads."""
-
-    code = "media_type"
-
-
-class UnprocessableError(RequestError):
-    """A form that can be read, and does not say what is asked."""
-
-    code = "unprocessable"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def status_of(error: HeptiError) -> int:

@@ -16,16 +16,9 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.gateway.errors import error_response
+from hepti_mqtt.gateway.errors import HttpError, error_response
 
 _PRIVATE: Final = (".local", ".localhost", ".lan", ".home.arpa", ".internal", ".home")
-
-
-class ForeignError(HeptiError):
-    """The request comes from a page of another site, or under a name that the gateway does not have."""
-
-    code = "forbidden"
 
 
 class OwnSite:
@@ -38,7 +31,7 @@ class OwnSite:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and (why := self._refusal(Request(scope))):
-            await error_response(ForeignError(why))(scope, receive, send)
+            await error_response(HttpError("forbidden", why))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from typing import Annotated, Any, ClassVar, Final, NotRequired
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.answers import IMMICH_PREDICTION
 from hepti_mqtt.gateway.bodies import FORM, Body
-from hepti_mqtt.gateway.errors import UnprocessableError
+from hepti_mqtt.gateway.errors import HttpError
 from hepti_mqtt.gateway.operations import JSON, Operation
-from hepti_mqtt.gateway.site import Site, Vectors, unit
+from hepti_mqtt.gateway.site import Site, Vectors
 from hepti_mqtt.ids import valid_name
+from hepti_mqtt.service.questions import unit
 
 TASK: Final = "clip"
 _TYPES: Final = {"visual": "image", "textual": "text"}
@@ -33,14 +34,6 @@ class PhotoBody(Body):
     text: str | None = None
 
 
-class ImmichPrediction(TypedDict):
-    """A vector, as a list in a string, and the size of the photo."""
-
-    clip: str
-    imageHeight: NotRequired[int]
-    imageWidth: NotRequired[int]
-
-
 async def predict_form(site: Site, body: PhotoBody) -> Any:
     """Vectors of a photo or a searched text, of length 1, as Immich's machine learning gives them."""
     image, text = body.image, body.text
@@ -52,19 +45,19 @@ async def predict_form(site: Site, body: PhotoBody) -> Any:
     model = await site.model_named(valid_name(name), f"{name!r} is served as --model {valid_name(name)}=DIRECTORY")
     if image is None:
         found = await site.embed(model, [text or ""], truncate=True)
-        return {TASK: _written(found.vectors)}
+        return {TASK: _written(found.items)}
     width, height = await asyncio.to_thread(_size, image)
     found = await site.embed_pictures(model, [image])
-    return {TASK: _written(found.vectors), "imageHeight": height, "imageWidth": width}
+    return {TASK: _written(found.items), "imageHeight": height, "imageWidth": width}
 
 
 def _asked(entries: str | None) -> tuple[str, str]:
-    """Return the model's name and what it is to read; raises UnprocessableError, RequestError for another task."""
+    """Return the model's name and what it is to read; raises HttpError, RequestError for another task."""
     try:
         tasks = json.loads(entries or "")
         asked = [(task, kind, entry["modelName"], entry) for task, by in tasks.items() for kind, entry in by.items()]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise UnprocessableError(f"'entries' is not {{task: {{type: {{modelName}}}}}}: {error!r}") from None
+        raise HttpError("unprocessable", f"'entries' is not {{task: {{type: {{modelName}}}}}}: {error!r}") from None
     if others := sorted(
         {f"{task} ({kind})"[:60] for task, kind, _, _ in asked if (task, kind in _TYPES) != (TASK, True)}
     ):
@@ -73,14 +66,14 @@ def _asked(entries: str | None) -> tuple[str, str]:
             "the address of Immich's own machine learning behind this one"
         )
     if len(asked) != 1:
-        raise UnprocessableError(f"'entries' asks for {len(asked)} vectors; ask for one")
+        raise HttpError("unprocessable", f"'entries' asks for {len(asked)} vectors; ask for one")
     _, kind, name, entry = asked[0]
     options = entry.get("options") or {}
     # Of texts in several languages, which these models read alike.
     if entry.keys() > {"modelName", "options"} or not isinstance(options, dict) or options.keys() - {"language"}:
-        raise UnprocessableError(f"'entries' has options that are not known: {json.dumps(entry)[:200]}")
+        raise HttpError("unprocessable", f"'entries' has options that are not known: {json.dumps(entry)[:200]}")
     if not isinstance(name, str) or not valid_name(name):
-        raise UnprocessableError("modelName is no name")
+        raise HttpError("unprocessable", "modelName is no name")
     return name, _TYPES[kind]
 
 
@@ -97,4 +90,4 @@ def _written(vectors: Vectors) -> str:
     return f"[{','.join(np.format_float_positional(x, _DIGITS, fractional=False, trim='0') for x in unit(vectors)[0])}]"
 
 
-OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: ImmichPrediction}, PhotoBody, FORM),)
+OPERATIONS: Final = (Operation("POST", "/predict", predict_form, {JSON: IMMICH_PREDICTION}, PhotoBody, FORM),)

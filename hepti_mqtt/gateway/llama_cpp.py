@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.answers import LLAMA_CPP_PROPS, LLAMA_CPP_VECTOR
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.operations import JSON, Operation
-from hepti_mqtt.gateway.site import Site, unit
+from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.encoded import read_base64
+from hepti_mqtt.service.questions import unit
 
 MARKER: Final = "<__media__>"  # where a picture stands in a prompt
 
@@ -33,19 +34,6 @@ class ContentBody(Body):
     model: str | None = None
 
 
-class LlamaCppProps(TypedDict):
-    """What stands for a picture."""
-
-    media_marker: str
-
-
-class LlamaCppVector(TypedDict):
-    """A vector in a list."""
-
-    index: int
-    embedding: list[list[float]]
-
-
 async def props(_site: Site, _body: None) -> Any:
     """What stands for a picture in a prompt."""
     return {"media_marker": MARKER}
@@ -58,8 +46,8 @@ async def multimodal_embeddings(site: Site, body: ContentBody) -> Any:
     model = await site.model_named(body.model)
     texts = [value for value in read if isinstance(value, str)]
     pictures = [value for value in read if isinstance(value, bytes)]
-    rows = unit((await site.embed(model, texts)).vectors).tolist() if texts else []
-    seen = unit((await site.embed_pictures(model, pictures)).vectors).tolist() if pictures else []
+    rows = unit((await site.embed(model, texts)).items).tolist() if texts else []
+    seen = unit((await site.embed_pictures(model, pictures)).items).tolist() if pictures else []
     ordered = [(rows if isinstance(value, str) else seen).pop(0) for value in read]
     return [{"index": i, "embedding": [row]} for i, row in enumerate(ordered)]
 
@@ -77,6 +65,6 @@ def _item(item: str | PromptBody) -> str | bytes:
 
 
 OPERATIONS: Final = (
-    Operation("GET", "/props", props, {JSON: LlamaCppProps}),
-    Operation("POST", "/embeddings", multimodal_embeddings, {JSON: list[LlamaCppVector]}, ContentBody),
+    Operation("GET", "/props", props, {JSON: LLAMA_CPP_PROPS}),
+    Operation("POST", "/embeddings", multimodal_embeddings, {JSON: list[LLAMA_CPP_VECTOR]}, ContentBody),
 )

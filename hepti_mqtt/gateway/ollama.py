@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
-from hepti_mqtt.client import Answer
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key, Texts
 from hepti_mqtt.gateway.chat import Tools
 from hepti_mqtt.gateway.errors import ollama_error
@@ -20,7 +19,7 @@ from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.gateway.streams import LINES, Stream, line
 from hepti_mqtt.gateway.tool_calls import Call
-from hepti_mqtt.gateway.writing import SAMPLED, Piece, Writing, bounded
+from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded
 from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
 
 #: of Ollama's interface that is answered here: its clients ask for 0.6.4 and later
@@ -54,11 +53,6 @@ class Loaded(Body):
 
     model: Annotated[str | None, Field(description="the name of a served model")] = None
     keep_alive: float | str | None = None
-
-    @property
-    def unloads(self) -> bool:
-        """Return whether the model is to be unloaded."""
-        return self.keep_alive is not None and str(self.keep_alive).rstrip("smh") in ("0", "0.0")
 
 
 class OllamaBody(Loaded):
@@ -231,7 +225,7 @@ async def embed(site: Site, body: EmbedBody) -> Any:
     found = await site.embed(model, body.input, body.truncate, **body.chosen)
     return {
         "model": body.model or model,
-        "embeddings": found.vectors.tolist(),
+        "embeddings": found.items.tolist(),
         "total_duration": _since(begun),
         "load_duration": 0,
         "prompt_eval_count": found.tokens,
@@ -241,7 +235,7 @@ async def embed(site: Site, body: EmbedBody) -> Any:
 async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """One embedding, as Ollama gave it before `/api/embed`."""
     found = await site.embed(await site.model_named(body.model), [body.prompt], True)
-    return {"embedding": found.vectors[0].tolist()}
+    return {"embedding": found.items[0].tolist()}
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -300,10 +294,9 @@ async def generate(site: Site, body: GenerateBody) -> Any:
 async def _load(site: Site, body: OllamaBody, fields: Fields) -> Fields:
     """Return the answer to a body without a text: Hepti's planner keeps models loaded, whatever a client asks."""
     model = await site.model_named(body.model)
-    reason = "unload" if body.unloads else "load"
-    return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": True} | {
-        "done_reason": reason
-    }
+    unloads = body.keep_alive is not None and str(body.keep_alive).rstrip("smh") in ("0", "0.0")
+    about = {"model": body.model or model, "created_at": _moment(time.time())}
+    return {**about, **fields, "done": True, "done_reason": "unload" if unloads else "load"}
 
 
 def _since(begun: float) -> int:
@@ -316,14 +309,13 @@ async def _write(
 ) -> Any:
     begun = time.perf_counter()
     model = await site.model_named(body.model)
-    first: list[int] = []  # nanoseconds until the first token
 
     def part_of(fields: Fields, **more: Any) -> Fields:
         return {"model": body.model or model, "created_at": _moment(time.time()), **fields, "done": False, **more}
 
-    def last(answer: Answer) -> Fields:
-        end, spent = writing.end(answer), _since(begun)
-        prompt = first[0] if first else spent // (1 + end.tokens)
+    def last(end: Finished) -> Fields:
+        spent = _since(begun)
+        prompt = int((writing.begun_s - begun) * 1e9) if writing.begun_s else spent // (1 + end.tokens)
         return part_of(
             as_fields(end.rest, end.calls),
             done=True,
@@ -337,86 +329,21 @@ async def _write(
         )
 
     if not body.stream:
-        return last((await site.write(model, [request]))[0])
+        return last(writing.end((await site.write(model, [request]))[0]))
     parts = await site.stream(model, request)
 
-    async def lines() -> AsyncIterator[str]:
-        async for part in parts:
-            if isinstance(part, Answer):
-                yield line(last(part))
-            elif part is None:
-                yield line(part_of(as_fields(Piece(""))))  # lines have no comments
-            else:
-                first[:] = first or [_since(begun)]
-                if any(piece := writing.add(part)):
-                    yield line(part_of(as_fields(piece)))
-
-    return Stream(lines(), LINES)
-
-
-class Whole(TypedDict):
-    """A text, or its last line."""
-
-    model: str
-    created_at: str
-    done: bool
-    done_reason: str
-    total_duration: NotRequired[int]
-    load_duration: NotRequired[int]
-    prompt_eval_count: NotRequired[int]
-    prompt_eval_duration: NotRequired[int]
-    eval_count: NotRequired[int]
-    eval_duration: NotRequired[int]
-
-
-class OllamaMessage(Whole):
-    """The next message."""
-
-    message: dict[str, Any]
-
-
-class OllamaText(Whole):
-    """A continuation."""
-
-    response: str
-    thinking: NotRequired[str]
-
-
-class OllamaEmbeddings(TypedDict):
-    """Vectors in the order of the texts."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
-class OllamaModel(TypedDict):
-    """A model of a list."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int
-    digest: str
-    details: dict[str, Any]
-
-
-class OllamaModels(TypedDict):
-    """The served models."""
-
-    models: list[OllamaModel]
+    events = writing.events(parts, lambda piece: line(part_of(as_fields(piece))), lambda end: [line(last(end))])
+    return Stream(events, LINES)
 
 
 _ANY: Final = {JSON: dict[str, Any]}
 _OPERATIONS: Final = (
-    Operation("POST", "/api/chat", chat, {JSON: OllamaMessage, LINES: str}, ChatBody),
-    Operation("POST", "/api/generate", generate, {JSON: OllamaText, LINES: str}, GenerateBody),
-    Operation("POST", "/api/embed", embed, {JSON: OllamaEmbeddings}, EmbedBody),
+    Operation("POST", "/api/chat", chat, {JSON: answers.OLLAMA_MESSAGE, LINES: str}, ChatBody),
+    Operation("POST", "/api/generate", generate, {JSON: answers.OLLAMA_TEXT, LINES: str}, GenerateBody),
+    Operation("POST", "/api/embed", embed, {JSON: answers.OLLAMA_EMBEDDINGS}, EmbedBody),
     Operation("POST", "/api/embeddings", embeddings, {JSON: dict[str, list[float]]}, EmbeddingsBody),
     Operation("POST", "/api/show", show, _ANY, ShowBody),
-    Operation("GET", "/api/tags", tags, {JSON: OllamaModels}),
+    Operation("GET", "/api/tags", tags, {JSON: answers.OLLAMA_MODELS}),
     Operation("GET", "/api/ps", loaded, _ANY),
     Operation("GET", "/api/version", version, {JSON: dict[str, str]}),
 )

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.gateway.answers import ERROR
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.errors import LATER, MEANINGS, openai_error
 from hepti_mqtt.gateway.site import Site
@@ -38,41 +38,12 @@ class Operation(NamedTuple):
     as_error: Callable[[HeptiError], dict[str, Any]] = openai_error
 
 
-class Usage(TypedDict):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Label(TypedDict):
-    """A label with its score."""
-
-    label: str
-    score: float
-
-
-class ErrorBody(TypedDict):
-    """What is wrong; param: the key at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(TypedDict):
-    """An error in OpenAI's shape."""
-
-    error: ErrorBody
-
-
 _KEY: Final = {"type": "http", "scheme": "bearer", "description": "one of HEPTI_GATEWAY_KEYS"}
 
 
 def document(operations: Sequence[Operation], locked: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of operations; locked: whether requests need a key."""
-    types: list[Any] = [Error]
+    types: list[Any] = [ERROR]
     for one in operations:
         types += [kind for kind in (one.body, *one.answers.values()) if kind is not None]
     named = [(place, "validation", TypeAdapter(kind)) for place, kind in enumerate(types)]

@@ -12,11 +12,11 @@ from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body, Key
-from hepti_mqtt.gateway.chat import Effort, Written, thinks, written
+from hepti_mqtt.gateway.chat import Effort, Written, thinks
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Parts, Site
 from hepti_mqtt.gateway.streams import EVENTS, PING, Stream, event
-from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded
+from hepti_mqtt.gateway.writing import SAMPLED, Finished, Piece, Writing, bounded, named_tools
 from hepti_mqtt.service.options import OPTIONS
 
 Fields = dict[str, Any]
@@ -39,11 +39,10 @@ class Reasoning(Body):
 
 def _tools(tools: list[Fields]) -> list[Fields]:
     """Return tools as chats have them; raises RequestError for one that is no function."""
-    for place, tool in enumerate(tools):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise RequestError(f"tools[{place}] is no function with a name; only functions are called", "tools")
     about = ("name", "description", "parameters", "strict")
-    return [{"type": "function", "function": {key: tool[key] for key in about if key in tool}} for tool in tools]
+    return named_tools(
+        [{"type": tool.get("type"), "function": {key: tool[key] for key in about if key in tool}} for tool in tools]
+    )
 
 
 class Named(TypedDict):
@@ -283,21 +282,19 @@ async def _events(parts: Parts, writing: Writing, head: Fields) -> AsyncIterator
         shown = [*events.add(_reasoning(""), "reasoning_text", piece.thinking)] if piece.thinking else []
         return "".join([*shown, *(events.add(_message(""), "output_text", piece.text) if piece.text else ())])
 
-    yield events.event("response.created", response=head)
-    yield events.event("response.in_progress", response=head)
-    async for end in written(parts, writing, PING, show):
-        if isinstance(end, str):
-            yield end
-            continue
+    def finish(end: Finished) -> Iterator[str]:
         yield show(end.rest)
-        for part in events.close():
-            yield part
+        yield from events.close()
         for item in _items(Piece(""), end):
             if item["type"] == "function_call":
-                for part in events.call(item):
-                    yield part
+                yield from events.call(item)
         response = _ended(head, events.items, end)
         yield events.event(f"response.{response['status']}", response=response)
+
+    yield events.event("response.created", response=head)
+    yield events.event("response.in_progress", response=head)
+    async for part in writing.events(parts, show, finish, PING):
+        yield part
 
 
 OPERATIONS: Final = (Operation("POST", "/v1/responses", respond, {JSON: Fields, EVENTS: str}, ResponseBody),)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import FORM, TEXTS_AT_ONCE, Body, Count, Key, Picture, TextList, Texts
-from hepti_mqtt.gateway.operations import JSON, PLAIN, Label, Operation, Usage
-from hepti_mqtt.gateway.site import Site, Spoken, Vectors
+from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation
+from hepti_mqtt.gateway.site import Site, Spoken
 from hepti_mqtt.service.languages import NAMES
 from hepti_mqtt.service.options import OPTIONS
 
@@ -118,9 +118,9 @@ class RecordingBody(Body):
         float | None, Field(ge=0, le=1, description="a number from 0 to 1; without it, higher ones are tried in doubt")
     ] = None
     granularities: Annotated[
-        list[Literal["segment"]] | None,
-        Field(alias="timestamp_granularities[]", description="segment: words have no times"),
-    ] = None
+        tuple[Literal["segment", "word"], ...],
+        Field(alias="timestamp_granularities[]", description="of verbose_json: which times it has"),
+    ] = ("segment",)
 
 
 async def list_models(site: Site, _body: None) -> Any:
@@ -141,22 +141,15 @@ async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """Embeddings as lists of numbers, or as base64 of little-endian f32."""
     model = await site.model_named(body.model)
     found = await site.embed(model, body.input, **body.chosen)
-    write = _base64 if body.encoding_format == "base64" else _floats
-    data = [{"object": "embedding", "index": i, "embedding": write(row)} for i, row in enumerate(found.vectors)]
+    rows: list[Any] = found.items.tolist()
+    if body.encoding_format == "base64":
+        rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in found.items]
+    data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
 
 
-def _usage(tokens: int) -> Usage:
+def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _floats(row: Vectors) -> list[float]:
-    found: list[float] = row.tolist()
-    return found
-
-
-def _base64(row: Vectors) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
 async def classify(site: Site, body: ClassifyBody) -> Any:
@@ -166,7 +159,7 @@ async def classify(site: Site, body: ClassifyBody) -> Any:
     model = await site.model_named(body.model)
     key = "images" if isinstance(inputs[0], PictureBody) else "texts"
     found = await site.classify(model, values, key, **body.chosen)
-    data = [{"index": i, "label": labels[0]["label"], "labels": labels} for i, labels in enumerate(found.labels)]
+    data = [{"index": i, "label": labels[0]["label"], "labels": labels} for i, labels in enumerate(found.items)]
     return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
 
 
@@ -181,7 +174,12 @@ async def translations(site: Site, body: RecordingBody) -> Any:
 
 
 async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
-    timed = body.response_format not in ("json", "text")
+    timed: bool | str = body.response_format not in ("json", "text")
+    if "word" in body.granularities:
+        if body.response_format != "verbose_json":
+            message = "words have times in response_format verbose_json alone; choose it, or leave 'word' out"
+            raise RequestError(message, "timestamp_granularities[]")
+        timed = "word"
     options: dict[str, Any] = {
         "language": body.language,
         "prompt": body.prompt,
@@ -189,7 +187,12 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
     }
     model = await site.model_named(body.model)
     found = await site.transcribe(model, body.file, timed=timed, task=task, **options)
-    return TRANSCRIPT_FORMATS[body.response_format](found, task)
+    answer = TRANSCRIPT_FORMATS[body.response_format](found, task)
+    if timed == "word":
+        answer["words"] = [{**one, "word": one["word"].strip()} for part in found.segments for one in part["words"]]
+        if "segment" not in body.granularities:
+            del answer["segments"]
+    return answer
 
 
 def _verbose(found: Spoken, task: str) -> dict[str, Any]:
@@ -236,25 +239,20 @@ TRANSCRIPT_FORMATS: Final[Mapping[str, Callable[[Spoken, str], Any]]] = {
 
 async def rerank(site: Site, body: RerankBody) -> Any:
     """Documents by their score for a query, best first."""
-    return await ranked(site, body)
-
-
-async def cohere_rerank(site: Site, body: CohereBody) -> Any:
-    """The same, as Cohere has it."""
-    return await ranked(site, body)
-
-
-async def ranked(site: Site, body: RerankBody) -> dict[str, Any]:
-    """Return a ranking as Jina and Cohere give it."""
     texts = [one.text if isinstance(one, DocumentBody) else one for one in body.documents]
     model = await site.model_named(body.model)
     found = await site.rank(model, body.query, texts)
     results = [
         {"index": one["index"], "relevance_score": one["score"]}
         | ({"document": {"text": texts[one["index"]]}} if body.return_documents else {})
-        for one in found.ranking[: body.top_n]
+        for one in found.items[: body.top_n]
     ]
     return {"model": model, "results": results, "usage": _usage(found.tokens)}
+
+
+async def cohere_rerank(site: Site, body: CohereBody) -> Any:
+    """The same, as Cohere has it."""
+    return await rerank(site, body)
 
 
 async def infer(site: Site, body: InferBody) -> Any:
@@ -266,111 +264,14 @@ async def infer(site: Site, body: InferBody) -> Any:
     return {**answer.raw, "latency_ms": answer.latency_ms}
 
 
-class Model(TypedDict):
-    """A served model."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-
-
-class Models(TypedDict):
-    """The served models."""
-
-    object: str
-    data: list[Model]
-
-
-class Embedding(TypedDict):
-    """A vector: numbers, or base64 of little-endian f32."""
-
-    object: str
-    index: int
-    embedding: list[float] | str
-
-
-class Embeddings(TypedDict):
-    """Vectors in the order of the texts."""
-
-    object: str
-    data: list[Embedding]
-    model: str
-    usage: Usage
-
-
-class Classification(TypedDict):
-    """Labels of an input, best first."""
-
-    index: int
-    label: str
-    labels: list[Label]
-
-
-class Classifications(TypedDict):
-    """Labels in the order of the inputs."""
-
-    object: str
-    data: list[Classification]
-    model: str
-    usage: Usage
-
-
-class Ranked(TypedDict):
-    """A document's place."""
-
-    index: int
-    relevance_score: float
-    document: NotRequired[dict[str, str]]
-
-
-class Ranking(TypedDict):
-    """Documents, best first."""
-
-    model: str
-    results: list[Ranked]
-    usage: Usage
-
-
-class Segment(TypedDict):
-    """A part of a transcript."""
-
-    id: int
-    seek: int
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-
-
-class VerboseTranscript(TypedDict):
-    """What is said, and when."""
-
-    task: str
-    language: str
-    duration: float
-    text: str
-    segments: list[Segment]
-
-
-class Transcript(TypedDict):
-    """What is said."""
-
-    text: str
-
-
-_TRANSCRIPTS: Final = {JSON: VerboseTranscript | Transcript, PLAIN: str}
+_TRANSCRIPTS: Final = {JSON: answers.VERBOSE_TRANSCRIPT | answers.TRANSCRIPT, PLAIN: str}
 OPERATIONS: Final = (
-    Operation("GET", "/v1/models", list_models, {JSON: Models}),
-    Operation("GET", "/v1/models/{name}", one_model, {JSON: Model}, ModelName),
-    Operation("POST", "/v1/embeddings", embeddings, {JSON: Embeddings}, EmbeddingsBody),
-    Operation("POST", "/v1/classify", classify, {JSON: Classifications}, ClassifyBody),
-    Operation("POST", "/v1/rerank", rerank, {JSON: Ranking}, RerankBody),
-    Operation("POST", "/v2/rerank", cohere_rerank, {JSON: Ranking}, CohereBody),
+    Operation("GET", "/v1/models", list_models, {JSON: answers.MODELS}),
+    Operation("GET", "/v1/models/{name}", one_model, {JSON: answers.MODEL}, ModelName),
+    Operation("POST", "/v1/embeddings", embeddings, {JSON: answers.EMBEDDINGS}, EmbeddingsBody),
+    Operation("POST", "/v1/classify", classify, {JSON: answers.CLASSIFICATIONS}, ClassifyBody),
+    Operation("POST", "/v1/rerank", rerank, {JSON: answers.RANKING}, RerankBody),
+    Operation("POST", "/v2/rerank", cohere_rerank, {JSON: answers.RANKING}, CohereBody),
     Operation("POST", "/infer", infer, {JSON: dict[str, Any]}, InferBody),
     Operation("POST", "/v1/audio/transcriptions", transcriptions, _TRANSCRIPTS, RecordingBody, FORM),
     Operation("POST", "/v1/audio/translations", translations, _TRANSCRIPTS, RecordingBody, FORM),

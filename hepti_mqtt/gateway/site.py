@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.client import Answer
+from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
 from hepti_mqtt.gateway.journal import Journal
@@ -34,73 +33,27 @@ PING_S: Final = 10.0  # without a part of a stream, after which proxies and clie
 AT_ONCE: Final = 4  # requests of one HTTP request on their way, so that a long list leaves room for others
 
 
-class Client(Protocol):
-    """What the gateway uses of `hepti_mqtt.client.Hepti`."""
-
-    site: str
-
-    def submit(self, model: str, **request: Any) -> Future[Answer]:
-        """Send a request; cancelling its future ends the wait."""
-
-    def stream(
-        self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
-    ) -> AnswerStream:
-        """Ask a decoder; parts of its answer go to `put`, and None at the end."""
-
-    def models(self, timeout: float = ...) -> list[str]:
-        """Return the names of the models that the planner serves."""
-
-    def plan(self, model: str, timeout: float = ...) -> dict[str, Any]:
-        """Return the record of a model's plans."""
-
-    def devices(self, wait_s: float = ...) -> list[dict[str, Any]]:
-        """Return every device's own description."""
-
-    def unused(self) -> dict[str, str]:
-        """Return why the planner leaves devices out."""
-
-    def answers(self) -> list[dict[str, Any]]:
-        """Return what became of the site's last requests, everybody's."""
-
-
 Vectors = NDArray[np.float32]
 #: tokens of a text, None for a pause, and at the end the whole answer
 Parts = AsyncIterator[Mapping[str, Any] | Answer | None]
 Show = Callable[[str], Awaitable[None]]
 
 
-def unit(vectors: Vectors) -> Vectors:
-    """Return vectors [n, h] of length 1; zeros stay."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
+Items = TypeVar("Items")
 
 
-class Embedded(NamedTuple):
-    """Embeddings [n, h] in the order of the inputs, and the tokens that they took."""
+class Computed(NamedTuple, Generic[Items]):
+    """What models compute of inputs, in their order, or ranked; and the tokens that it took."""
 
-    vectors: Vectors
-    tokens: int
-
-
-class Labelled(NamedTuple):
-    """Labels with scores, best first, by input, and the tokens that they took."""
-
-    labels: list[list[dict[str, Any]]]
-    tokens: int
-
-
-class Ranked(NamedTuple):
-    """{"index", "score"} of documents, best first, and the tokens that they took."""
-
-    ranking: list[dict[str, Any]]
+    items: Items
     tokens: int
 
 
 class Spoken(NamedTuple):
     """What is said in a recording: the text, its language, the length in seconds, and the segments, in their order.
 
-    segments: {"start", "end", "text", "ids"} with what the answer of their window says: `seek`, when it begins,
-    `temperature`, `score`, `compression`, `no_speech`.
+    segments: {"start", "end", "text", "ids", "words"} with what the answer of their window says: `seek`, when it
+    begins, `temperature`, `score`, `compression`, `no_speech`.
     """
 
     text: str
@@ -129,7 +82,7 @@ class Site:
 
     def __init__(
         self,
-        client: Client,
+        client: Hepti,
         timeout_s: float,
         model: str | None = None,
         *,
@@ -177,7 +130,9 @@ class Site:
         """Return whether a plan of a model is active."""
         return (await asyncio.to_thread(self.client.plan, model))["active"] is not None
 
-    async def embed(self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any) -> Embedded:
+    async def embed(
+        self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
+    ) -> Computed[Vectors]:
         """Return the embeddings of texts; raises the planner's errors, RequestError for a model that makes none.
 
         options: `dimensions` and `prompt`, None for none.
@@ -185,12 +140,12 @@ class Site:
         cut = self.truncate if truncate is None else truncate
         bodies = [{"texts": list(part)} for part in _parts(texts)]
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
-        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+        return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
-    async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Embedded:
+    async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Computed[Vectors]:
         """Return the embeddings of pictures, each its file; raises as `embed` does."""
         answers = await self._ask_all(model, [{"image": picture} for picture in pictures])
-        return Embedded(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
+        return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
     async def hidden(
         self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
@@ -203,26 +158,31 @@ class Site:
 
     async def rank(
         self, model: str, query: str, documents: Sequence[str], truncate: bool | None = None, **options: Any
-    ) -> Ranked:
-        """Return documents ranked by a query, from several requests if they are many; raises as `embed` does."""
+    ) -> Computed[list[dict[str, Any]]]:
+        """Return {"index", "score"} of documents ranked by a query, of several requests if they are many.
+
+        Raises as `embed` does.
+        """
         cut = self.truncate if truncate is None else truncate
         bodies = [{"query": query, "documents": list(part)} for part in _parts(documents)]
         answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
         found = [{**one, "index": one["index"] + TEXTS * place} for place, a in enumerate(answers) for one in a.ranking]
-        return Ranked(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
+        return Computed(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
 
-    async def classify(self, model: str, inputs: Sequence[Any], key: str, **options: Any) -> Labelled:
-        """Return the labels of inputs; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
+    async def classify(
+        self, model: str, inputs: Sequence[Any], key: str, **options: Any
+    ) -> Computed[list[list[dict[str, Any]]]]:
+        """Return the labels of inputs, best first; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
-        return Labelled([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+        return Computed([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
 
     async def transcribe(
-        self, model: str, recording: bytes, *, timed: bool = False, show: Show | None = None, **options: Any
+        self, model: str, recording: bytes, *, timed: bool | str = False, show: Show | None = None, **options: Any
     ) -> Spoken:
         """Return what is said in a recording, and with `timed` when; raises as `embed` does.
 
-        options: of the request. A recording that is longer than a window is always timed; show: is given the text of
-        each of its windows.
+        timed: "word" for the times of words, too. options: of the request. A recording that is longer than a window is
+        always timed; show: is given the text of each of its windows.
         """
         samples = await asyncio.to_thread(samples_of, recording)
         if samples is not None and await asyncio.to_thread(is_silent, samples):
@@ -232,12 +192,13 @@ class Site:
             found = (await self._ask_all(model, [body], **options))[0].result
             segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
             return Spoken(found["text"], found["language"], found["seconds"], segments)
-        return await self._read_on(model, samples, show, **options)
+        return await self._read_on(model, samples, timed or True, show, **options)
 
     async def _read_on(
         self,
         model: str,
         samples: Floats,
+        timed: bool | str,
         show: Show | None,
         *,
         language: str | Sequence[str] | None = None,
@@ -252,7 +213,7 @@ class Site:
         segments, at_s, said = list[Mapping[str, Any]](), 0.0, list[str | int]([prompt] if prompt else [])
         while (first := round(at_s * RATE)) + LEAST_S * RATE < len(samples) or not first:
             piece = await asyncio.to_thread(sound.wav_of, samples[first : first + round(PIECE_S * RATE)])
-            body = {"audio": piece, "timestamps": True, "language": language, "prompt": [*said] or None}
+            body = {"audio": piece, "timestamps": timed, "language": language, "prompt": [*said] or None}
             found = (await self._ask_all(model, [body], **options))[0].result
             is_whole = not 0 < found["seek"] < found["seconds"]
             heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
@@ -363,7 +324,9 @@ async def _joined(
 def _told(found: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
     """Return a segment of a window that begins at `at_s` in the recording."""
     about = {key: found[key] for key in ("temperature", "score", "compression", "no_speech")}
-    return {**segment, **about, "start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
+    words = [{**one, "start": at_s + one["start"], "end": at_s + one["end"]} for one in segment.get("words", ())]
+    times = {"start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
+    return {**segment, **about, **times, "words": words}
 
 
 def _parts(inputs: Sequence[Any]) -> list[Sequence[Any]]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import RequestError
+from hepti_mqtt.gateway.answers import LABEL, TEI_INFO, TEI_RANK
 from hepti_mqtt.gateway.bodies import TEXTS_AT_ONCE, Body, Count, Key, TextList, Texts, checked
-from hepti_mqtt.gateway.operations import JSON, PLAIN, Label, Operation
-from hepti_mqtt.gateway.routes import Documents, RerankBody, ranked
+from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation
+from hepti_mqtt.gateway.routes import Documents, RerankBody
+from hepti_mqtt.gateway.routes import rerank as rank_documents
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.options import OPTIONS
+from hepti_mqtt.service.questions import unit
 
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 
@@ -107,12 +109,11 @@ async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as TEI gives them."""
     model = await site.model_named(None)
     found = await site.embed(model, body.inputs, body.truncate, **body.chosen)
-    lengths = np.linalg.norm(found.vectors, axis=1, keepdims=True)
     if body.normalize:
-        return (found.vectors / np.maximum(lengths, np.finfo(np.float32).tiny)).tolist()
-    if np.all(np.abs(lengths - 1) < UNIT):
+        return unit(found.items).tolist()
+    if np.all(np.abs(np.linalg.norm(found.items, axis=1) - 1) < UNIT):
         raise RequestError("normalize false: this model normalises its embeddings itself; leave normalize out")
-    return found.vectors.tolist()
+    return found.items.tolist()
 
 
 async def embed_all(site: Site, body: EmbedAllBody) -> Any:
@@ -135,7 +136,7 @@ async def predict(site: Site, body: PredictBody) -> Any:
         places = [place for place, one in enumerate(items) if len(one) == size]
         if places:
             given = [items[place][0] if size == 1 else items[place] for place in places]
-            found |= zip(places, (await site.classify(model, given, key, **options)).labels, strict=True)
+            found |= zip(places, (await site.classify(model, given, key, **options)).items, strict=True)
     labels = [found[place] for place in range(len(items))]
     return labels if several else labels[0]
 
@@ -147,7 +148,7 @@ async def rerank(site: Site, body: RankBody) -> Any:
             model=body.model, query=body.query, documents=body.documents, top_n=body.top_n,
             return_documents=body.return_documents,
         )  # fmt: skip
-        return await ranked(site, ranking)
+        return await rank_documents(site, ranking)
     if body.texts is None:
         raise RequestError("the body lacks 'texts' (or, as Jina has it, 'documents')", "texts")
     texts = body.texts
@@ -158,7 +159,7 @@ async def rerank(site: Site, body: RankBody) -> Any:
             "score": one["score"] if body.raw_scores else float(0.5 * (1 + np.tanh(one["score"] / 2))),
         }
         | ({"text": texts[one["index"]]} if body.return_text else {})
-        for one in found.ranking[: body.top_n]
+        for one in found.items[: body.top_n]
     ]
 
 
@@ -167,8 +168,8 @@ async def similarity(site: Site, body: SimilarityBody) -> Any:
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
     found = await site.rank(await site.model_named(None), source, sentences, body.parameters.truncate)
     # A cosine in f32 may be above 1 by its rounding.
-    bound = 1.0 if max(one["score"] for one in found.ranking) < 1 + UNIT else np.inf
-    return [min(one["score"], bound) for one in sorted(found.ranking, key=lambda one: int(one["index"]))]
+    bound = 1.0 if max(one["score"] for one in found.items) < 1 + UNIT else np.inf
+    return [min(one["score"], bound) for one in sorted(found.items, key=lambda one: int(one["index"]))]
 
 
 async def by_task(site: Site, body: AnyBody) -> Any:
@@ -204,31 +205,14 @@ _BY_TASK: Final[dict[str, tuple[type[Body], Callable[[Site, Any], Awaitable[Any]
 }
 
 
-class TeiRank(TypedDict):
-    """A text's place."""
-
-    index: int
-    score: float
-    text: NotRequired[str]
-
-
-class TeiInfo(TypedDict):
-    """What is served."""
-
-    model_id: str
-    version: str
-    max_client_batch_size: int
-    auto_truncate: bool
-
-
 Vectors = list[list[float]]
 OPERATIONS: Final = (
     Operation("POST", "/embed", embed, {JSON: Vectors}, EmbedBody),
     Operation("POST", "/embed_all", embed_all, {JSON: list[Vectors]}, EmbedAllBody),
-    Operation("POST", "/predict", predict, {JSON: list[Label] | list[list[Label]]}, PredictBody),
-    Operation("POST", "/rerank", rerank, {JSON: list[TeiRank] | dict[str, Any]}, RankBody),
+    Operation("POST", "/predict", predict, {JSON: list[LABEL] | list[list[LABEL]]}, PredictBody),
+    Operation("POST", "/rerank", rerank, {JSON: list[TEI_RANK] | dict[str, Any]}, RankBody),
     Operation("POST", "/similarity", similarity, {JSON: list[float]}, SimilarityBody),
     Operation("POST", "/", by_task, {JSON: list[Any]}, AnyBody),
-    Operation("GET", "/info", info, {JSON: TeiInfo}),
+    Operation("GET", "/info", info, {JSON: TEI_INFO}),
     Operation("GET", "/health", health, {PLAIN: str}, is_open=True),
 )

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from hepti_mqtt.service.written import mark_start
+
 #: a call may begin at one of these anywhere in the text
 _MARKS: Final = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<start_function_call>", "functools[")
 #: and at one of these at the beginning of the text: Llama 3's mark, JSON, fenced JSON, and Gemma's word
@@ -77,9 +79,7 @@ class ToolText:
             return 0
         if places := [at for mark in _MARKS if (at := self._text.find(mark)) >= 0]:
             return min(places)
-        longest = max(map(len, _MARKS))
-        ends = range(max(len(self._text) - longest, 0), len(self._text))
-        return next((at for at in ends if any(m.startswith(self._text[at:]) for m in _MARKS)), len(self._text))
+        return mark_start(self._text, _MARKS)
 
     def _calls(self, text: str) -> list[Call]:
         """Return the calls that a text is made of; none if a part of it is no call of one of the tools."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.client import Answer
-from hepti_mqtt.errors import RequestError
 from hepti_mqtt.gateway.bodies import Key, seed
+from hepti_mqtt.gateway.site import Parts
 from hepti_mqtt.gateway.tool_calls import Call, ToolText
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
-from hepti_mqtt.service.options import OPTIONS
+from hepti_mqtt.service.messages import read_tools
+from hepti_mqtt.service.options import OPTIONS, naming
 
 _SAME: Final = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
@@ -67,14 +69,30 @@ class Writing:
         self._tools, self._most_calls = ToolText(tools), most_calls
         self._fed = self._thought = 0  # characters
         self._logprobs, self._taken = list[dict[str, Any]](), 0
+        #: when the first token came, by `time.perf_counter`; 0 before
+        self.begun_s = 0.0
 
     def add(self, token: Mapping[str, Any]) -> Piece:
         """Take a token; return what may be shown now."""
+        self.begun_s = self.begun_s or time.perf_counter()
         thinking = token.get(THINKING, "")
         self._fed += len(token["text"])
         self._thought += len(thinking)
         self._logprobs += [token[LOGPROBS]] if LOGPROBS in token else []
         return Piece(self._tools.feed(token["text"]), thinking)
+
+    async def events(
+        self, parts: Parts, show: Callable[[Piece], str], finish: Callable[[Finished], Iterable[str]], ping: str = ""
+    ) -> AsyncIterator[str]:
+        """Yield the events of a text's parts and of its end; ping: for a pause, "" for that of an empty piece."""
+        async for part in parts:
+            if part is None:
+                yield ping or show(Piece(""))
+            elif isinstance(part, Answer):
+                for event in finish(self.end(part)):
+                    yield event
+            elif any(piece := self.add(part)):
+                yield show(piece)
 
     def take_logprobs(self) -> list[dict[str, Any]]:
         """Return the probabilities of the tokens since the last call."""
@@ -100,8 +118,5 @@ class Writing:
 
 def named_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools; raises RequestError for one that is no function with a name."""
-    for place, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools[{place}] has no function with a name; only functions are called", "tools")
-    return [{"type": "function", **tool} for tool in tools]
+    with naming("tools"):
+        return read_tools([{"type": "function", **tool} for tool in tools]) or []

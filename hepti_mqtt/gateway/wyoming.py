@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import logging
 import signal
-import wave
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -25,6 +23,7 @@ from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
 from hepti_mqtt.gateway.site import PIECE_S, Show, Site
 from hepti_mqtt.service.languages import language_code
 from hepti_mqtt.service.silence import LEAST_S
+from hepti_mqtt.service.sound import wav_file
 from hepti_mqtt.transport import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -122,13 +121,7 @@ class Recording:
         """Return it as a WAV file."""
         rate, width, channels = self.form
         frame = width * channels
-        buffer = io.BytesIO()
-        with wave.open(buffer, "wb") as file:
-            file.setframerate(rate)
-            file.setsampwidth(width)
-            file.setnchannels(channels)
-            file.writeframes(bytes(self.pcm[: len(self.pcm) // frame * frame]))
-        return buffer.getvalue()
+        return wav_file(self.pcm[: len(self.pcm) // frame * frame], rate, width, channels)
 
 
 Speech = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]  # the languages of each model of speech
@@ -175,7 +168,11 @@ class Wyoming:
         models = [
             {
                 **_artifact(name, f"{name}, divided over the devices of this site"),
-                "languages": [code for code in languages if self._allows(code)],
+                "languages": [
+                    code
+                    for code in languages
+                    if not self._languages or any(language_code(one, [code]) for one in self._languages)
+                ],
             }
             for name, languages in (await self._speech()).items()
             if self._model in (None, name)
@@ -185,9 +182,6 @@ class Wyoming:
         return Event(
             "info", {"asr": [program], **{kind: [] for kind in ("tts", "handle", "intent", "wake", "mic", "snd")}}
         )
-
-    def _allows(self, code: str) -> bool:
-        return not self._languages or any(language_code(one, [code]) for one in self._languages)
 
     async def transcribe(self, recording: Recording, asked: Mapping[str, Any], show: Show) -> Event:
         """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from hepti_mqtt.kernels.alignment import ALIGN_TOKENS
 from hepti_mqtt.kernels.attention import APPEND_ROWS, ATTENTION, ATTENTION_AT, ATTENTION_BLOCK, ATTENTION_COMBINE
 from hepti_mqtt.kernels.attention_reordered import ATTENTION_REORDERED
 from hepti_mqtt.kernels.base import Kernel, Slots
@@ -68,6 +69,7 @@ _ALL: Final = (
     ATTENTION_AT,
     CANDIDATES,
     MERGE_CANDIDATES,
+    ALIGN_TOKENS,
     TO_F16,
     FROM_F16,
     TO_I8,

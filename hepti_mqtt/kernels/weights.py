@@ -9,6 +9,7 @@ held in f32 until all of it has arrived.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -34,6 +35,10 @@ NR: Final = TILE.width
 # seventh of the speed of w8a8.
 BLOCK: Final = 256
 _STEPS: Final = np.float32(127.0)
+
+
+# Of what `arrays_of` returns: to be raised when packing changes, so that no file of packed weights is misread.
+LAYOUT_VERSION: Final = 1
 
 
 class Panels(NamedTuple):
@@ -106,6 +111,19 @@ def twin(weight: Weight) -> Weight:
     if isinstance(weight, BlockMatrix):
         return replace(weight, panels=panels)
     return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+
+
+def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
+    """Return the arrays that a weight consists of, in a fixed order: with its `layout_of` they are all of it."""
+    if isinstance(weight, np.ndarray):
+        return (weight,)
+    return (weight.panels, weight.scales, weight.sums) if isinstance(weight, NarrowMatrix) else (weight.panels,)
+
+
+def layout_of(ref: WeightRef) -> str:
+    """Return how this machine's kernels lay out the arrays of a weight; equal texts mean equal arrays."""
+    panels = PANELS[ref.weight_dtype] if ref.layout == "packed" else None
+    return f"{LAYOUT_VERSION} {sys.byteorder} {BLOCK} {panels}"
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:
@@ -190,8 +208,12 @@ class WeightBuffer:
 
     def finish(self) -> Weight:
         """Return the weight; raises ValueError if elements are missing."""
-        rows, columns = _size(self.ref)
         self._arrived.require_all()
+        return self.weight()
+
+    def weight(self) -> Weight:
+        """Return the weight, whatever has arrived: its arrays are views of this buffer's memory."""
+        rows, columns = _size(self.ref)
         if self._panels is None:
             return self._array[0] if self.ref.rows == (0, 1) else self._array
         if self.ref.weight_dtype == "f32":

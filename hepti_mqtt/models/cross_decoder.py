@@ -32,9 +32,14 @@ def graph(
     ids: str,
     states: str | None,
     refs: Mapping[str, WeightRef],
+    extent: str = "",
 ) -> None:
-    """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V]."""
+    """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V].
+
+    extent: of the tokens that are aligned with the sound -> [m, 1] instead of logits, see `kernels.alignment`.
+    """
     h, heads, task = spec.hidden, spec.heads, roles.TASK
+    aligning = {layer: list[str]() for layer, _ in sorted(spec.alignment)} if extent else {}
     tables = [refs["stem.word"], refs["stem.position"]]
     x = net.embedding("embedded", (ids, at), "embed_at", tables, h)  # [m, h]
     for i in range(spec.decoder_layers):
@@ -56,6 +61,11 @@ def graph(
             (pair,) = net.append_to_cache(
                 f"{name}cross", kept, pair, at, rows=shape.rows, start=0, role=task
             )  # [S, 2h]
+        if i in aligning:
+            aligning[i] += [q, pair]
+            if i == max(aligning):
+                _align(net, spec, shape, aligning, extent)
+                return
         heard = net.attention(
             f"{name}heard", q, pair, task, heads=heads, width=h, columns=(0, 0, h), lengths=(shape.rows,)
         )  # [m, h]
@@ -69,6 +79,17 @@ def graph(
     x = net.rows("asked", x, task, answered(shape))
     x = net.norm("decoder.norm", x, task, "decoder.norm", EPS)
     net.linear("logits", x, roles.WORDS, {"head.decoder": spec.head.outputs}, bias=False)  # [1 or 2, V]
+
+
+def _align(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, of: Mapping[int, list[str]], extent: str) -> None:
+    """Add the row of sound at which each token begins [m, 1]; of: queries [m, h] and keys [S, 2h] of layers."""
+    places = {layer: place for place, layer in enumerate(of)}
+    heads = tuple((places[layer], head) for layer, head in spec.alignment)
+    xs = (*(x for pair in of.values() for x in pair), extent)
+    net.begin_block()
+    net.opaque(
+        "alignment", xs, roles.TASK, "align_tokens", (shape.tokens, 1), heads=heads, head_dim=spec.hidden // spec.heads
+    )
 
 
 def reference(

@@ -192,6 +192,8 @@ def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> Request
 
 def is_planned_for(spec: Spec, shape: RequestShape) -> bool:
     """Return whether plans are made for such runs: those of a session are for its steps or for its first run."""
+    if shape.want == "alignment":
+        return False
     return not shape.session_rows or (shape.size > 1) == (spec.input_spec.shape(shape.size).size > 1)
 
 

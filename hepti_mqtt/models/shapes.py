@@ -286,7 +286,7 @@ class TextInput:
 
     def shape_of(self, plain: PlainShape) -> TokenBatch:
         """Return the shape that travelled; raises ValueError for one with a session, which only decoders have."""
-        if plain.session_rows or plain.want == "candidates" or plain.added:
+        if plain.session_rows or plain.want not in ("task", "hidden") or plain.added:
             raise ValueError(f"a model without sessions cannot keep {plain.session_rows} rows or give {plain.want}")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
@@ -326,6 +326,8 @@ class DecoderInput(TextInput):
         """Return the shape that travelled; raises ValueError for added rows in a run of several sessions."""
         if plain.added and (len(plain.sizes) > 1 or not plain.session_rows):
             raise ValueError("rows are added in a run of one session")
+        if plain.want == "alignment":
+            raise ValueError("tokens of speech alone are aligned")
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows, plain.added)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
@@ -373,7 +375,7 @@ class ImageInput:
     def shape_of(self, plain: PlainShape) -> ImageBatch:
         """Return the shape that travelled; raises ValueError for one that is not of whole pictures alone."""
         made = self.batch(len(plain.sizes), plain.want)
-        if made.plain() != plain or plain.want == "candidates":
+        if made.plain() != plain or plain.want not in ("task", "hidden"):
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
         return made
 

@@ -18,6 +18,8 @@ from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
 PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no timestamps
+EXTENT: Final = 3  # numbers behind the tokens of a run that aligns them: their first and last one, and rows of sound
+LEAST_ALIGNED: Final = 16  # tokens of the smallest run that aligns, so that few Programs serve all texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class SpeechRun:
         """Return the same run with another want."""
         return replace(self, want=want)
 
+    def aligning(self, tokens: int) -> SpeechRun:
+        """Return the run of the same session that aligns a text of some tokens with its sound."""
+        room = max(1 << (tokens - 1).bit_length(), LEAST_ALIGNED)
+        return replace(self.decode_step(min(room, self.positions)), want="alignment")
+
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> SpeechRun:  # noqa: ARG002
         """Return the run of a number of tokens in the same session."""
         return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
@@ -93,6 +100,7 @@ class SpeechRun:
 class SpeechInput:
     """A request brings i32 [1 + m + n]: rows of the cache, m ids, then n = 2 S bands frames in fixed point, if any.
 
+    A run that aligns tokens has `EXTENT` numbers in place of frames: which of the m tokens and S rows count.
     vocab: V. bands: of a frame. longest: the rows of the longest recording. positions: C.
     """
 
@@ -132,7 +140,8 @@ class SpeechInput:
         start = plain.mask_rows[0] if size > rows and plain.mask_rows else 0
         made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want, start)
         fits = self.positions <= rows <= self.longest and 0 <= start < tokens <= self.positions
-        if not fits or made.plain() != plain or plain.want == "candidates":
+        fits &= plain.want != "candidates" and not (plain.want == "alignment" and made.encodes)
+        if not fits or made.plain() != plain:
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
         return made
 
@@ -143,8 +152,8 @@ class SpeechInput:
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         rows = shape.session_rows - self.positions
-        sound = 2 * rows * self.bands if shape.size > rows else 0
-        return (1 + shape.new_rows + sound,), "i32"
+        behind = EXTENT if shape.want == "alignment" else 2 * rows * self.bands if shape.size > rows else 0
+        return (1 + shape.new_rows + behind,), "i32"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,7 +167,10 @@ def answered(run: SpeechRun) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SpeechSpec:
-    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text."""
+    """The sizes of a model; rows: S of the longest sound. positions: C of the longest text.
+
+    alignment: heads (layer of the decoder, head) whose attention says when a token is said.
+    """
 
     family: str
     architecture: str
@@ -172,6 +184,7 @@ class SpeechSpec:
     rows: int
     positions: int
     head: TaskHead
+    alignment: tuple[tuple[int, int], ...] = ()
 
     @property
     def input_spec(self) -> SpeechInput:
@@ -179,8 +192,13 @@ class SpeechSpec:
         return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
-        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one."""
+        """Return [S, h] of the encoder's states, or logits of the last token, and before them of a text's first one.
+
+        Of a run that aligns tokens [m, 1]: the row of sound at which each begins.
+        """
         assert isinstance(shape, SpeechRun)
+        if shape.want == "alignment":
+            return shape.tokens, 1
         return (shape.rows, self.hidden) if shape.want == "hidden" else (len(answered(shape)), self.head.outputs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,7 +208,11 @@ class SpeechSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SpeechSpec:
         """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
-        made = cls(**{**data, "head": TaskHead.from_dict(data["head"])})
+        alignment = tuple((int(layer), int(head)) for layer, head in data.get("alignment", ()))
+        made = cls(**{**data, "head": TaskHead.from_dict(data["head"]), "alignment": alignment})
+        sizes = (made.decoder_layers, made.heads)
+        if not all(0 <= at < size for pair in alignment for at, size in zip(pair, sizes, strict=True)):
+            raise ValueError(f"alignment {alignment}: not heads of {made.decoder_layers} layers of {made.heads}")
         if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
             raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
         return made

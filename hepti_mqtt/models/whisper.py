@@ -18,6 +18,7 @@ from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models import cross_decoder, plain
 from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.generation import speech_rules
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.mel import check_preprocessor
 from hepti_mqtt.models.shapes import STEP
@@ -61,7 +62,26 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Sp
         rows=rows,
         positions=positions,
         head=TaskHead("transcription", "last", outputs=vocab, tied=tied),
+        alignment=_alignment(speech_rules(config, extras), config.positive("decoder_layers"), heads),
     )
+
+
+def _alignment(rules: JsonConfig, layers: int, heads: int) -> tuple[tuple[int, int], ...]:
+    """Return the heads that the files name, else all of the last half of the layers, as openai-whisper does."""
+    named: Any = rules.get("alignment_heads", [[i, k] for i in range(layers // 2, layers) for k in range(heads)])
+    fits = (
+        isinstance(named, list)
+        and bool(named)
+        and all(
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(type(at) is int and 0 <= at < size for at, size in zip(pair, (layers, heads), strict=True))
+            for pair in named
+        )
+    )
+    if not fits:
+        raise rules.bad_value("alignment_heads", f"a list of [layer below {layers}, head below {heads}]", named)
+    return tuple((layer, head) for layer, head in named)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,11 +151,12 @@ def graph(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, refs: Mapping[s
         net.begin_block()
         x = net.rows("rows", x, roles.TASK)
         states = net.norm("final_norm", x, roles.TASK, "final_norm", cross_decoder.EPS)  # [S, h]
-    if shape.want == "task":
+    if shape.want != "hidden":
         net.set_layer(spec.layers - 1)
         at = net.slice("at", tokens, roles.SLICE, 0, 1)  # [1]
         ids = net.slice("ids", tokens, roles.SLICE, 1, 1 + m)
-        cross_decoder.graph(net, spec, shape, at, ids, states, refs)
+        extent = net.slice("extent", tokens, roles.SLICE, 1 + m, count) if shape.want == "alignment" else ""
+        cross_decoder.graph(net, spec, shape, at, ids, states, refs, extent)
 
 
 def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -> str:

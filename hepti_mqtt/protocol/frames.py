@@ -67,7 +67,7 @@ KINDS: Final[tuple[FrameKind, ...]] = (
     "refused",
 )
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
-WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates")
+WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates", "alignment")
 
 MAGIC: Final = b"HPT4"
 HEADER_BYTES: Final = 256

@@ -1,9 +1,10 @@
 """A model's weights as content-addressed tiles that do not depend on any plan.
 
 Each tensor is cut as the checkpoint stores it ([out, in] for matmul weights) into tiles of at most 256 x 256 elements,
-a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them. A tile's
-name is the SHA-256 of its contiguous little-endian bytes. Devices ask for tiles by name, check them, and keep them;
-every strategy's weights are views of the same tiles.
+a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them, and where it
+is narrow, as an expert's matrices are, tiles are strips of one block's width: devices divide it there, and a square
+tile would lie across two or three shares. A tile's name is the SHA-256 of its contiguous little-endian bytes. Devices
+ask for tiles by name, check them, and keep them; every strategy's weights are views of the same tiles.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import numpy.typing as npt
 from hepti_mqtt.errors import HeptiError, WireError
 from hepti_mqtt.ids import check_model
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import STORAGES, StoredRows
+from hepti_mqtt.storage import BLOCK, STORAGES, StoredRows
 
 TILE: Final = 256
 VECTOR_TILE: Final = TILE * TILE
+NARROW: Final = 4 * TILE  # a quantised matrix with fewer rows or columns is cut into strips
 # Of weights in int8 a device takes a tile only if it stands, in the order of its weights, less than this many after the
 # oldest that it lacks: a block that is not complete is held in f32.
 TILES_AHEAD: Final = 16
 HASH_BYTES: Final = 32
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_DIM: Final = 2**31 - 1
 MAX_NAME: Final = 128
 
@@ -62,17 +64,25 @@ class TensorEntry:
 
     def tile_at(self, row: int, column: int) -> TileLocation:
         """Return the tile at (row, column) of the stored grid."""
-        rows, columns, tile_columns = _stored(self.shape, self.transposed)
-        r0, c0 = row * TILE, column * tile_columns
-        shape = (min(TILE, rows - r0), min(tile_columns, columns - c0))
+        rows, columns = _stored(self.shape, self.transposed)
+        tile_rows, tile_columns = tile_shape((rows, columns), self.dtype, len(self.shape) == 1)
+        r0, c0 = row * tile_rows, column * tile_columns
+        shape = (min(tile_rows, rows - r0), min(tile_columns, columns - c0))
         digest = self.hashes[row * -(-columns // tile_columns) + column]
         nbytes = shape[0] * STORAGES[self.dtype].row_bytes(shape[1])
         row0, column0 = (c0, r0) if self.transposed else (r0, c0)
         return TileLocation(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
 
+    def tile_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of every tile, int64 [tiles], in the order of `hashes`."""
+        (rows, columns), storage = _stored(self.shape, self.transposed), STORAGES[self.dtype]
+        height, width = tile_shape((rows, columns), self.dtype, len(self.shape) == 1)
+        widths = [storage.row_bytes(min(width, columns - left)) for left in range(0, columns, width)]
+        return np.outer([min(height, rows - top) for top in range(0, rows, height)], widths).reshape(-1)
+
     def tiles(self) -> Iterator[TileLocation]:
         """Yield every tile, in the order of `hashes`."""
-        rows, columns = grid(self.shape, self.transposed)
+        rows, columns = grid(self.shape, self.transposed, self.dtype)
         for row in range(rows):
             for column in range(columns):
                 yield self.tile_at(row, column)
@@ -142,8 +152,9 @@ class Manifest:
         rows, columns = (ref.columns, ref.rows) if entry.transposed else (ref.rows, ref.columns)
         if rows[0] == rows[1] or columns[0] == columns[1]:
             return range(0), range(0)
-        width = _stored(entry.shape, entry.transposed)[2]
-        return range(rows[0] // TILE, -(-rows[1] // TILE)), range(columns[0] // width, -(-columns[1] // width))
+        stored = _stored(entry.shape, entry.transposed)
+        height, width = tile_shape(stored, entry.dtype, len(entry.shape) == 1)
+        return range(rows[0] // height, -(-rows[1] // height)), range(columns[0] // width, -(-columns[1] // width))
 
     def tiles(self, ref: WeightRef) -> list[TileLocation]:
         """Return the tiles that hold elements of `ref`; raises WireError if the model has no such range."""
@@ -151,10 +162,25 @@ class Manifest:
         return [self.by_name[ref.tensor].tile_at(row, column) for row in rows for column in columns]
 
 
-def grid(shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:
+def grid(shape: tuple[int, ...], transposed: bool, dtype: str = "f32") -> tuple[int, int]:
     """Return the rows and columns of the grid of tiles of a tensor in its stored orientation."""
-    rows, columns, tile_columns = _stored(shape, transposed)
-    return -(-rows // TILE), -(-columns // tile_columns)
+    rows, columns = _stored(shape, transposed)
+    height, width = tile_shape((rows, columns), dtype, len(shape) == 1)
+    return -(-rows // height), -(-columns // width)
+
+
+def tile_shape(stored: tuple[int, int], dtype: str, is_vector: bool = False) -> tuple[int, int]:
+    """Return the rows and columns of a whole tile of a tensor, as stored."""
+    rows, columns = stored
+    if is_vector:
+        return 1, VECTOR_TILE
+    if STORAGES[dtype].block == 1:
+        return TILE, TILE
+    if rows < NARROW and rows <= columns:
+        return BLOCK, VECTOR_TILE // BLOCK
+    if columns < NARROW and STORAGES[dtype].block == BLOCK:
+        return VECTOR_TILE // BLOCK, BLOCK
+    return TILE, TILE
 
 
 def tile_hash(data: bytes | memoryview) -> bytes:
@@ -182,11 +208,11 @@ def _raw(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[np.uint8]
     return np.frombuffer(data, np.uint8).reshape(place.stored_shape[0], -1)
 
 
-def _stored(shape: tuple[int, ...], transposed: bool) -> tuple[int, int, int]:
-    """Return rows and columns as stored, and the columns of one tile."""
+def _stored(shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:
+    """Return rows and columns as stored."""
     if len(shape) == 1:
-        return 1, shape[0], VECTOR_TILE
-    return (shape[1], shape[0], TILE) if transposed else (shape[0], shape[1], TILE)
+        return 1, shape[0]
+    return (shape[1], shape[0]) if transposed else (shape[0], shape[1])
 
 
 def _entry(fields: Any) -> TensorEntry:
@@ -204,7 +230,7 @@ def _entry(fields: Any) -> TensorEntry:
         raise _wrong(f"tensor {name!r} of shape {shape} cannot be stored transposed = {transposed!r}")
     if shape[0 if transposed else -1] % STORAGES[dtype].block:
         raise _wrong(f"tensor {name!r} of shape {shape} is not whole blocks of {dtype}")
-    rows, columns = grid(tuple(shape), transposed)
+    rows, columns = grid(tuple(shape), transposed, dtype)
     if not isinstance(hashes, bytes) or len(hashes) != rows * columns * HASH_BYTES:
         raise _wrong(f"tensor {name!r} of shape {shape} needs {rows * columns} hashes of {HASH_BYTES} bytes")
     pieces = tuple(hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES))

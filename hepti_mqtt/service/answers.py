@@ -17,7 +17,7 @@ from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.logprobs import described
-from hepti_mqtt.service.questions import Floats, best, sigmoid, softmax, unit
+from hepti_mqtt.service.questions import Floats, best, labelled, sigmoid, softmax, unit
 from hepti_mqtt.service.requests import ModelInput
 from hepti_mqtt.service.speech import transcript
 from hepti_mqtt.service.thinking import divide
@@ -109,14 +109,6 @@ def _numbers(values: Floats) -> dict[str, Any]:
     return {"dtype": "f32", "shape": list(values.shape), "base64": data}
 
 
-def _maps(_checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
-    return [{"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.sizes))]
-
-
-def _embeddings(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
-    return [{"embedding": row.tolist()} for row in _shortened(checkpoint, prepared, output)]
-
-
 def _shortened(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> Floats:
     """Return the first numbers of embeddings, as many as were asked for, of length 1 where the model's are."""
     if not prepared.dimensions:
@@ -126,11 +118,8 @@ def _shortened(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> 
 
 
 def _labels(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
-    names = checkpoint.spec.head.labels
     scores = output if prepared.raw_scores else _scores(checkpoint, output)
-    return [
-        {"labels": [{"label": names[i], "score": float(row[i])} for i in best(row, prepared.top_k)]} for row in scores
-    ]
+    return labelled(checkpoint.spec.head.labels, scores, prepared.top_k)
 
 
 def _masks(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list[dict[str, Any]]:
@@ -143,10 +132,12 @@ def _masks(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> list
 
 
 _RESULTS: Final[Mapping[str, Callable[[Checkpoint, ModelInput, Floats], list[dict[str, Any]]]]] = {
-    "embedding": _embeddings,
+    "embedding": lambda c, prepared, output: [{"embedding": row.tolist()} for row in _shortened(c, prepared, output)],
     "classification": _labels,
     "image_classification": _labels,
-    "feature_map": _maps,
+    "feature_map": lambda _, prepared, output: [
+        {"map": _numbers(rows)} for rows in np.split(output, len(prepared.shape.sizes))
+    ],
     "masked_token": _masks,
 }
 

@@ -355,7 +355,6 @@ class RequestChannel:
         self._requests = BrokerConnection(
             url,
             f"{name}-requests",
-            on_message=lambda _topic, _payload: None,
             on_delivery=self.handle_delivery,
             on_state=self._handle_state,
             will=will,
@@ -368,10 +367,7 @@ class RequestChannel:
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
         self._requests.subscribe(self._decoder.requests())
-
-    def connect(self) -> None:
-        """Connect; raises as `BrokerConnection.connect` does."""
-        self._requests.connect()
+        self.connect = self._requests.connect
 
     def close(self) -> None:
         """Take no more requests; the broker keeps the unanswered ones for the next planner."""

@@ -73,9 +73,11 @@ class MessageDecoder:
         self._decoders: Mapping[str, Callable[[ParsedTopic, bytes], DecodedMessage | None]] = {
             "status": _status,
             "caps": _caps,
-            "heartbeat": _heartbeat,
+            "heartbeat": lambda topic, payload: interface.DeviceHeartbeat(
+                topic.device, messages.decode_heartbeat(payload)
+            ),
             "up": _up,
-            "use": _use,
+            "use": lambda topic, payload: interface.DeviceUse(topic.device, messages.decode_use(payload)),
             "request": lambda topic, payload: RawRequest(topic.model, topic.client, payload),
             "text": lambda topic, payload: RawRequest(topic.model, topic.client, payload, bare=True),
             "planner_status": lambda _, payload: PlannerStatus(messages.decode_status(payload)),
@@ -135,19 +137,11 @@ def _status(topic: ParsedTopic, payload: bytes) -> DecodedMessage | None:
     return None if status == messages.QUESTION else interface.DeviceStatus(topic.device, status)
 
 
-def _use(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
-    return interface.DeviceUse(topic.device, messages.decode_use(payload))
-
-
 def _caps(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
     caps = messages.decode_caps(payload)
     if caps.device != topic.device:
         raise WireError(f"caps of {caps.device} on the topic of {topic.device}")
     return interface.DeviceCaps(topic.device, caps)
-
-
-def _heartbeat(topic: ParsedTopic, payload: bytes) -> DecodedMessage:
-    return interface.DeviceHeartbeat(topic.device, messages.decode_heartbeat(payload))
 
 
 def _up(topic: ParsedTopic, payload: bytes) -> DecodedMessage:

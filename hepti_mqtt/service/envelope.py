@@ -17,15 +17,19 @@ from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.requests import MAX_ITEMS, MAX_REQUEST_BYTES, PINS, REQUEST_KEYS
+from hepti_mqtt.service.texts import is_number, quoted
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_DEADLINE_MS: Final = 86_400_000
 AUTO: Final = "auto"
-WIRES: Final[tuple[WireDtype, ...]] = get_args(WireDtype)
-WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = get_args(WeightDtype)
-ROUTES: Final[tuple[Route, ...]] = get_args(Route)
-OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "strategy": (AUTO, *STRATEGIES),
+    "wire": get_args(WireDtype),
+    "weights": get_args(WeightDtype),
+    "route": (AUTO, *get_args(Route)),
+    "objective": get_args(Objective),
+}
 _GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
 _OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(REQUEST_KEYS)).encode() + rb")[\"']\s*:")
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
@@ -133,10 +137,8 @@ def digest(data: Mapping[str, Any]) -> bytes:
 def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
     """Split a request into envelope and body; raises RequestError naming what is invalid."""
     deadline = data.get("deadline_ms")
-    if deadline is not None:
-        number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-        if not number or not 0 < deadline <= MAX_DEADLINE_MS:
-            raise RequestError(f"deadline_ms must be a number above 0, at most {MAX_DEADLINE_MS}")
+    if deadline is not None and not (is_number(deadline) and 0 < deadline <= MAX_DEADLINE_MS):
+        raise RequestError(f"deadline_ms must be a number above 0, at most {MAX_DEADLINE_MS}")
     reply_to = data.get("reply_to")
     if reply_to is not None and not isinstance(reply_to, str):
         raise RequestError("reply_to must be a topic")
@@ -152,45 +154,29 @@ def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
     )
 
 
-def validate_pins(
-    strategy: Any, options: Any, devices: Any, wire: Any, weights: Any, route: Any = None, accuracy: Any = None
-) -> Pins:
-    """Return validated pins: devices sorted, `auto` as None.
-
-    Raises RequestError for an unknown strategy, variant, wire dtype, weight dtype or route, or an invalid device name.
-    """
-    if strategy is not None and strategy not in (choices := (AUTO, *STRATEGIES)):
-        raise RequestError(f"Unknown strategy {str(strategy)[:40]!r}. Choose one of {', '.join(choices)}.")
-    chosen = None if strategy == AUTO else strategy
-    if not isinstance(options, Mapping):
+def validate_pins(pins: Pins) -> Pins:
+    """Return pins with sorted devices and None for `auto`; raises RequestError naming what is unknown."""
+    values = {"strategy": pins.strategy, "wire": pins.wire, "weights": pins.weight_dtype, "route": pins.route}
+    for name, value in {**values, "objective": pins.objective}.items():
+        if value is not None and value not in _CHOICES[name]:
+            raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {quoted(value)}", name)
+    strategy = None if pins.strategy == AUTO else pins.strategy
+    route = pins.route if pins.route in get_args(Route) else None
+    if not isinstance(pins.options, Mapping):
         raise RequestError('options must be an object such as {"variant": "kv"}')
-    if (error := options_error(chosen, options)) is not None:
+    if (error := options_error(strategy, pins.options)) is not None:
         raise RequestError(f"options: {error}")
-    if wire not in WIRES:
-        raise RequestError(f"wire must be one of {', '.join(WIRES)}")
-    if weights not in WEIGHT_DTYPES:
-        raise RequestError(f"weights must be one of {', '.join(WEIGHT_DTYPES)}")
-    way = None if route == AUTO else route
-    if way not in (None, *ROUTES):
-        raise RequestError(f"route must be one of {', '.join((AUTO, *ROUTES))}")
-    budget = _budget(accuracy)
-    if devices is None:
-        return Pins(chosen, dict(options), None, wire, weights, way, accuracy=budget)
-    if not isinstance(devices, list | tuple) or not devices:
-        raise RequestError("devices must be a list of at least one name")
-    try:
-        names = {check_name("device", name) for name in devices}
-    except BadNameError as error:
-        raise RequestError(f"devices: {error}") from error
-    return Pins(chosen, dict(options), tuple(sorted(names)), wire, weights, way, accuracy=budget)
-
-
-def _budget(accuracy: Any) -> float | None:
-    if accuracy is None:
-        return None
-    if not isinstance(accuracy, int | float) or isinstance(accuracy, bool) or not 0 < accuracy <= 1:
+    accuracy, devices = pins.accuracy, pins.devices
+    if accuracy is not None and not (is_number(accuracy) and 0 < accuracy <= 1):
         raise RequestError("accuracy must be in (0, 1]: the largest relative error that a narrow wire dtype may cause")
-    return float(accuracy)
+    if devices is not None:
+        if not isinstance(devices, list | tuple) or not devices:
+            raise RequestError("devices must be a list of at least one name")
+        try:
+            devices = tuple(sorted({check_name("device", name) for name in devices}))
+        except BadNameError as wrong:
+            raise RequestError(f"devices: {wrong}") from wrong
+    return replace(pins, strategy=strategy, options=dict(pins.options), devices=devices, route=route, accuracy=accuracy)
 
 
 def supported_pins(pins: Pins, spec: Spec, specs: Iterable[Spec]) -> Pins:
@@ -220,16 +206,15 @@ def request_pins(data: Mapping[str, Any], own: Pins) -> Pins | None:
         raise RequestError(
             "wire and accuracy exclude each other: accuracy lets the planner choose wire. Send one of them."
         )
-    objective = own.objective if data.get("objective") is None else data["objective"]
-    if objective not in OBJECTIVES:
-        raise RequestError(f"objective must be one of {', '.join(OBJECTIVES)}")
-    pins = validate_pins(
-        own.strategy if strategy is None else strategy,
-        (own.options if strategy is None else {}) if options is None else options,
-        own.devices if devices is None else devices,
-        (own.wire if accuracy is None else "f32") if wire is None else wire,
-        own.weight_dtype if data.get("weights") is None else data["weights"],
-        own.route if data.get("route") is None else data["route"],
-        (own.accuracy if wire is None else None) if accuracy is None else accuracy,
+    return validate_pins(
+        Pins(
+            own.strategy if strategy is None else strategy,
+            (own.options if strategy is None else {}) if options is None else options,
+            own.devices if devices is None else devices,
+            (own.wire if accuracy is None else "f32") if wire is None else wire,
+            own.weight_dtype if data.get("weights") is None else data["weights"],
+            own.route if data.get("route") is None else data["route"],
+            own.objective if data.get("objective") is None else data["objective"],
+            (own.accuracy if wire is None else None) if accuracy is None else accuracy,
+        )
     )
-    return replace(pins, objective=objective)

@@ -469,6 +469,8 @@ def _request(
             shape = shape.with_want("candidates")
         made = Transcription if rules.needs_attempts else Generation
         generation = made(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        if isinstance(generation, Transcription):
+            generation.sound_rows = prepared.sound_rows
         generation.pictured = prepared.pictured
         generation.vocab = model.checkpoint.spec.head.outputs
         generation.guesses = Guesses() if prepared.guesses and generation.rules.judge is None else None

@@ -26,18 +26,11 @@ class HeartbeatInbox:
     def __init__(self, url: BrokerUrl, name: str, topics: str, on_state: OnState) -> None:
         self._transport = DataConnection(url, name, on_message=self.put, on_state=on_state, name="planner-heartbeats")
         self._transport.subscribe([(topics, 0)])
+        self.connect, self.close = self._transport.connect, self._transport.close
         self._lock = threading.Lock()  # guards what follows
         self._latest: dict[str, bytes] = {}  # by topic; the one that has waited longest comes first
         self.heard_s = 0.0
         self.dropped = 0
-
-    def connect(self) -> None:
-        """Connect; raises as `DataConnection.connect` does."""
-        self._transport.connect()
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._transport.close()
 
     def put(self, topic: str, payload: Any) -> None:
         """Keep a heartbeat; called on the network thread."""

@@ -40,6 +40,7 @@ SHORT: Final = 2048  # bytes of an answer that may be an error
 _SPOKEN: Final = "transcription"  # what people say is no state for a broker to keep
 _LABELLED: Final = frozenset({"classification", "image_classification"})
 RANKING: Final = "ranking"  # a classifier with one label, which it never names
+_MEASURED: Final = {"state_class": "measurement"}
 _ORIGIN: Final = {"name": "Hepti", "sw_version": __version__}
 
 Json = dict[str, Any]
@@ -76,27 +77,21 @@ class Payloads:
         """Return the payload of the site."""
         state = self._topics.home("site", "state")
         parts = {
-            "devices": _sensor("Devices online", "devices_online", state_class="measurement"),
+            "devices": _sensor("Devices online", "devices_online", **_MEASURED),
             "last_event": _sensor("Last error", "last_error", entity_category="diagnostic"),
         }
         device = {"name": f"Hepti {self._topics.site}", "model": "site", "sw_version": __version__}
-        return self._payload("site", "state", device, parts, state, [self._planner_online()])
+        return self._payload("site", "state", device, parts, state, self._topics.planner_status())
 
     def device(self, name: str, status: Status) -> Json:
         """Return the payload of a Hepti device."""
-        parts = {
-            "load": _sensor("Other load", "load_percent", unit="%", state_class="measurement"),
-            "memory": _sensor(
-                "Free memory", "free_mib", unit="MiB", device_class="data_size", state_class="measurement"
-            ),
-            "temperature": _sensor(
-                "Temperature", "temperature_c", unit="°C", device_class="temperature", state_class="measurement"
-            ),
-            "slowdown": _sensor("Slowdown", "slowdown", state_class="measurement", entity_category="diagnostic"),
-            "round_trip": _sensor(
-                "Round trip", "round_trip_ms", unit="ms", device_class="duration", state_class="measurement"
-            ),
-            "share": _sensor("Share of the work", "share_percent", unit="%", state_class="measurement"),
+        parts: dict[str, Json] = {
+            "load": _sensor("Other load", "load_percent", unit="%", **_MEASURED),
+            "memory": _sensor("Free memory", "free_mib", unit="MiB", device_class="data_size", **_MEASURED),
+            "temperature": _sensor("Temperature", "temperature_c", unit="°C", device_class="temperature", **_MEASURED),
+            "slowdown": _sensor("Slowdown", "slowdown", entity_category="diagnostic", **_MEASURED),
+            "round_trip": _sensor("Round trip", "round_trip_ms", unit="ms", device_class="duration", **_MEASURED),
+            "share": _sensor("Share of the work", "share_percent", unit="%", **_MEASURED),
             "use": {
                 "platform": "switch",
                 "name": "Use for inference",
@@ -115,27 +110,25 @@ class Payloads:
                 f"{__version__!r}}} | tojson }}}}",
             },
         }
-        online = {
-            "topic": self._topics.status(name),
-            "value_template": "{{ 'online' if value_json.state == 'online' else 'offline' }}",
-        }
         device = {"name": name, "model": "device", "sw_version": status.version or __version__}
-        return self._payload("device", name, device, parts, self._topics.home("device", name), [online])
+        state, own = self._topics.home("device", name), self._topics.status(name)
+        return self._payload("device", name, device, parts, state, own)
 
     def model(self, name: str, task: str) -> Json:
         """Return the payload of a served model; task: of its head."""
         parts = {
             "state": _sensor("State", "state", device_class="enum", options=["serving", "preparing", "no plan"]),
             "plan": {**_sensor("Plan", "plan", entity_category="diagnostic"), **self._attributes(name, "plan")},
-            "latency": _sensor("Last latency", "latency_ms", unit="ms", state_class="measurement"),
-            "rate": _sensor("Requests a minute", "requests_per_minute", state_class="measurement"),
+            "latency": _sensor("Last latency", "latency_ms", unit="ms", **_MEASURED),
+            "rate": _sensor("Requests a minute", "requests_per_minute", **_MEASURED),
         }
         if task in _LABELLED:
             parts["label"] = {**_sensor("Label", "label"), **self._attributes(name, "answer")}
         elif task == "generation":
             parts["text"] = {**_sensor("Text", "text"), **self._attributes(name, "answer")}
         device = {"name": f"Hepti {name}", "model": "model", "sw_version": __version__}
-        return self._payload("model", name, device, parts, self._topics.home("model", name), [self._planner_online()])
+        state, planner = self._topics.home("model", name), self._topics.planner_status()
+        return self._payload("model", name, device, parts, state, planner)
 
     def _attributes(self, model: str, key: str) -> Json:
         return {
@@ -143,15 +136,9 @@ class Payloads:
             "json_attributes_template": f"{{{{ value_json.{key}_attributes | default({{}}, true) | tojson }}}}",
         }
 
-    def _planner_online(self) -> Json:
-        return {
-            "topic": self._topics.planner_status(),
-            "value_template": "{{ 'online' if value_json.state == 'online' else 'offline' }}",
-        }
-
-    def _payload(
-        self, kind: str, name: str, device: Json, parts: Mapping[str, Json], state: str, availability: list[Json]
-    ) -> Json:
+    def _payload(self, kind: str, name: str, device: Json, parts: Mapping[str, Json], state: str, status: str) -> Json:
+        """Return a payload; state: the topic of its state, status: of who must be online."""
+        online = "{{ 'online' if value_json.state == 'online' else 'offline' }}"
         own = self._object_id(kind, name)
         device = {"identifiers": [own], "manufacturer": "Hepti", **device}
         if kind != "site":
@@ -162,7 +149,7 @@ class Payloads:
             "origin": _ORIGIN,
             "components": components,
             "state_topic": state,
-            "availability": availability,
+            "availability": [{"topic": status, "value_template": online}],
             "qos": 1,
         }
 
@@ -425,22 +412,11 @@ class HomeAssistant:
     ) -> None:
         self._session, self._clock, self._report = HomeAssistantSession(topics, prefix, tasks), clock, report
         self._lock = threading.Lock()  # guards the session
-        self._transport = BrokerConnection(
-            url,
-            f"hepti-{topics.site}-planner-home",
-            on_message=self._heard,
-            on_state=self._state,
-            name="planner-home",
-        )
+        name = f"hepti-{topics.site}-planner-home"
+        self._transport = BrokerConnection(url, name, on_message=self._heard, on_state=self._state, name="planner-home")
         self._transport.subscribe(self._session.filters())
-
-    def connect(self) -> None:
-        """Begin to connect."""
-        self._transport.connect()
-
-    def close(self) -> None:
-        """Disconnect; what is retained stays, unavailable while the planner is."""
-        self._transport.close()
+        #: What is retained stays after `close`, unavailable while the planner is.
+        self.connect, self.close = self._transport.connect, self._transport.close
 
     def tick(self) -> None:
         """Do what is due."""

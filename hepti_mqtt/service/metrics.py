@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -18,6 +18,9 @@ OTHER: Final = "other"  # a model that is not served: anybody can invent names
 EVERY_S: Final = 1.0
 
 
+AnyMetric = TypeVar("AnyMetric", Counter, Gauge, Histogram)
+
+
 class PlannerMetrics:
     """What a planner counts; each method is of one thread, reading is of any.
 
@@ -27,43 +30,25 @@ class PlannerMetrics:
     def __init__(self, models: Iterable[str], dropped: Callable[[], Mapping[str, int]]) -> None:
         self.registry = registry = CollectorRegistry()
         self._models, self._dropped = frozenset(models), dropped
-        per_model = ("model",)
-        self._seconds = Histogram(
-            "hepti_planner_request_seconds",
-            "Time from a request's arrival to its answer; outcome: ok, or the error's code",
-            ("model", "outcome"),
-            registry=registry,
-            buckets=BUCKETS_S,
+
+        def metric(kind: type[AnyMetric], name: str, about: str, *labels: str, **options: Any) -> AnyMetric:
+            return kind(f"hepti_planner_{name}", about, labels, registry=registry, **options)
+
+        about = "Time from a request's arrival to its answer; outcome: ok, or the error's code"
+        self._seconds = metric(Histogram, "request_seconds", about, "model", "outcome", buckets=BUCKETS_S)
+        self._waiting = metric(Gauge, "waiting_requests", "Requests that wait to run", "model")
+        self._running = metric(Gauge, "running_runs", "Runs under way", "model")
+        about = (
+            "Requests that the broker keeps until they are answered; it delivers no others while they fill its window"
         )
-        self._waiting = Gauge(
-            "hepti_planner_waiting_requests", "Requests that wait to run", per_model, registry=registry
-        )
-        self._running = Gauge("hepti_planner_running_runs", "Runs under way", per_model, registry=registry)
-        self._unacknowledged = Gauge(
-            "hepti_planner_unacknowledged_requests",
-            "Requests that the broker keeps until they are answered; it delivers no others while they fill its window",
-            registry=registry,
-        )
-        self._serving = Gauge("hepti_planner_plan_active", "1 while a plan serves", per_model, registry=registry)
-        self._devices = Gauge(
-            "hepti_planner_devices", "Devices; usable: plans may use them", ("state",), registry=registry
-        )
-        self._steps = Counter(
-            "hepti_planner_plan_steps", "Steps of plans by their cause", ("model", "cause"), registry=registry
-        )
-        by_device = ("model", "device")
-        self._compute = Counter(
-            "hepti_planner_compute_seconds",
-            "Time in kernels, of runs that devices reported",
-            by_device,
-            registry=registry,
-        )
-        self._wait = Counter(
-            "hepti_planner_wait_seconds", "Time in which a device waited for others", by_device, registry=registry
-        )
-        self._sent = Counter(
-            "hepti_planner_sent_bytes", "Bytes that a device sent in runs", by_device, registry=registry
-        )
+        self._unacknowledged = metric(Gauge, "unacknowledged_requests", about)
+        self._serving = metric(Gauge, "plan_active", "1 while a plan serves", "model")
+        self._devices = metric(Gauge, "devices", "Devices; usable: plans may use them", "state")
+        self._steps = metric(Counter, "plan_steps", "Steps of plans by their cause", "model", "cause")
+        about, by_device = "Time in kernels, of runs that devices reported", ("model", "device")
+        self._compute = metric(Counter, "compute_seconds", about, *by_device)
+        self._wait = metric(Counter, "wait_seconds", "Time in which a device waited for others", *by_device)
+        self._sent = metric(Counter, "sent_bytes", "Bytes that a device sent in runs", *by_device)
         registry.register(Collected(self._collect))
         self._heartbeats: Mapping[str, Heartbeat] = {}
         self._told = dict.fromkeys(self._models, 0)  # steps of each model's story

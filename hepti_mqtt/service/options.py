@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import RequestError
-from hepti_mqtt.service.texts import is_int, quoted
+from hepti_mqtt.service.texts import is_int, is_number, quoted
 
 MAX_TOP_K: Final = 1000
 MAX_SEED: Final = 2**32 - 1
@@ -43,7 +43,7 @@ class Option(NamedTuple):
         """Raise RequestError for a value of another type or out of range; key: the client's name of the option."""
         fits = {
             "integer": is_int(value),
-            "number": isinstance(value, int | float) and not isinstance(value, bool),
+            "number": is_number(value),
             "flag": isinstance(value, bool),
             "text": isinstance(value, str),
             "any": True,
@@ -157,7 +157,8 @@ _TABLE: Final = (
            "([speech](../guide/speech.md#ask))", **_SPEAKS),
     Option("task", "any", "of speech: `transcribe` (default) or `translate`", **_SPEAKS),
     Option("window", "any", "of speech: seconds in which the recording is read", **_SPEAKS),
-    Option("timestamps", "any", "of speech: `true` for the times of segments", **_SPEAKS, neutral=(False,)),
+    Option("timestamps", "any", "of speech: `true` for times of segments, `word` for those of words, too", **_SPEAKS,
+           neutral=(False,)),
 )  # fmt: skip
 OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}
 

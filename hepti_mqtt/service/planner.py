@@ -33,6 +33,7 @@ from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
 from hepti_mqtt.protocol.topics import ANSWERS, DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface, session
+from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
@@ -120,9 +121,10 @@ def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> N
     Waits for a broker that does not answer.
     """
     check_name("site", config.site)
-    if config.shared == config.site:
-        raise ConfigError(f"--shared {config.shared} is the planner's own site; give each group a --site of its own")
-    if not config.models:
+    options = config.options
+    if options.shared == config.site:
+        raise ConfigError(f"--shared {options.shared} is the planner's own site; give each group a --site of its own")
+    if not options.models:
         raise ConfigError("a planner needs at least one model: --model NAME=DIRECTORY")
     stop = stop or threading.Event()
     return_large_blocks()
@@ -161,27 +163,16 @@ def claim_site(url: BrokerUrl, site: str) -> Start:
     return found.start
 
 
-def _weights_connection(url: BrokerUrl, name: str) -> BrokerConnection:
-    """Return a connection for weights alone, so that requests do not queue behind them."""
-    return BrokerConnection(
-        url,
-        f"{name}-weights",
-        on_message=lambda _topic, _payload: None,
-        on_state=lambda _state: None,
-        name="planner-weights",
-        max_queued_bytes=TILES_QUEUED_BYTES,
-    )
-
-
 def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
     """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
+    options = config.options
     served = tuple(
         ServedModel(
             m.name,
             m.checkpoint.spec,
             m.checkpoint.manifest.digest,
             pins=m.pins,
-            batching=config.batching,
+            batching=Batching(options.batch, options.batch_delay_ms / 1e3),
             tiles=TileMap(m.checkpoint.manifest),
         )
         for m in models.values()
@@ -190,10 +181,10 @@ def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenM
         config.site,
         start.boot,
         served,
-        config.in_flight,
-        broker_bytes_per_s=None if config.broker_mbit is None else config.broker_mbit * 1e6 / 8,
+        options.in_flight,
+        broker_bytes_per_s=None if options.broker_mbit is None else options.broker_mbit * 1e6 / 8,
         secret=token_bytes(KEY_BYTES),
-        checked=config.checked,
+        checked=options.frame_tags,
         recalls=True,
         checks=config.log.isEnabledFor(logging.DEBUG),
     )
@@ -201,10 +192,10 @@ def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenM
 
 class _Planner:
     def __init__(self, config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> None:
-        self.config, self.start, self.models = config, start, models
+        self.config, self.start, self.models, options = config, start, models, config.options
         self.name = NameHolder(start)
         self.log = config.log
-        self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), config.shared)
+        self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), options.shared)
         self.topics = self.decoder.topics
         self.clocks: dict[str, float] = {}
         self.recalled = set[str]()  # models that an earlier planner had a plan for
@@ -220,11 +211,11 @@ class _Planner:
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
-        self.accuracy = {n: MeasuredErrors.of(m.checkpoint, config.max_weight_error) for n, m in models.items()}
-        self.handler = RequestHandler(config.site, models, self.forecasts, config.request_pins)
+        self.accuracy = {n: MeasuredErrors.of(m.checkpoint, options.max_weight_error) for n, m in models.items()}
+        self.handler = RequestHandler(config.site, models, self.forecasts, options.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
         # Of one client as many requests as keep the devices busy: others wait for no more than these.
-        window = Window(min((config.in_flight + 1) * config.batching.max_requests, OPEN_REQUESTS), OPEN_REQUESTS)
+        window = Window(min((options.in_flight + 1) * options.batch, OPEN_REQUESTS), OPEN_REQUESTS)
         self.reading = FairExecutor(
             "planner-reader", READER_THREADS, self._run_guarded, limit_bytes=UNREAD_BYTES, window=window
         )
@@ -249,7 +240,7 @@ class _Planner:
         self.sweep = RetainedSweep(config.url, self.topics, self.log)
         self.dropped: int | None = None  # messages that the broker has dropped, as it said last
         self.served = Served()
-        self.home = self._home_assistant(config.home_assistant)
+        self.home = self._home_assistant(options.home_assistant)
         self.metrics = self._metrics()
 
     def _make_connections(self, name: str) -> None:
@@ -279,7 +270,10 @@ class _Planner:
             self._shared("offline"),
             MOST_REQUESTS,
         )
-        self.bulk = _weights_connection(config.url, name)
+        # For weights alone, so that requests do not queue behind them.
+        self.bulk = BrokerConnection(
+            config.url, f"{name}-weights", name="planner-weights", max_queued_bytes=TILES_QUEUED_BYTES
+        )
         heartbeats = self.topics.all_heartbeats()
         self.heartbeats = HeartbeatInbox(config.url, f"{name}-heartbeats", heartbeats, self._handle_heartbeats_state)
 
@@ -294,7 +288,7 @@ class _Planner:
         return HomeAssistant(self.config.url, self.topics, prefix, tasks, time.monotonic, warn)
 
     def _metrics(self) -> PlannerMetrics | None:
-        if self.config.metrics is None:
+        if self.config.options.metrics is None:
             return None
         with requires_extra("metrics", "--metrics"):
             from hepti_mqtt.service.metrics import PlannerMetrics
@@ -485,8 +479,8 @@ class _Planner:
         ]
         served = None
         try:
-            if self.metrics is not None and self.config.metrics is not None:
-                served = self.metrics.serve(self.config.metrics)
+            if self.metrics is not None and self.config.options.metrics is not None:
+                served = self.metrics.serve(self.config.options.metrics)
             for link in (self.bulk, self.heartbeats, self.channel, self.control, self.home):
                 if link is not None:
                     self._connect(link, stop)

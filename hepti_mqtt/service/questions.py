@@ -49,6 +49,11 @@ def best(scores: Floats, count: int | None = None) -> list[int]:
     return order
 
 
+def labelled(labels: Sequence[str], scores: Floats, count: int | None) -> list[Result]:
+    """Return the labels of each row of scores, best first."""
+    return [{"labels": [{"label": labels[i], "score": float(row[i])} for i in best(row, count)]} for row in scores]
+
+
 def scoring(checkpoint: Checkpoint) -> CrossEncoder:
     """Return how the model's files say that pairs are scored."""
     config = JsonConfig("config.json", checkpoint.config)
@@ -133,10 +138,7 @@ class OwnLabels:
             scores = softmax(by_text[:, :, [against, entailed]])[:, :, 1]
         else:
             scores = softmax(by_text[:, :, entailed])
-        return [
-            {"labels": [{"label": self.labels[i], "score": float(row[i])} for i in best(row, self.top_k)]}
-            for row in scores
-        ]
+        return labelled(self.labels, scores, self.top_k)
 
 
 def entailment(labels: Sequence[str]) -> tuple[int, int]:
@@ -165,10 +167,7 @@ class Matched:
         factor, bias, apart = self.similarity
         sentences, pictures = np.split(unit(output), [len(self.labels)])
         logits = pictures @ sentences.T * np.float32(factor) + np.float32(bias)
-        return [
-            {"labels": [{"label": self.labels[i], "score": float(row[i])} for i in best(row, self.top_k)]}
-            for row in (sigmoid if apart else softmax)(logits)
-        ]
+        return labelled(self.labels, (sigmoid if apart else softmax)(logits), self.top_k)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

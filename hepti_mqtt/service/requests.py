@@ -144,6 +144,8 @@ class ModelInput:
     thoughts: bool | None = None
     #: a recording in which nobody speaks: its text is empty
     silent: bool = False
+    #: rows of sound in a recording, if the times of words are wanted, else 0
+    sound_rows: int = 0
     #: where rows of pictures stand in the prompt; None: it has none
     pictured: PicturedPrompt | None = None
 
@@ -202,7 +204,9 @@ def _prepared(
         )
     reads, request = checkpoint.spec.input_spec, checked(request)
     form = _form(checkpoint, request, beside)
-    want, computes = _want(request)
+    # With "plan", no device computes.
+    want: Want = "hidden" if request.get("want") == "hidden" else "task"
+    computes = request.get("want") != "plan"
     top_k = request.get("top_k", DEFAULT_TOP_K)
     if not top_k and not isinstance(reads, DecoderInput):  # of a decoder, 0 takes back what its files say
         raise RequestError("top_k must be at least 1", "top_k")
@@ -221,7 +225,8 @@ def _prepared(
     places = want == "task" and task in ("token_classification", "question_answering")
     reader = TextReader(checkpoint, reads, truncate, offsets=places)
     sequences, question = _READ.get(form, _read_inputs)(checkpoint, reader, request, form, several)
-    lengths, ids = _packed(sequences)
+    lengths = tuple(len(one.ids) for one in sequences)
+    ids = np.array([token for one in sequences for token in one.ids], np.int32)
     rows = _mask_rows(checkpoint, reads, form[0], ids) if reads.masks and want == "task" else ()
     return ModelInput(
         reads.batch(lengths, want, rows),
@@ -447,18 +452,6 @@ def _is_several(form: Form, request: Mapping[str, Any]) -> bool:
     return bool({"texts", "pairs", "images"} & {*form})
 
 
-def _want(request: Mapping[str, Any]) -> tuple[Want, bool]:
-    """Return the wanted output, and whether devices compute it."""
-    want = request.get("want", "task")
-    return ("hidden", True) if want == "hidden" else ("task", want == "task")
-
-
-def _packed(sequences: Sequence[Tokens]) -> tuple[tuple[int, ...], npt.NDArray[np.int32]]:
-    """Return the length of each sequence, and all ids packed [m]."""
-    packed = np.array([token for one in sequences for token in one.ids], np.int32)
-    return tuple(len(one.ids) for one in sequences), packed
-
-
 def _mask_rows(checkpoint: Checkpoint, reads: TextInput, key: str, ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
     rows = tuple(np.flatnonzero(ids % reads.vocab == checkpoint.mask_id).tolist())
     if not rows:
@@ -680,6 +673,7 @@ def _speech(
         rules=heard.rules,
         seconds=heard.seconds,
         silent=heard.silent,
+        sound_rows=heard.sound_rows,
     )
 
 

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Iterable
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
-from hepti_mqtt.errors import HeptiError, NetworkError, WireError
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.errors import HeptiError, WireError
 from hepti_mqtt.protocol.topics import Kind, Topics
-from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Delivery
+from hepti_mqtt.transport import BrokerUrl, Delivery, Echo
 
 ECHO_S: Final = 10.0
 SWEEP_S: Final = 300.0  # between two sweeps that clear nothing; after one that does, the next follows at once
 SWEPT_BYTES: Final = 64 << 20  # of retained payloads that one sweep receives
 RETAINED: Final[frozenset[Kind]] = frozenset({"status", "caps", "use", "planner_status", "plan"})
-
-
-class _Seen(NamedTuple):
-    topic: str
-    nbytes: int
-    retained: bool
-    #: Whether it is the message that ends the look.
-    is_mark: bool
 
 
 def retained_topics(
@@ -37,40 +27,22 @@ def retained_topics(
 
     most_bytes: of payloads, after which the look ends. Raises NetworkError if the broker does not answer.
     """
-    seen: queue.SimpleQueue[_Seen] = queue.SimpleQueue()
     end, mark = topics.probe("doctor"), uuid.uuid4().bytes
-
-    def note(delivery: Delivery) -> None:
-        payload = delivery.payload
-        seen.put(_Seen(delivery.topic, len(payload), delivery.retained and bool(payload), payload == mark))
-
-    transport = BrokerConnection(
-        url,
-        f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}",
-        on_message=lambda _topic, _payload: None,
-        on_delivery=note,
-        on_state=lambda _state: None,
-        name="retained",
-    )
-    found, until, left = set[str](), time.monotonic() + ECHO_S, most_bytes
-    try:
-        transport.subscribe([*((one, 0) for one in filters), (end, 0)])
-        transport.connect()
+    retained, left, name = set[str](), most_bytes, f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}"
+    with Echo(url, name, end, ECHO_S, qos=1, until_s=time.monotonic() + ECHO_S) as echo:
+        echo.open()
+        echo.subscribe(filters)
         for topic in cleared:
-            transport.publish(topic, b"", 1, retain=True)
-        transport.publish(end, mark, 1)
-        while left > 0 and not (one := seen.get(timeout=max(until - time.monotonic(), 0.0))).is_mark:
-            if one.retained:
-                found.add(one.topic)
-                left -= one.nbytes
-    except queue.Empty:
-        raise NetworkError(
-            f"the broker at {url.place} has not echoed a message on {end} within {ECHO_S:g} s; its access list must "
-            f"let this user publish and read there: take the login of the {PLANNER}"
-        ) from None
-    finally:
-        transport.close()
-    return sorted(found)
+            echo.clear(topic)
+        echo.send(mark, 1)
+        while left > 0:
+            event = echo.next()
+            if isinstance(event, Delivery) and event.payload == mark:
+                break
+            if isinstance(event, Delivery) and event.retained and event.payload:
+                retained.add(event.topic)
+                left -= len(event.payload)
+    return sorted(retained)
 
 
 def unread_topics(topics: Topics, retained: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,15 +11,13 @@ from platformdirs import user_state_path
 
 from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.config import Settings
-from hepti_mqtt.config.options import MAX_WEIGHT_ERROR, PlannerOptions, RequestPins
+from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
 from hepti_mqtt.ids import check_name
 from hepti_mqtt.models import weight_dtypes
 from hepti_mqtt.plan import CacheDtype, Quantised
-from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
-from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.envelope import supported_pins, validate_pins
 from hepti_mqtt.service.handler import OpenModel
@@ -46,55 +43,18 @@ def state_directory(site: str, directory: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """One site's planner.
-
-    models: directory by name. pins: by model. in_flight: concurrent runs per model. batching: which requests run
-    together. broker_mbit: rate of the broker's own link, None for that of the fastest device. request_pins: "none"
-    refuses pins in requests. checked: what the tags of frames cover. max_weight_error: how far narrow weights may move
-    an answer. state_dir: of the journal, by default the user's. home_assistant: prefix of its discovery, None to
-    announce nothing. metrics: where Prometheus reads, None for nowhere. shared: the site whose requests are shared with
-    other planners. quantised, kv_cache: to what weights are quantised when they are opened, and how keys and values
-    are kept, by model.
-    """
+    """One site's planner; state_dir: of the journal, by default the user's."""
 
     url: BrokerUrl
     site: str
-    models: Mapping[str, str | Path]
-    pins: Mapping[str, Pins] = field(default_factory=dict)
-    in_flight: int = 2
-    batching: Batching = field(default_factory=Batching)
-    broker_mbit: float | None = None
-    request_pins: RequestPins = "any"
-    checked: Checked = "header"
-    max_weight_error: float = MAX_WEIGHT_ERROR
+    options: PlannerOptions
     state_dir: Path | None = None
-    home_assistant: str | None = None
-    metrics: tuple[str, int] | None = None
-    shared: str | None = None
-    quantised: Mapping[str, Quantised] = field(default_factory=dict)
-    kv_cache: Mapping[str, CacheDtype] = field(default_factory=dict)
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.planner"))
 
     @classmethod
     def of(cls, settings: Settings, options: PlannerOptions) -> PlannerConfig:
         """Return the configuration of a command line; raises ConfigError for a missing broker, a bad URL or site."""
-        return cls(
-            url=BrokerUrl.parse(settings.require_broker()),
-            site=check_name("site", settings.site),
-            models=options.models,
-            pins=dict.fromkeys(options.models, options.pins.to_pins()),
-            in_flight=options.in_flight,
-            batching=Batching(options.batch, options.batch_delay_ms / 1e3),
-            broker_mbit=options.broker_mbit,
-            request_pins=options.request_pins,
-            checked=options.frame_tags,
-            max_weight_error=options.max_weight_error,
-            home_assistant=options.home_assistant,
-            metrics=options.metrics,
-            shared=options.shared,
-            quantised={} if (how := options.pins.quantised) is None else dict.fromkeys(options.models, how),
-            kv_cache=dict.fromkeys(options.models, options.pins.kv_cache),
-        )
+        return cls(BrokerUrl.parse(settings.require_broker()), check_name("site", settings.site), options)
 
 
 def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, OpenModel]:
@@ -104,13 +64,11 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
     """
     models: dict[str, OpenModel] = {}
     bad: list[ModelError] = []
-    for name, directory in config.models.items():
-        p = config.pins.get(name, Pins())
-        try:
-            pins = validate_pins(p.strategy, p.options, p.devices, p.wire, p.weight_dtype, p.route, p.accuracy)
-            pins = replace(pins, objective=p.objective)
-        except RequestError as error:
-            raise ConfigError(f"model {name}: {error}") from error
+    try:
+        pins = validate_pins(config.options.pins.to_pins())
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    for name, directory in config.options.models.items():
         try:
             opened = _open_model(config, check_name("model", name), directory, stack)
             for part, checkpoint in opened.items():
@@ -119,7 +77,7 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
                     config.log.info("model %s: %s", part, checkpoint.quantisation.text())
         except ModelError as error:
             bad.append(error)
-            if len(config.models) > 1:
+            if len(config.options.models) > 1:
                 config.log.warning("model %s is not served: %s", name, error)
             continue
         for part, checkpoint in opened.items():
@@ -137,17 +95,17 @@ def _open_model(
 
     Raises ModelError, and ConfigError where quantising moves the answers of a single model too far.
     """
-    how, cache = config.quantised.get(name), config.kv_cache.get(name, "f32")
+    how, cache = config.options.pins.quantised, config.options.pins.kv_cache
     try:
         with contextlib.ExitStack() as own:
             opened = _open_parts(directory, name, own, how, cache)
             if how is not None:
                 for checkpoint in opened.values():
-                    MeasuredErrors.of(checkpoint, config.max_weight_error).require_weights(how)
+                    MeasuredErrors.of(checkpoint, config.options.max_weight_error).require_weights(how)
             stack.enter_context(own.pop_all())
             return opened
     except (UnsupportedModelError, PlanError) as error:
-        if (how is None and cache == "f32") or len(config.models) == 1:
+        if (how is None and cache == "f32") or len(config.options.models) == 1:
             raise (error if isinstance(error, ModelError) else ConfigError(f"model {name}: {error}")) from error
         config.log.warning("model %s keeps its numbers: %s", name, error)
     return _open_parts(directory, name, stack)
@@ -193,7 +151,7 @@ def _with_able_weights(config: PlannerConfig, name: str, checkpoint: Checkpoint,
         return pins
     if pins.weight_dtype in able:
         try:
-            MeasuredErrors.of(checkpoint, config.max_weight_error).require_weights(pins.weight_dtype)
+            MeasuredErrors.of(checkpoint, config.options.max_weight_error).require_weights(pins.weight_dtype)
         except PlanError as error:
             why = str(error)
         else:
@@ -201,7 +159,7 @@ def _with_able_weights(config: PlannerConfig, name: str, checkpoint: Checkpoint,
     else:
         what = f"{checkpoint.spec.architecture} can keep its weights in {' or '.join(able)} alone"
         why = f"{what}, and {pins.weight_dtype} is asked for; leave out --weights, or ask for {able[0]}"
-    if len(config.models) == 1:
+    if len(config.options.models) == 1:
         raise ConfigError(f"model {name}: {why}")
     config.log.warning("model %s keeps f32: %s", name, why)
     return replace(pins, weight_dtype="f32")

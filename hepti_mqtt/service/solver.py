@@ -119,7 +119,9 @@ class MeasuredErrors:
         with self._measuring:
             if weight_dtype not in self.weights:
                 _log.info("measuring how far weights in %s move the answers", weight_dtype)
-                self.weights[weight_dtype] = self._weight_error(weight_dtype)
+                kept = _KEPT.get(weight_dtype)  # else the tensors are quantised already
+                before = self._originals if kept is None else None
+                self.weights[weight_dtype] = weight_error(self._spec, self._tensors, kept or "f32", before)
                 _log.info("weights in %s move answers by %.1e", weight_dtype, self.weights[weight_dtype])
                 self._write()
         error = self.weights[weight_dtype]
@@ -132,11 +134,6 @@ class MeasuredErrors:
                 f"{_MOVED.get(weight_dtype, _OUTLIERS)}, or accept that with --max-weight-error at the planner"
             )
         return error
-
-    def _weight_error(self, weight_dtype: WeightDtype | Quantised) -> float:
-        if (kept := _KEPT.get(weight_dtype)) is None:  # the tensors are quantised already
-            return weight_error(self._spec, self._tensors, "f32", self._originals)
-        return weight_error(self._spec, self._tensors, kept)
 
     def _read(self) -> None:
         """Read the cached errors; a missing or damaged file only slows down the first search."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-import struct
+import wave
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -190,11 +190,16 @@ def samples_of(name: str, pcm: Pcm, longest_s: float) -> Floats:
 
 def wav_of(samples: Floats) -> bytes:
     """Return samples at 16 kHz as a WAV file of 16 bits."""
-    data = np.asarray(np.rint(samples * 32767), "<i2").tobytes()
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, RATE, 2 * RATE, 2, 16)
-    return b"".join(
-        (b"RIFF", struct.pack("<I", 36 + len(data)), b"WAVE", form, b"data", struct.pack("<I", len(data)), data)
-    )
+    return wav_file(np.asarray(np.rint(samples * 32767), "<i2").tobytes())
+
+
+def wav_file(pcm: bytes | bytearray, rate: int = RATE, width: int = 2, channels: int = 1) -> bytes:
+    """Return a WAV file of PCM; width: bytes of a sample."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(pcm)
+    return buffer.getvalue()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

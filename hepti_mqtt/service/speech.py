@@ -23,6 +23,7 @@ from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.silence import has_pause, is_silent
 from hepti_mqtt.service.texts import is_int
+from hepti_mqtt.service.words import token_times, words_of
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 SILENCE_S: Final = 0.5  # behind the last word, as in what the models have learnt
 # By these the reference takes a text for none, or for one to try again.
 NO_SPEECH, LOW_SCORE, REPEATS = 0.6, -1.0, 2.4
+WORDS: Final = "word"  # the value of `timestamps` for the times of words, too
 TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -46,6 +48,8 @@ class Heard(NamedTuple):
     start: int
     #: nobody speaks
     silent: bool = False
+    #: rows of sound in the recording, if the times of words are wanted, else 0
+    sound_rows: int = 0
 
 
 def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Heard:
@@ -55,9 +59,12 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     if task not in TASKS or (task != TASKS[0] and not tokens.tasks):
         allowed = TASKS if tokens.tasks else TASKS[:1]
         raise RequestError(f"task must be one of {', '.join(allowed)} for model {checkpoint.model}")
-    timed = request.get("timestamps", False)
-    if not isinstance(timed, bool) or (timed and tokens.moments <= reads.longest):
-        raise RequestError("timestamps must be true or false" + f", and {checkpoint.model} has none" * (timed is True))
+    wanted = request.get("timestamps", False)
+    if not isinstance(wanted, bool) and wanted != WORDS:
+        raise RequestError(f'timestamps must be true, false or "{WORDS}"')
+    timed, has_moments = bool(wanted), tokens.moments > reads.longest
+    if timed and not has_moments:
+        raise RequestError(f"timestamps must be false: {checkpoint.model} has no tokens of times")
     said = _said(checkpoint, reads, request.get("prompt"))
     samples = sound.read("audio", request["audio"], reads.longest / ROWS_PER_S)
     rows = window_rows(reads, len(samples) / RATE, request.get("window"))
@@ -65,7 +72,7 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     whole[: len(samples)] = samples[: len(whole)]
     silent = is_silent(samples)
     # A text without times ends at a pause, although somebody goes on speaking.
-    timed = timed or (tokens.moments > reads.longest and not silent and has_pause(samples))
+    timed = timed or (has_moments and not silent and has_pause(samples))
     prompt, rules = tokens.begin(language, task, timed=timed, said=said, among=among)
     rules = replace(
         rules,
@@ -76,7 +83,8 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     if silent:
         rules = replace(rules, temperatures=(0.0,), judge=None)
     frames = fixed_point(log_mel(whole, reads.bands))
-    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent)
+    count = min(max(-(-len(samples) // HOP) // 2, 1), rows) if wanted == WORDS else 0
+    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent, count)
 
 
 def _languages(value: Any, known: Mapping[str, int]) -> tuple[str | None, list[str]]:
@@ -173,8 +181,8 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
 
     no_speech: the probability that nobody speaks; where it is high and the text unlikely, the text is empty. score: the
     mean logarithm of the probabilities of tokens. compression: of the text's bytes, high where it repeats itself.
-    doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for; seek:
-    where the last one ends that is whole.
+    doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for, each
+    with `words` if their times were; seek: where the last one ends that is whole.
     """
     tokens, written = checkpoint.speech, generation.text.tokens
     text, score, silence = _words(checkpoint, written).strip(), _mean(generation.text.scores), generation.silence or 0.0
@@ -195,19 +203,24 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
     if generation.rules.moments is None:
         return answer
     parts, seek = segments_of(written, generation.rules.moments, prepared.seconds)
-    segments = [
+    segments: list[dict[str, Any]] = [
         {"start": part.start, "end": part.end, "text": _words(checkpoint, part.ids), "ids": list(part.ids)}
         for part in parts
     ]
+    if prepared.sound_rows and parts:
+        times = token_times(written, generation.beginnings)
+        for part, segment in zip(parts, segments, strict=True):
+            segment["words"] = words_of(checkpoint, str(answer["language"]), part.ids, times[part.first :])
     return answer | ({"seek": prepared.seconds, "segments": []} if is_empty else {"seek": seek, "segments": segments})
 
 
 class Segment(NamedTuple):
-    """A part of a text: from when to when it is said, in seconds, and its tokens."""
+    """A part of a text: from when to when it is said, in seconds, its tokens, and the place of the first one."""
 
     start: float
     end: float
     ids: tuple[int, ...]
+    first: int = 0
 
 
 def segments_of(ids: Sequence[int], moments: Moments, seconds: float) -> tuple[list[Segment], float]:
@@ -231,9 +244,9 @@ def segments_of(ids: Sequence[int], moments: Moments, seconds: float) -> tuple[l
     found, before = list[Segment](), 0
     for cut in [*cuts, *([len(tokens)] if ends_in_silence else [])]:
         part = tokens[before:cut]
-        found.append(Segment(at(part[0]), at(part[-1]), tuple(part)))
+        found.append(Segment(at(part[0]), at(part[-1]), tuple(part), before))
         before = cut
     seek = seconds if ends_in_silence else at(tokens[before - 1])
     if rest := [token for token in tokens[before:] if token < moments.first]:
-        found.append(Segment(at(tokens[before]), seconds, tuple(rest)))
+        found.append(Segment(at(tokens[before]), seconds, tuple(rest), len(tokens) - len(rest)))
     return [part for part in found if any(token < moments.first for token in part.ids)], seek

@@ -9,7 +9,6 @@ from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import ContextLengthError, ModelError, RequestError
-from hepti_mqtt.models.sentences import TextRules
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
 
@@ -20,6 +19,11 @@ CHARACTERS_PER_TOKEN: Final = 4  # first guess, doubled until it suffices
 def is_int(value: Any) -> bool:
     """Return whether a JSON value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def describe(value: Any) -> str:
@@ -204,7 +208,11 @@ class TextReader:
         if not value.strip():
             raise RequestError(f"{name} is empty; send some words")
         texts, checkpoint = self._require_tokenizer(), self._checkpoint
-        tokenizer, text = texts.tokenizer, _cleaned(checkpoint.text_rules, value, prompt)
+        tokenizer, rules = texts.tokenizer, checkpoint.text_rules
+        # As sentence-transformers does before its tokenizer.
+        text = f"{rules.prompt if prompt is None else prompt}{value}"
+        text = text.strip() if rules.strip else text
+        text = text.lower() if rules.lower == "text" else text
         # Of a text whose beginning is cut off, all tokens are needed.
         cut = self._truncate and texts.side == "left"
         longest = len(text) if whole or cut else self._reads.longest
@@ -265,13 +273,6 @@ def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
     return (shorter, longer) if a <= b else (longer, shorter)
 
 
-def _cleaned(rules: TextRules, text: str, prompt: str | None) -> str:
-    """Return a text with the prompt and lower case that sentence-transformers applies before its tokenizer."""
-    text = f"{rules.prompt if prompt is None else prompt}{text}"
-    text = text.strip() if rules.strip else text
-    return text.lower() if rules.lower == "text" else text
-
-
 def _encode_prefix(
     tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget, offsets: bool
 ) -> Encoding:
@@ -281,7 +282,8 @@ def _encode_prefix(
         characters.take(window)
         encoding = _encode(tokenizer.encode_batch, name, text[:window])
         # The last word may continue behind the window or start a special token, which changes its tokens.
-        words, sure = encoding.word_ids, window - _longest_special(tokenizer)
+        special = max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
+        words, sure = encoding.word_ids, window - special
         pairs = zip(words, encoding.offsets, strict=True)
         if words and sum(word != words[-1] and stop <= sure for word, (_, stop) in pairs) > longest:
             return encoding
@@ -289,10 +291,6 @@ def _encode_prefix(
     characters.take(len(text))
     # The fast variant gives neither word ids nor offsets.
     return _encode(tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast, name, text)
-
-
-def _longest_special(tokenizer: Tokenizer) -> int:
-    return max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
 
 
 def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:

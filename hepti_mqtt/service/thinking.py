@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from hepti_mqtt.service.written import mark_start
+
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
 
@@ -40,7 +42,8 @@ class Thoughts:
                 self._tag, self._begins = "", False
         if self._tag == CLOSE:
             before, tag, after = self._held.partition(CLOSE)
-            shown = before.rstrip() if tag else _before_tag(before)
+            # White space at the end may stand before the tag.
+            shown = (before if tag else before[: mark_start(before, (CLOSE,))]).rstrip()
             self._held = after if tag else before[len(shown) :]
             thinking = self._trimmed(shown)
             if tag:
@@ -66,9 +69,3 @@ def divide(text: str, inside: bool) -> Parts:
     thoughts = Thoughts(inside)
     parts, rest = thoughts.feed(text), thoughts.end()
     return Parts(parts.thinking + rest.thinking, parts.text + rest.text)
-
-
-def _before_tag(text: str) -> str:
-    """Return a text up to white space at its end, or to what may be the beginning of CLOSE."""
-    held = next((n for n in range(min(len(CLOSE), len(text)), 0, -1) if text.endswith(CLOSE[:n])), 0)
-    return text[: len(text) - held].rstrip()

@@ -13,6 +13,13 @@ _BYTE: Final = re.compile(r"<0x[0-9A-F]{2}>")
 _OPEN: Final = "\ufffd"  # what an incomplete character is read as
 
 
+def mark_start(text: str, marks: Sequence[str]) -> int:
+    """Return where the end of a text begins that may be the beginning of a mark; the text's length without one."""
+    longest = max(map(len, marks), default=1) - 1
+    starts = range(max(len(text) - longest, 0), len(text))
+    return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
+
+
 class WrittenText:
     """A text that grows, up to the first of some texts in it; its pieces and its end, joined, are what all tokens give.
 
@@ -45,7 +52,7 @@ class WrittenText:
             self._restart()
         new = "".join(map(self._add, tokens[self._count :]))
         self._count, self._last = len(tokens), list(tokens[-_BEHIND:])
-        return self._show(new, most=max(map(len, self._stop), default=1) - 1)
+        return self._show(new, self._stop)
 
     def stops(self, tokens: Sequence[int]) -> bool:
         """Take all tokens of the text so far; return whether one of the texts to stop at is in it."""
@@ -54,7 +61,7 @@ class WrittenText:
 
     def end(self) -> tuple[str, bool]:
         """Return what was held back, and whether one of the texts to stop at is in the whole text."""
-        return self._show(self._complete_text()[self._settled :], most=0), self._stopped
+        return self._show(self._complete_text()[self._settled :], ()), self._stopped
 
     def _complete_text(self) -> str:
         """Return the text of the window without a character that its last tokens have only the first bytes of.
@@ -72,20 +79,17 @@ class WrittenText:
         named = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         return named is not None and _BYTE.fullmatch(named) is not None
 
-    def _show(self, new: str, most: int) -> str:
-        """Return what may be shown; most: characters that may be the beginning of a text to stop at."""
+    def _show(self, new: str, marks: Sequence[str]) -> str:
+        """Return what may be shown, because it is the beginning of no mark."""
         if self._stopped:
             return ""
         text = self._held + new
         if found := [at for one in self._stop if (at := text.find(one)) >= 0]:
             self._stopped, self._held = True, ""
             return text[: min(found)]
-        held = next((n for n in range(min(most, len(text)), 0, -1) if self._may_stop(text[-n:])), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _may_stop(self, text: str) -> bool:
-        return any(one.startswith(text) for one in self._stop)
+        end = mark_start(text, marks)
+        self._held = text[end:]
+        return text[:end]
 
     def _add(self, token: int) -> str:
         """Return the characters that a token settles."""

@@ -13,8 +13,8 @@ from hepti_mqtt.transport.base import (
     Refused,
     State,
     Subscribed,
-    Transport,
     Will,
+    wait_for_broker,
 )
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import (
@@ -29,11 +29,11 @@ from hepti_mqtt.transport.broker_limits import (
     queue_capacity,
     warn_of_limits,
 )
-from hepti_mqtt.transport.name_claim import Claim, claim, new_boot
+from hepti_mqtt.transport.name_claim import UNREAD, Claim, StatusReader, claim, new_boot
 from hepti_mqtt.transport.url import BrokerUrl
-from hepti_mqtt.transport.waiting import wait_for_broker
 
 __all__ = [
+    "UNREAD",
     "BrokerConnection",
     "BrokerUrl",
     "Claim",
@@ -53,8 +53,8 @@ __all__ = [
     "Receipt",
     "Refused",
     "State",
+    "StatusReader",
     "Subscribed",
-    "Transport",
     "Will",
     "claim",
     "is_loopback",

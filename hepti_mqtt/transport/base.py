@@ -1,6 +1,6 @@
 """What the rest of Hepti sees of a connection to a broker, and what its two kinds share.
 
-The protocol `Transport`, its events and counters, the inbox that events go to, checks, errors and backoff.
+Its events and counters, the inbox that events go to, checks, errors and backoff.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from queue import SimpleQueue
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from hepti_mqtt.errors import CertificateDateError, NetworkError, RefusedError
+from hepti_mqtt.errors import CertificateDateError, NetworkError
 from hepti_mqtt.transport.codec import is_filter, is_topic
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -24,7 +25,6 @@ KEEPALIVE_S: Final = 10
 MAX_QUEUED_BYTES: Final = 64 * 2**20
 MAX_QUEUED: Final = 10_000
 UNAVAILABLE: Final = frozenset({3, 136, 137, 151, 156, 157, 159})  # server unavailable, busy, quota, moved, rate
-_VERSIONS: Final = {4: "3.1.1", 5: "5"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,56 +124,13 @@ class Counts:
     reconnections: int = 0
 
 
-class Transport(Protocol):
-    """A connection to one broker that restores itself. All methods may be called from any thread."""
-
-    @property
-    def connected(self) -> bool:
-        """Return whether the connection is up at this moment."""
-        ...
-
-    def connect(self, timeout_s: float = 5.0) -> None:
-        """Connect once; later losses are repaired. Raises NetworkError, RefusedError or ConfigError."""
-        ...
-
-    def publish(
-        self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
-    ) -> None:
-        """Hand a message over; QoS 0 without a connection is counted as lost. taken: see `BrokerConnection.publish`."""
-        ...
-
-    def send(self, topic: str, *parts: bytes | memoryview) -> None:
-        """Publish at QoS 0 a payload in parts, which are the caller's again on return."""
-        ...
-
-    def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
-        """Subscribe to (filter, QoS) and remember them; return the token of the later `Subscribed`."""
-        ...
-
-    def unsubscribe(self, filters: Sequence[str]) -> None:
-        """Leave and forget filters."""
-        ...
-
-    def acknowledge(self, receipt: Receipt) -> None:
-        """Let the broker forget a delivery; one of an earlier connection comes again instead."""
-        ...
-
-    def counts(self) -> Counts:
-        """Return a snapshot of the counters."""
-        ...
-
-    def close(self, last: Will | None = None, timeout_s: float = 2.0) -> None:
-        """Send what is queued, then `last`, and disconnect cleanly, so that the will is not published."""
-        ...
-
-
 class VersionRefused(NetworkError):
-    """The broker does not speak this version of MQTT, or closes the connection or keeps silent on our CONNECT.
+    """The broker does not speak this version of MQTT, or closes the connection or keeps silent on our CONNECT."""
 
-    is_sure: it said so, or closed the connection.
-    """
-
-    is_sure = False
+    def __init__(self, message: str, *, is_sure: bool) -> None:
+        super().__init__(message)
+        #: it said so, or closed the connection
+        self.is_sure = is_sure
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -199,7 +156,6 @@ def absent(url: BrokerUrl, error: Exception) -> NetworkError:
     )
 
 
-_SCHEMES: Final = "mqtt, mqtts, ws or wss"
 _LOOK_S: Final = 2.0  # to fetch a certificate that is only looked at
 # OpenSSL's codes of a certificate that is not yet valid, and of one that is no longer.
 _DATED: Final = (9, 10)
@@ -233,43 +189,6 @@ def validity(certificate: bytes) -> tuple[datetime, datetime]:
         for short, long in times
     )
     return begin.replace(tzinfo=UTC), end.replace(tzinfo=UTC)
-
-
-def silent(url: BrokerUrl, protocol: int, timeout_s: float) -> VersionRefused:
-    """Return the error for a broker that does not answer our CONNECT."""
-    return VersionRefused(
-        f"{url.place} accepts connections but does not answer as a broker of MQTT "
-        f"{_VERSIONS[protocol]} within {timeout_s:.2g} s; check the URL's port and scheme ({_SCHEMES})"
-    )
-
-
-def hung_up(url: BrokerUrl, error: object, is_sure: bool = True) -> VersionRefused:
-    """Return the error for a broker that ends the connection instead of answering."""
-    refusal = VersionRefused(
-        f"{url.place} closed the connection before answering ({error}); check the URL's port and scheme ({_SCHEMES})"
-    )
-    refusal.is_sure = is_sure
-    return refusal
-
-
-def refused(url: BrokerUrl, reason: str) -> RefusedError:
-    """Return the error for a broker that does not let us in."""
-    user = f"user {url.user!r}" if url.user else "a connection without user"
-    return RefusedError(
-        f"the broker at {url.place} refused {user}: {reason}; check user and password in the broker's URL"
-    )
-
-
-def wrong_version(url: BrokerUrl, protocol: int) -> VersionRefused:
-    """Return the error for a broker that does not speak a version."""
-    refusal = VersionRefused(f"the broker at {url.place} does not speak MQTT {_VERSIONS[protocol]}")
-    refusal.is_sure = True
-    return refusal
-
-
-def unavailable(url: BrokerUrl, reason: str) -> NetworkError:
-    """Return the error for a broker that accepts no clients at the moment."""
-    return NetworkError(f"the broker at {url.place} cannot take us now ({reason}); try again later")
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -319,6 +238,39 @@ class Backoff:
         return pause_s
 
 
+SAY_S: Final = 10.0  # between two lines about a wait for a broker
+T = TypeVar("T")
+
+
+def wait_for_broker(
+    connect: Callable[[float], T],
+    say: Callable[[str], None],
+    *,
+    within_s: float = inf,
+    stop: threading.Event | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> T | None:
+    """Return what `connect` returns once a broker answers, None after `stop`: a site's machines start in any order.
+
+    connect: takes the seconds that are left. say: takes a line every SAY_S.
+    Raises the last NetworkError after `within_s` seconds, and any other error at once.
+    """
+    stop, backoff = stop or threading.Event(), Backoff()
+    until, said_s = clock() + within_s, -inf
+    while not stop.is_set():
+        try:
+            return connect(until - clock())
+        except NetworkError as error:
+            now = clock()
+            if now >= until:
+                raise
+            if now - said_s >= SAY_S:
+                said_s = now
+                say(f"waiting for the broker: {error}")
+        stop.wait(min(backoff.pause_s(), max(until - clock(), 0.0)))
+    return None
+
+
 # -- the inbox -------------------------------------------------------------------------------------------------------
 
 SENDER_EVENTS: Final = 1000  # that wait, of one sender
@@ -346,7 +298,7 @@ class Inbox(Generic[Event]):
         self._offered_bytes = 0
         self._taken_bytes = 0  # written by the reading thread only, so that taking needs no lock
         self.overflowed = 0
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         self.empty: Callable[[], bool] = self._queue.empty  # asked before every op, so without a call in between
 
     def offer(self, event: Event, nbytes: int) -> bool:
@@ -393,7 +345,3 @@ class Inbox(Generic[Event]):
             if count > 1:
                 self._of_sender[sender] = (count - 1, held - nbytes)
         return event
-
-
-def _nobody() -> None:
-    """Wake nobody: the reader waits in `get`."""

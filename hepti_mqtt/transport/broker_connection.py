@@ -52,7 +52,8 @@ from hepti_mqtt.transport.codec import (
     Publish,
     reason,
 )
-from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken, Wake
+from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken
+from hepti_mqtt.transport.sockets import Wake
 from hepti_mqtt.transport.url import BrokerUrl
 
 ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
@@ -104,15 +105,18 @@ class BrokerConnection:
     the broker hangs up on it repeatedly: then it is reported as `Refused`.
     """
 
-    bulk = False  # payloads that come are copies, not views of memory that is used again
+    #: payloads that come are views of memory that is used again, instead of copies
+    bulk = False
+    #: of MQTT, to try in this order
+    versions: tuple[int, ...] = (5, 4)
 
     def __init__(
         self,
         url: BrokerUrl,
         client_id: str,
         *,
-        on_message: OnMessage,
-        on_state: OnState,
+        on_message: OnMessage = lambda _topic, _payload: None,
+        on_state: OnState = lambda _state: None,
         protocol: int | None = None,
         will: Will | None = None,
         clean: bool = True,
@@ -139,7 +143,7 @@ class BrokerConnection:
         self._thread: threading.Thread | None = None
         self._wake = Wake()
         # The network thread's alone:
-        self._versions: tuple[int, ...] = (5, 4) if protocol is None else (protocol,)  # to try, in this order
+        self._versions = self.versions if protocol is None else (protocol,)  # to try, in this order
         self._backoff, self._hang_ups = Backoff(), _HangUps()
         self._awaited: set[int] = set()  # tokens whose SUBACK comes before `_connected` is reported
         self._connected: Connected | None = None
@@ -165,13 +169,11 @@ class BrokerConnection:
         except queue.Empty:
             with self._lock:
                 first.is_over.set()
-                error = None if self._link is not None else self._too_late(timeout_s)
+                late = NetworkError(f"no broker answers at {self.url.place} within {timeout_s:g} s")
+                error = None if self._link is not None else late
         if error is not None:
             self._thread = None
             raise error
-
-    def _too_late(self, timeout_s: float) -> NetworkError:
-        return NetworkError(f"no broker answers at {self.url.place} within {timeout_s:g} s")
 
     def publish(
         self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
@@ -548,26 +550,7 @@ class DataConnection(BrokerConnection):
     """A connection for tensors: QoS 0 over MQTT 3.1.1; payloads that come are views of memory that is used again."""
 
     bulk = True
-
-    def __init__(
-        self,
-        url: BrokerUrl,
-        client_id: str,
-        *,
-        on_message: OnMessage,
-        on_state: OnState,
-        name: str = "data",
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
-        super().__init__(
-            url,
-            client_id,
-            on_message=on_message,
-            on_state=on_state,
-            protocol=4,
-            name=name,
-            max_queued_bytes=max_queued_bytes,
-        )
+    versions = (4,)
 
 
 class _HangUps:

@@ -13,12 +13,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, isqrt
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from hepti_mqtt.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
@@ -72,23 +72,27 @@ def largest_packet(
     answer is exact to a sixteenth. timeout_s: for each size tried. Raises NetworkError, or RefusedError if not even
     1 KiB comes back.
     """
-    probe = _SizeProbe(url, client_id, topic, protocol, timeout_s)
-    try:
-        wanted = max(SMALLEST, min(wanted_bytes, probe.announced() or MAX_PACKET_BYTES))
-        if probe.passes(wanted):
+    make = partial(Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES)
+
+    def passes(packet_bytes: int) -> bool:
+        with make() as echo:
+            echo.open()
+            return echo.gives_back(packet_bytes)
+
+    with make() as echo:
+        wanted = max(SMALLEST, min(wanted_bytes, echo.open().largest_packet_bytes or MAX_PACKET_BYTES))
+        if echo.gives_back(wanted):
             return wanted
-        if not probe.passes(SMALLEST):
-            raise RefusedError(
-                f"the broker at {url.place} does not give back what is published to {topic}; let user {url.user!r} "
-                "write and read it; `hepti site` writes such an access list"
-            )
-        low, high = SMALLEST, wanted
-        while high - low > max(low // _PRECISION, 1):
-            middle = min(max(isqrt(low * high), low + 1), high - 1)
-            low, high = (middle, high) if probe.passes(middle) else (low, middle)
-        return low
-    finally:
-        probe.close()
+    if not passes(SMALLEST):
+        raise RefusedError(
+            f"the broker at {url.place} does not give back what is published to {topic}; let user {url.user!r} "
+            "write and read it; `hepti site` writes such an access list"
+        )
+    low, high = SMALLEST, wanted
+    while high - low > max(low // _PRECISION, 1):
+        middle = min(max(isqrt(low * high), low + 1), high - 1)
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
 
 
 class Echo:
@@ -108,7 +112,7 @@ class Echo:
         until_s: float = inf,
         **options: Any,
     ) -> None:
-        self._place, self._topic, self._qos = url.place, topic, qos
+        self._place, self._user, self._topic, self._qos = url.place, url.user, topic, qos
         self._timeout_s, self._until_s = timeout_s, until_s
         self._events: queue.SimpleQueue[State | bytes | Delivery | bool] = queue.SimpleQueue()
         self._transport = BrokerConnection(
@@ -146,68 +150,44 @@ class Echo:
         except queue.Empty:
             raise NetworkError(
                 f"the broker at {self._place} does not give back what is published to {self._topic} within "
-                f"{self._timeout_s:g} s: check its access list"
+                f"{self._timeout_s:g} s: let user {self._user!r} write and read it, or take another login"
             ) from None
         if isinstance(event, Refused):
             raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
         return event
 
+    def subscribe(self, filters: Iterable[str]) -> None:
+        """Read more topics, at QoS 0."""
+        if several := [(one, 0) for one in filters]:
+            self._transport.subscribe(several)
+
+    def clear(self, topic: str) -> None:
+        """Clear what is retained on a topic."""
+        self._transport.publish(topic, b"", 1, retain=True)
+
+    def gives_back(self, packet_bytes: int) -> bool:
+        """Return whether a PUBLISH of that size comes back, or of one byte less where its header grows."""
+        payload_bytes = packet_bytes - publish_bytes(self._topic, 0, 0)
+        while publish_bytes(self._topic, payload_bytes, 0) > packet_bytes:
+            payload_bytes -= 1
+        self.send(bytes(payload_bytes))
+        self.send(_MARK)  # if it comes back alone, the large one was dropped without a word
+        is_back = False
+        while (event := self.next()) != _MARK:
+            if isinstance(event, Disconnected):
+                return False
+            is_back = is_back or (isinstance(event, bytes) and len(event) == payload_bytes)
+        return is_back
+
     def close(self) -> None:
         """End the connection."""
         self._transport.close(timeout_s=0.5)
 
+    def __enter__(self) -> Self:
+        return self
 
-class _SizeProbe:
-    """Sends to itself on a connection that is made again whenever the broker has closed it."""
-
-    def __init__(self, url: BrokerUrl, client_id: str, topic: str, protocol: int | None, timeout_s: float) -> None:
-        self._topic = topic
-        self._make = partial(
-            Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES
-        )
-        self._echo: Echo | None = None
-        self._said: int | None = None
-
-    def announced(self) -> int | None:
-        """Return what the broker announces, None if nothing."""
-        self._connected()
-        return self._said
-
-    def passes(self, packet_bytes: int) -> bool:
-        """Return whether a PUBLISH of that size comes back."""
-        # The mark follows on the same connection: if it comes back alone, the large one was dropped without a word.
-        echo, payload_bytes = self._connected(), _payload_bytes(self._topic, packet_bytes)
-        echo.send(bytes(payload_bytes))
-        echo.send(_MARK)
-        came = False
-        while True:
-            event = echo.next()
-            if isinstance(event, Disconnected):
-                self.close()
-                return False
-            if event == _MARK:
-                return came
-            came = came or (isinstance(event, bytes) and len(event) == payload_bytes)
-
-    def close(self) -> None:
-        """End the connection, if there is one."""
-        echo, self._echo = self._echo, None
-        if echo is not None:
-            echo.close()
-
-    def _connected(self) -> Echo:
-        if self._echo is None:
-            self._echo = self._make()
-            self._said = self._echo.open().largest_packet_bytes
-        return self._echo
-
-
-def _payload_bytes(topic: str, packet_bytes: int) -> int:
-    """Return the payload with which a PUBLISH at QoS 0 has `packet_bytes` (or one less, where the header grows)."""
-    payload = packet_bytes - publish_bytes(topic, 0, 0)
-    while publish_bytes(topic, payload, 0) > packet_bytes:
-        payload -= 1
-    return payload
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class PacketLimit:
@@ -264,61 +244,57 @@ def queue_capacity(
     acknowledgement. Raises NetworkError if that takes longer than timeout_s in all, or RefusedError if the broker does
     not let it read the topic.
     """
-    probe = _QueueProbe(url, client_id, topic, receive_maximum, timeout_s)
-    try:
+    until_s = time.monotonic() + timeout_s
+    with _QueueProbe(
+        url, client_id, topic, timeout_s, qos=1, until_s=until_s, receive_maximum=receive_maximum
+    ) as probe:
         if probe.open().protocol < 5:
             return None
         sent = 0
         while probe.arrived == sent and sent <= MOST_IN_FLIGHT:
-            sent += probe.send(wanted)
+            sent += probe.fill(wanted)
         if (in_flight := probe.arrived) == sent:
             return None
-        probe.send(wanted - (sent - in_flight))
+        probe.fill(wanted - (sent - in_flight))
         kept = probe.fetch() - in_flight
         return None if kept >= wanted else QueueCapacity(in_flight, kept)
-    finally:
-        probe.close()
 
 
-class _QueueProbe:
+class _QueueProbe(Echo):
     """Sends messages of QoS 1 to itself and acknowledges none until `fetch`; arrived: those that have come."""
 
-    def __init__(
-        self, url: BrokerUrl, client_id: str, topic: str, receive_maximum: int | None, timeout_s: float
-    ) -> None:
-        until_s = time.monotonic() + timeout_s
-        self._echo = Echo(url, client_id, topic, timeout_s, qos=1, until_s=until_s, receive_maximum=receive_maximum)
-        self._unacknowledged: list[Delivery] = []
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unacknowledged: list[Receipt] = []
         self.arrived = 0
-        self.open, self.close = self._echo.open, self._echo.close
 
-    def send(self, count: int) -> int:
+    def fill(self, count: int) -> int:
         """Send so many messages and return when the broker has taken all of them."""
         for _ in range(count):
-            self._echo.send(_SMALL, 1)
+            self.send(_SMALL, 1)
         taken = 0
         while taken < count:
-            taken += isinstance(self._next(), bool)
+            taken += isinstance(self.next(), bool)
         return max(count, 0)
 
     def fetch(self) -> int:
         """Acknowledge what has come until nothing more does; return how many came in all."""
         while self._unacknowledged:
-            for delivery in self._unacknowledged:
-                assert delivery.receipt is not None
-                self._echo.acknowledge(delivery.receipt)
+            for receipt in self._unacknowledged:
+                self.acknowledge(receipt)
             self._unacknowledged.clear()
             # What these acknowledgements make room for comes before what we send after them.
-            self._echo.send(_MARK)
-            while not (isinstance(event := self._next(), Delivery) and event.payload == _MARK):
+            self.send(_MARK)
+            while not (isinstance(event := self.next(), Delivery) and event.payload == _MARK):
                 continue
         return self.arrived
 
-    def _next(self) -> State | bytes | Delivery | bool:
-        event = self._echo.next()
+    def next(self) -> State | bytes | Delivery | bool:
+        """Return what comes next, and count the messages."""
+        event = super().next()
         if isinstance(event, Delivery) and event.receipt is not None:
             self.arrived += 1
-            self._unacknowledged.append(event)
+            self._unacknowledged.append(event.receipt)
         return event
 
 
@@ -426,7 +402,7 @@ def is_loopback(host: str) -> bool:
 def _lets_everyone_in(url: BrokerUrl) -> bool:
     nobody = replace(url, user=None, password=None)
     name = f"hepti-open-{uuid.uuid4().hex[:12]}"
-    transport = BrokerConnection(nobody, name, on_message=lambda *_: None, on_state=lambda _: None, name="open-check")
+    transport = BrokerConnection(nobody, name, name="open-check")
     try:
         transport.connect(OPEN_ANSWER_S)
     except HeptiError:

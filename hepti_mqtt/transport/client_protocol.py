@@ -9,17 +9,13 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.codec import (
-    MAX_CONTROL,
-    MAX_LENGTH,
     Connack,
     Control,
     Decoder,
     Event,
     Malformed,
     Puback,
-    Reads,
     Suback,
     Subscribe,
     Unsubscribe,
@@ -50,25 +46,8 @@ class Acknowledged(NamedTuple):
 class ClientProtocol:
     """A client of MQTT 3.1.1 or 5: packet ids, what waits for an answer, and which packets may come when."""
 
-    def __init__(
-        self,
-        reads: Reads,
-        version: int = 4,
-        *,
-        limit_bytes: int = MAX_LENGTH,
-        control_bytes: int = MAX_CONTROL,
-        buffers: Buffers | None = None,
-        any_topic: bool = False,
-    ) -> None:
-        self.version = version
-        self.decoder = Decoder(
-            reads,
-            version=version,
-            limit_bytes=limit_bytes,
-            control_bytes=control_bytes,
-            buffers=buffers,
-            any_topic=any_topic,
-        )
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.version = decoder, decoder.version
         #: The answer to CONNECT, None before it.
         self.connack: Connack | None = None
         #: Messages of QoS 1 without an acknowledgement, by packet id, in order.

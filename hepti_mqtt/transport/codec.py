@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.transport.buffers import Buffers
@@ -180,6 +180,7 @@ Control = (
     Connect | Connack | Puback | Subscribe | Suback | Unsubscribe | Unsuback | Pingreq | Pingresp | Disconnect
 )  # fmt: skip
 Event = Publish | Control
+AnyControl = TypeVar("AnyControl", bound=Control)
 
 
 # -- commands in, bytes out ------------------------------------------------------------------------------------------
@@ -355,10 +356,11 @@ class Fields:
         """Return whether bytes are left."""
         return self._at < len(self._data)
 
-    def end(self) -> None:
-        """Raise Malformed if bytes are left."""
+    def end(self, packet: AnyControl) -> AnyControl:
+        """Return a packet that has been read; raises Malformed if bytes are left."""
         if self.more():
             raise Malformed("a packet longer than what it says")
+        return packet
 
 
 def _read_connect(fields: Fields, _version: int) -> Connect:
@@ -379,18 +381,17 @@ def _read_connect(fields: Fields, _version: int) -> Connect:
         will = (fields.text(), fields.data())
     user = fields.text() if flags & 0x80 else None
     password = fields.data() if flags & 0x40 else None
-    fields.end()
     if properties.get(MAXIMUM_PACKET_SIZE) == 0:
         raise Malformed("a maximum packet size of 0")
-    return Connect(version, client, user, password, bool(flags & 2), keepalive_s, will, properties, flags & 0x38)
+    clean, will_options = bool(flags & 2), flags & 0x38
+    return fields.end(Connect(version, client, user, password, clean, keepalive_s, will, properties, will_options))
 
 
 def _read_connack(fields: Fields, version: int) -> Connack:
     present, code = fields.number(1), fields.number(1)
     # One that does not speak MQTT 5 refuses it in the words of 3.1.1, without properties.
     properties = fields.properties(version) if fields.more() else {}
-    fields.end()
-    return Connack(code, bool(present & 1), properties)
+    return fields.end(Connack(code, bool(present & 1), properties))
 
 
 def _read_puback(fields: Fields, version: int) -> Puback:
@@ -398,8 +399,7 @@ def _read_puback(fields: Fields, version: int) -> Puback:
     code = fields.number(1) if version == 5 and fields.more() else 0
     if version == 5 and fields.more():
         fields.properties(version)
-    fields.end()
-    return Puback(packet_id, code)
+    return fields.end(Puback(packet_id, code))
 
 
 def _read_subscribe(fields: Fields, version: int) -> Subscribe:
@@ -432,18 +432,7 @@ def _read_unsuback(fields: Fields, version: int) -> Unsuback:
     packet_id = fields.packet_id()
     fields.properties(version)
     codes = fields.rest() if version == 5 else b""
-    fields.end()
-    return Unsuback(packet_id, codes)
-
-
-def _read_pingreq(fields: Fields, _version: int) -> Pingreq:
-    fields.end()
-    return Pingreq()
-
-
-def _read_pingresp(fields: Fields, _version: int) -> Pingresp:
-    fields.end()
-    return Pingresp()
+    return fields.end(Unsuback(packet_id, codes))
 
 
 def _read_disconnect(fields: Fields, version: int) -> Disconnect:
@@ -461,7 +450,7 @@ FROM_STRANGER: Final[Reads] = {CONNECT: _read_connect}
 FROM_SUBSCRIBER: Final[Reads] = {
     SUBSCRIBE: _read_subscribe,
     UNSUBSCRIBE: _read_unsubscribe,
-    PINGREQ: _read_pingreq,
+    PINGREQ: lambda fields, _version: fields.end(Pingreq()),
     DISCONNECT: _read_disconnect,
 }
 FROM_ENDPOINT: Final[Reads] = {
@@ -474,7 +463,7 @@ FROM_BROKER: Final[Reads] = {
     **FROM_ENDPOINT,
     **{PUBLISH | flags: _publishes for flags in (RETAIN, 2, 3, 10, 11)},  # QoS 0 retained; QoS 1, also repeated
     PUBACK: _read_puback,
-    PINGRESP: _read_pingresp,
+    PINGRESP: lambda fields, _version: fields.end(Pingresp()),
     DISCONNECT: _read_disconnect,
 }
 

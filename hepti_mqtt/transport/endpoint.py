@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from hepti_mqtt.transport.codec import (
     ASSIGNED_CLIENT,
@@ -110,16 +110,6 @@ class Acl:
         return max((grant.limit_bytes for grant in self._by_user.get(user, {}).values()), default=0)
 
 
-class Rules(Protocol):
-    """Who may come in and what it may read."""
-
-    def knows(self, user: str, token: bytes) -> bool:
-        """Return whether this user may come in with this token."""
-
-    def allows(self, user: str, pattern: str) -> bool:
-        """Return whether this user may read what this filter takes in."""
-
-
 class ClientSession:
     """One connection to an endpoint: `feed` it what came and send what it returns.
 
@@ -127,7 +117,7 @@ class ClientSession:
     that it takes. silence_s: how long it may say nothing. over: close the connection after the answer.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Acl) -> None:
         self.version, self.client, self.user = 0, "", ""
         self.filters: set[str] = set()
         self.silence_s = float("inf")
@@ -286,9 +276,8 @@ class Endpoint:
         self.version = 1
         self._acl = Acl()
         self._subscribers: dict[int, _Subscriber] = {}
-        self._routes: dict[
-            tuple[str, int], list[_Route]
-        ] = {}  # by topic and bytes of the payload, until something changes
+        #: by topic and bytes of the payload, until something changes
+        self._routes: dict[tuple[str, int], list[_Route]] = {}
         self._full = False  # no descriptors left: new connections wait
         self._epoll = select.epoll()
         self._epoll.register(self._listener, IN)

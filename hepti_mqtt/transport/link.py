@@ -6,7 +6,6 @@ stays, in memory that is used again.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -18,17 +17,8 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.transport.base import (
-    KEEPALIVE_S,
-    UNAVAILABLE,
-    absent,
-    hung_up,
-    refused,
-    silent,
-    unavailable,
-    wrong_version,
-)
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, RefusedError
+from hepti_mqtt.transport.base import KEEPALIVE_S, UNAVAILABLE, VersionRefused, absent
 from hepti_mqtt.transport.client_protocol import Acknowledged, ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import (
     FROM_BROKER,
@@ -37,6 +27,7 @@ from hepti_mqtt.transport.codec import (
     MAXIMUM_PACKET_SIZE,
     Connack,
     Connect,
+    Decoder,
     Disconnect,
     Event,
     Malformed,
@@ -49,6 +40,7 @@ from hepti_mqtt.transport.sockets import (
     BufferedConnection,
     Connection,
     TlsConnection,
+    Wake,
     acknowledge_soon,
     connect_any,
     linger,
@@ -64,6 +56,8 @@ from hepti_mqtt.transport.websocket import WebSocketConnection, shake_hands
 TURN_S: Final = 1.0
 CONTROL_BYTES: Final = 70_000  # the longest topic that MQTT allows, with its header
 SENT_TOGETHER: Final = 64  # pieces for one call of the kernel
+_VERSIONS: Final = {4: "3.1.1", 5: "5"}
+_CHECK: Final = "check the URL's port and scheme (mqtt, mqtts, ws or wss)"
 _WRONG_VERSION: Final = frozenset({1, 132})
 _LEAVING: Final = frozenset({139, 142, 152})  # server shutting down, session taken over, administrative action
 
@@ -99,9 +93,10 @@ class Link:
         bulk: bool = False,
     ) -> None:
         self._url, self._connect_packet, self._lock, self._wake, self._take = url, connect, lock, wake, take
-        self._bulk = bulk
+        self._bulk, self._version = bulk, _VERSIONS[connect.version]
         control_bytes = MAX_CONTROL if bulk else CONTROL_BYTES
-        self.protocol = ClientProtocol(FROM_BROKER, connect.version, control_bytes=control_bytes, any_topic=True)
+        decoder = Decoder(FROM_BROKER, version=connect.version, control_bytes=control_bytes, any_topic=True)
+        self.protocol = ClientProtocol(decoder)
         #: When CONNACK came, and when bytes last came, by `time.monotonic`.
         self.up_at = self.heard_at = -inf
         self._is_up = False
@@ -146,14 +141,21 @@ class Link:
             left = deadline - time.monotonic()
             if left <= 0 or stop():
                 self.close()
-                raise silent(self._url, self.protocol.version, patience_s)
+                raise VersionRefused(
+                    f"{self._url.place} accepts connections but does not answer as a broker of MQTT {self._version} "
+                    f"within {patience_s:.2g} s; {_CHECK}",
+                    is_sure=False,
+                )
             try:
                 self.turn(left)
             except Lost as error:
                 self._ended = error
                 if self.protocol.connack is None:
                     self.close()
-                    raise hung_up(self._url, error, is_sure=error.hung_up) from error
+                    raise VersionRefused(
+                        f"{self._url.place} closed the connection before answering ({error}); {_CHECK}",
+                        is_sure=error.hung_up,
+                    ) from error
         if connack.code:
             self.close()
             raise self._not_let_in(connack.code)
@@ -162,9 +164,13 @@ class Link:
         self._ping_at = self.up_at + KEEPALIVE_S / 2
 
     def _not_let_in(self, code: int) -> HeptiError:
+        broker, user = f"the broker at {self._url.place}", self._url.user
         if code in _WRONG_VERSION:
-            return wrong_version(self._url, self.protocol.version)
-        return (unavailable if code in UNAVAILABLE else refused)(self._url, reason(code))
+            return VersionRefused(f"{broker} does not speak MQTT {self._version}", is_sure=True)
+        if code in UNAVAILABLE:
+            return NetworkError(f"{broker} cannot take us now ({reason(code)}); try again later")
+        who = f"user {user!r}" if user else "a connection without user"
+        return RefusedError(f"{broker} refused {who}: {reason(code)}; check user and password in the broker's URL")
 
     def turn(self, timeout_s: float) -> None:
         """Wait for the socket or a wake-up, read and write. Raises `Lost`."""
@@ -371,47 +377,3 @@ class Link:
                 if not isinstance(largest, int) or not 0 < largest <= MAX_LENGTH:
                     self.protocol.connack = None
                     raise Malformed(f"a broker that takes packets of at most {largest!r} bytes")
-
-
-class Wake:
-    """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read, self._write = os.pipe()
-        for end in (self._read, self._write):
-            os.set_blocking(end, False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-        return self._read
-
-    def set(self) -> None:
-        """Wake the poller; from any thread, also after `close`."""
-        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
-            if self._write >= 0:
-                os.write(self._write, b"\0")
-
-    def clear(self) -> None:
-        """Take the wake-up; call it before looking for what it announces."""
-        with suppress(BlockingIOError):
-            os.read(self._read, 65_536)
-
-    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
-        """Sleep for `delay_s`, however often woken, unless `stop()`."""
-        until, poller = time.monotonic() + delay_s, select.poll()
-        poller.register(self._read, select.POLLIN)
-        while not stop() and (left := until - time.monotonic()) > 0:
-            if poller.poll(left * 1000):
-                self.clear()
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        with self._lock:
-            if self._write >= 0:
-                os.close(self._read)
-                os.close(self._write)
-                self._read = self._write = -1
-
-    def __del__(self) -> None:
-        self.close()

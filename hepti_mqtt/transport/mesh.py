@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import select
 import threading
 import time
@@ -15,32 +14,8 @@ from typing import Final
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.channels import Channels
 from hepti_mqtt.transport.endpoint import Endpoint
-from hepti_mqtt.transport.peer import (
-    NEVER,
-    Address,
-    Callbacks,
-    Dropped,
-    Joined,
-    Lost,
-    MeshEvent,
-    Peer,
-    PeerStats,
-    Refused,
-)
-from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
-
-__all__ = [
-    "Address",
-    "Dropped",
-    "Joined",
-    "Lost",
-    "Mesh",
-    "MeshEvent",
-    "MeshTls",
-    "PeerStats",
-    "Refused",
-    "mesh_possible",
-]
+from hepti_mqtt.transport.peer import NEVER, Address, Callbacks, Dropped, MeshEvent, Peer, PeerStats
+from hepti_mqtt.transport.sockets import MeshTls, Wake
 
 QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
 PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
@@ -92,10 +67,11 @@ class Mesh:
         # Reported on this thread in `wait`, in order of arrival.
         self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
-        self._waking = threading.RLock()  # a signal may come while its thread is waking already, and wake too
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self.channels = Channels(self._endpoint, self._peers, self._wake, self._stats_of)
+        self._wake = Wake()
+        #: Lets `wait` return at once; from any thread, also after `close`.
+        self.wake = self._wake.set
+        self._epoll.register(self._wake.fileno(), select.EPOLLIN)
+        self.channels = Channels(self._endpoint, self._peers, self._wake.fileno(), self._stats_of)
         self._clock = clock
         self._callbacks = Callbacks(
             user=user,
@@ -154,8 +130,8 @@ class Mesh:
         """Wait until something has come, `wake` was called or the time is over; report what has come."""
         if self._reported or self._eager:
             timeout_s = 0.0
-        elif self._due < NEVER:
-            timeout_s = self._until(timeout_s)
+        elif self._due < NEVER:  # at most until the first timer
+            timeout_s = min(max(self._due - self._clock(), 0.0), NEVER if timeout_s is None else timeout_s)
         began_s, entered_s = self.woke_s, time.perf_counter()
         receiving = any(peer.missing for peer in self._receiving)
         found = self._epoll.poll(timeout_s)
@@ -174,14 +150,16 @@ class Mesh:
                 peer.stats.timed_us += round(1e6 * (self.woke_s - began_s))
         if peers:
             self._receiving = [peer for peer in {*self._receiving, *peers} if peer.missing]
-        if len(peers) < len(found) and any(fd == self._wake for fd, _ in found):
-            os.eventfd_read(self._wake)
+        if len(peers) < len(found):
+            self._wake.clear()
         if self._eager:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
                 peer.ready()
-        if self._due < NEVER:  # after what came: this thread may have been away for longer than an answer may take
-            self._act()
+        # After what came: this thread may have been away for longer than an answer may take.
+        if self._due < NEVER and self._due <= self._clock():
+            for peer in self._peers.values():
+                peer.timer()
         reported = self._reported
         while reported:
             each = reported.popleft()
@@ -189,12 +167,6 @@ class Mesh:
                 self._on_message(*each)
             else:
                 self._on_event(each)
-
-    def wake(self) -> None:
-        """Let `wait` return at once; from any thread, also after `close`."""
-        with self._waking:  # the descriptor of a mesh that is closed may be another file's by now
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
 
     def call_before_waiting(self, leave_off: Callable[[], None]) -> None:
         """Let other threads call this before they wait for who holds `channels`."""
@@ -222,23 +194,10 @@ class Mesh:
             peer.close()
         self._endpoint.close()
         self._epoll.close()
-        with self._waking:
-            os.close(self._wake)
-            self._wake = -1
+        self._wake.close()
 
     def _timed(self) -> None:
         self._due = min((peer.due for peer in self._peers.values()), default=NEVER)
-
-    def _until(self, timeout_s: float | None) -> float:
-        """Return how long to wait, at most until the first timer."""
-        left = max(self._due - self._clock(), 0.0)
-        return left if timeout_s is None else min(left, timeout_s)
-
-    def _act(self) -> None:
-        """Run the timers that are due."""
-        if self._due <= self._clock():
-            for peer in self._peers.values():
-                peer.timer()
 
     def _watch(self, fd: int, events: int, peer: Peer) -> None:
         if not events:

@@ -1,4 +1,4 @@
-"""The term of a new start: read what the broker retains of the last one."""
+"""Retained statuses: a connection that reads one, and the term of a new start, which follows the last one's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import queue
 import secrets
 import time
 import uuid
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from hepti_mqtt.errors import NetworkError, RefusedError, WireError
 from hepti_mqtt.ids import Start
@@ -33,6 +33,54 @@ def new_boot() -> int:
     return secrets.randbelow(U32) + 1
 
 
+#: of what is cleared, or of a foreign program
+UNREAD: Final = Status("offline", 0)
+
+
+class StatusReader:
+    """A connection of its own that reads the statuses on one topic; a `with` block closes it. name: for its id."""
+
+    def __init__(self, url: BrokerUrl, topic: str, name: str) -> None:
+        self._inbox: queue.SimpleQueue[bytes | State] = queue.SimpleQueue()
+        self.connection = BrokerConnection(
+            url,
+            f"{name}-{uuid.uuid4().hex[:12]}",
+            on_message=lambda _topic, payload: self._inbox.put(payload),
+            on_state=self._inbox.put,
+            name="status",
+        )
+        self.connection.subscribe([(topic, 1)])
+
+    def connect(self, timeout_s: float = 5.0) -> Self:
+        """Connect; raises as `BrokerConnection.connect` does."""
+        self.connection.connect(timeout_s)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def next(self, until_s: float) -> Status | State | None:
+        """Return the next status or state of the connection, None at a time of `time.monotonic`."""
+        try:
+            item = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
+            return decode_status(item) if isinstance(item, bytes) else item
+        except queue.Empty:
+            return None
+        except WireError:
+            return UNREAD
+
+    def status(self, timeout_s: float) -> Status | None:
+        """Return the next status, None if none comes."""
+        until_s = time.monotonic() + timeout_s
+        while (item := self.next(until_s)) is not None:
+            if isinstance(item, Status):
+                return item
+        return None
+
+
 def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5.0, *, look: bool = False) -> Claim:
     """Read the retained status on `topic` over a connection of its own, and return the start that follows it.
 
@@ -41,32 +89,18 @@ def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5
 
     Raises NetworkError and RefusedError of the connection.
     """
-    inbox: queue.SimpleQueue[Status | State] = queue.SimpleQueue()
-
-    def heard(_topic: str, payload: bytes) -> None:
-        try:
-            inbox.put(decode_status(payload))
-        except WireError:
-            return  # cleared, or of a foreign program
-
-    transport = BrokerConnection(
-        url, f"{name}-claim-{uuid.uuid4().hex[:12]}", on_message=heard, on_state=inbox.put, name="claim"
-    )
-    try:
-        transport.subscribe([(topic, 1)])
-        transport.connect(timeout_s)
-        last = _retained(inbox, transport, topic)
-        held = look and last is not None and last.state != "offline" and _contradicted(inbox)
+    with StatusReader(url, topic, f"{name}-claim") as reader:
+        reader.connect(timeout_s)
+        last = _retained(reader, topic)
+        held = look and last is not None and last.state != "offline" and _contradicted(reader)
         return Claim(Start(next_term(last), boot), held)
-    finally:
-        transport.close()
 
 
-def _retained(inbox: queue.SimpleQueue[Status | State], transport: BrokerConnection, topic: str) -> Status | None:
+def _retained(reader: StatusReader, topic: str) -> Status | None:
     """Return the retained status: the one that arrives before our own question."""
-    known = None
+    known, transport = None, reader.connection
     until = time.monotonic() + ECHO_S
-    while (got := _get(inbox, until)) is not None:
+    while (got := reader.next(until)) is not None:
         if isinstance(got, Connected):
             transport.publish(topic, encode_status(QUESTION), 1)
         elif isinstance(got, Refused):
@@ -76,7 +110,7 @@ def _retained(inbox: queue.SimpleQueue[Status | State], transport: BrokerConnect
             )
         elif got == QUESTION:
             return known
-        elif isinstance(got, Status):
+        elif isinstance(got, Status) and got != UNREAD:
             known = got
     raise NetworkError(
         f"the broker at {transport.url.place} has not echoed a message on {topic} within {ECHO_S:g} s; its access list "
@@ -84,16 +118,9 @@ def _retained(inbox: queue.SimpleQueue[Status | State], transport: BrokerConnect
     )
 
 
-def _contradicted(inbox: queue.SimpleQueue[Status | State]) -> bool:
+def _contradicted(reader: StatusReader) -> bool:
     until = time.monotonic() + CONTRADICTION_S
-    while (got := _get(inbox, until)) is not None:
-        if isinstance(got, Status) and got != QUESTION:
+    while (got := reader.next(until)) is not None:
+        if isinstance(got, Status) and got not in (QUESTION, UNREAD):
             return got.state != "offline"
     return False
-
-
-def _get(inbox: queue.SimpleQueue[Status | State], until: float) -> Status | State | None:
-    try:
-        return inbox.get(timeout=max(until - time.monotonic(), 0.0))
-    except queue.Empty:
-        return None

@@ -15,8 +15,18 @@ from typing import Final
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
-from hepti_mqtt.transport.codec import FROM_ENDPOINT, Connack, Connect, Disconnect, Event, Malformed, Publish, matches
-from hepti_mqtt.transport.sockets import Connection, SecureConnection, begin, connected
+from hepti_mqtt.transport.codec import (
+    FROM_ENDPOINT,
+    Connack,
+    Connect,
+    Decoder,
+    Disconnect,
+    Event,
+    Malformed,
+    Publish,
+    matches,
+)
+from hepti_mqtt.transport.sockets import Connection, TlsConnection, begin, connected
 
 MESH_VERSION: Final = 4  # of MQTT, with which a peer subscribes
 ANSWER_S: Final = 5.0  # for a handshake, and for an answer to SUBSCRIBE
@@ -150,7 +160,7 @@ class Callbacks:
     hear: Callable[[tuple[str, str, memoryview]], None]
     again: Callable[[Peer], None]
     buffers: Buffers
-    secure: Callable[[socket.socket, str], SecureConnection] | None
+    secure: Callable[[socket.socket, str], TlsConnection] | None
 
 
 class Peer:
@@ -167,7 +177,7 @@ class Peer:
         self._state = _State.IDLE
         self._sock: socket.socket | None = None
         self._connection: Connection | None = None  # the socket itself, or TLS over it
-        self._secured: SecureConnection | None = None  # the line, if it is TLS
+        self._secured: TlsConnection | None = None  # the line, if it is TLS
         self._stood = False  # was up before
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]
@@ -428,7 +438,7 @@ class Peer:
     # -- what comes --------------------------------------------------------------------------------------------------
 
     def _new_protocol(self) -> ClientProtocol:
-        return ClientProtocol(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers)
+        return ClientProtocol(Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers))
 
     def _limit_bytes(self) -> int:
         return max((join.limit_bytes for join in self._joins.values()), default=0)

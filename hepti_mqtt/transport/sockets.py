@@ -16,9 +16,10 @@ import socket
 import ssl
 import sys
 import termios
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,17 +69,19 @@ class BufferedConnection(Connection, Protocol):
     def pending(self) -> int:
         """Return how many bytes are decoded and not received."""
 
+    def send(self, data: Buffer, /) -> int:
+        """Send the beginning of this; return how many bytes."""
+        return self.sendmsg((data,))
 
-class SecureConnection(BufferedConnection, Protocol):
-    """A connection with TLS."""
-
-    def handshake(self) -> None:
-        """Return once the handshake is done; raises Malformed if the other side is not who it should be."""
+    def recv(self, nbytes: int, /) -> bytes:
+        """Receive at most so much; b"" when the other side has hung up."""
+        room = bytearray(nbytes)
+        return bytes(room[: self.recv_into(memoryview(room))])
 
 
 def mesh_possible() -> bool:
     """Return whether this machine has what the mesh needs: Linux."""
-    return hasattr(select, "epoll") and hasattr(os, "eventfd") and hasattr(socket, "TCP_USER_TIMEOUT")
+    return hasattr(select, "epoll") and hasattr(socket, "TCP_USER_TIMEOUT")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -231,6 +234,50 @@ def unacknowledged(sock: Any) -> int | None:
     return int.from_bytes(left, sys.byteorder)
 
 
+class Wake:
+    """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may come while its thread is waking already, and wake too
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """Wake the poller; from any thread, also after `close`."""
+        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
+            if self._write >= 0:
+                os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """Take the wake-up; call it before looking for what it announces."""
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
+        """Sleep for `delay_s`, however often woken, unless `stop()`."""
+        until, poller = time.monotonic() + delay_s, select.poll()
+        poller.register(self._read, select.POLLIN)
+        while not stop() and (left := until - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                self.clear()
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        with self._lock:
+            if self._write >= 0:
+                os.close(self._read)
+                os.close(self._write)
+                self._read = self._write = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
 # -- TLS between devices ---------------------------------------------------------------------------------------------
 
 
@@ -282,8 +329,12 @@ class MeshTls:
         return TlsConnection(self.asking.wrap_socket(sock, do_handshake_on_connect=False), fingerprint)
 
 
-class TlsConnection:
-    """A socket with TLS that never blocks: see `SecureConnection`."""
+class TlsConnection(BufferedConnection):
+    """A socket with TLS that never blocks."""
+
+    fileno: Callable[[], int]
+    pending: Callable[[], int]
+    close: Callable[[], None]
 
     def __init__(self, sock: ssl.SSLSocket, fingerprint: str = "") -> None:
         self._sock, self._fingerprint = sock, fingerprint
@@ -316,15 +367,6 @@ class TlsConnection:
             if not sent:
                 raise BlockingIOError from None
         return sent
-
-    def send(self, data: Buffer, /) -> int:
-        """Send the beginning of this; return how many bytes."""
-        return self.sendmsg((data,))
-
-    def recv(self, nbytes: int, /) -> bytes:
-        """Receive at most so much; b"" when the other side has hung up."""
-        room = bytearray(nbytes)
-        return bytes(room[: self.recv_into(memoryview(room))])
 
     def recv_into(self, room: memoryview, /) -> int:
         """Receive into memory; 0 when the other side has hung up."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport.codec import Buffer, Malformed
-from hepti_mqtt.transport.sockets import Connection, TlsConnection
+from hepti_mqtt.transport.sockets import BufferedConnection, Connection, TlsConnection
 
 if TYPE_CHECKING:
     from wsproto import WSConnection
@@ -53,8 +53,11 @@ def shake_hands(sock: socket.socket, place: str, path: str, timeout_s: float) ->
             raise ConnectionRefusedError(f"no WebSocket at {path}: it hung up")
 
 
-class WebSocketConnection:
-    """Bytes of MQTT as binary frames: see `BufferedConnection`."""
+class WebSocketConnection(BufferedConnection):
+    """Bytes of MQTT as binary frames."""
+
+    fileno: Callable[[], int]
+    close: Callable[[], None]
 
     def __init__(self, line: Connection, websocket: WSConnection) -> None:
         self._line, self._websocket = line, websocket
@@ -92,15 +95,6 @@ class WebSocketConnection:
         self._flush()
         sent, self._owed = self._owed, 0
         return sent
-
-    def send(self, data: Buffer, /) -> int:
-        """Send the beginning of this; return how many bytes."""
-        return self.sendmsg((data,))
-
-    def recv(self, nbytes: int, /) -> bytes:
-        """Receive at most so much; b"" when the other side has hung up."""
-        room = bytearray(nbytes)
-        return bytes(room[: self.recv_into(memoryview(room))])
 
     def recv_into(self, room: memoryview, /) -> int:
         """Receive into memory; 0 when the other side has hung up."""

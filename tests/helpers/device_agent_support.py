@@ -103,6 +103,11 @@ class Device:
         while self.loader.step(self.now):
             continue
 
+    def save(self):
+        """Keep packed copies of what was loaded."""
+        while self.loader.has_unsaved:
+            self.loader.save()
+
     def serve(self, model, most=None):
         """Answer what was asked for, `most` of it, until nothing more is asked."""
         self.settle()

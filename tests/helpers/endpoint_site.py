@@ -8,7 +8,7 @@ from mesh_nodes import HOST, PATIENCE_S
 from mqtt_bytes import connect, subscribe
 
 from hepti_mqtt.transport.endpoint import Endpoint
-from hepti_mqtt.transport.mesh import PeerStats
+from hepti_mqtt.transport.peer import PeerStats
 
 TOPIC = "x/m/a"
 LIMIT = 1 << 20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from hepti_mqtt.transport.mesh import Address, Joined, Mesh
+from hepti_mqtt.transport.mesh import Mesh
+from hepti_mqtt.transport.peer import Address, Joined
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it takes

@@ -6,7 +6,7 @@ import select
 
 from mesh_nodes import HOST, PATIENCE_S, filters, pump
 
-from hepti_mqtt.transport.mesh import Address, Joined
+from hepti_mqtt.transport.peer import Address, Joined
 from hepti_mqtt.transport.sockets import listen
 
 KEY, OTHER = ("bert", 1), ("bert", 2)

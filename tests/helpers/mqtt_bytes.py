@@ -36,7 +36,7 @@ def publish(topic, payload, version=4):
 
 
 class Anybody:
-    """Rules: this user with this token may read what begins with "x/"."""
+    """An access list: this user with this token may read what begins with "x/"."""
 
     def __init__(self, user="b", token=b"secret"):
         self.user, self.token = user, token

@@ -20,6 +20,7 @@ from swarm import Swarm
 
 import hepti_mqtt
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.ids import Start
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -89,7 +90,12 @@ class WalkedSite(Swarm):
     def __init__(self, directory: Path, kind: str) -> None:
         path = make_model(kind, directory / MODEL, seed=1)
         self.checkpoint = Checkpoint.open(path, MODEL)
-        config = PlannerConfig(BrokerUrl("127.0.0.1", 1), "home", {MODEL: path}, state_dir=directory / "state")
+        config = PlannerConfig(
+            BrokerUrl("127.0.0.1", 1),
+            "home",
+            PlannerOptions({MODEL: path}, home_assistant=None),
+            state_dir=directory / "state",
+        )
         self.process = planner._Planner(config, Start(1, 7), {MODEL: OpenModel(MODEL, self.checkpoint, Pins())})
         for name in ("reading", "telling", "refusing", "searching", "hurried"):
             setattr(self.process, name, Inline())

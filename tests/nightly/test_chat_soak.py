@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chat_soak import run
 
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 
 @pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")

@@ -8,7 +8,7 @@ import pytest
 from soak_run import Soak, run
 from soak_site import MIB, UNDER_WAY, Flat, Held, unequal
 
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 # In a short run a plan that moves may be the first one for which a device loads MiniLM, or loads it again: 62 MiB.
 GENEROUS = Flat(96 * MIB, 0.3, 6, 3)

@@ -17,7 +17,7 @@ from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = [
     pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux"),

@@ -19,7 +19,7 @@ from site_processes import PATIENCE_S, SITE, Site, Voice, poll
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 
@@ -116,7 +116,7 @@ def test_each_tile_leaves_the_planner_about_once_for_the_site(tmp_path: Path, mo
     with site_of(tmp_path, model) as (site, hepti, planner):
         ask(hepti)
         whole = model_bytes(model)
-        assert planner.nbytes <= 1.6 * whole, "without peers three times; a busy machine repeats some"
+        assert planner.nbytes <= 1.2 * whole, "without peers three times"
         repeated = sum(cached_bytes(site, name) for name in NAMES) - whole
         assert sum(each["tile_bytes_from_peers"] for each in counted(hepti).values()) > 0.6 * repeated
 

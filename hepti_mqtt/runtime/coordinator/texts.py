@@ -122,8 +122,11 @@ class Generation:
     @property
     def done(self) -> bool:
         """Return whether the last token, or the last state, is there."""
-        if self.wants_states:
-            return self.session.rows == len(self.prompt)
+        return self.session.rows == len(self.prompt) if self.wants_states else self.text_ended
+
+    @property
+    def text_ended(self) -> bool:
+        """Return whether no token follows."""
         tokens = self.text.tokens
         return len(tokens) >= self.max_new_tokens or self.rules.ends(tokens)
 

@@ -1,12 +1,17 @@
-"""Transcriptions: texts of speech that are judged and, if they are not good enough, written again."""
+"""Transcriptions: texts of speech that are judged, written again if they are not good enough, and then aligned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from hepti_mqtt.models.generation import Verdict
-from hepti_mqtt.runtime.coordinator.batches import Array
+from hepti_mqtt.models.speech import SpeechRun
+from hepti_mqtt.protocol.frames import DecoderSession
+from hepti_mqtt.runtime.coordinator.batches import Array, Batch
+from hepti_mqtt.runtime.coordinator.guesses import StepPace
 from hepti_mqtt.runtime.coordinator.texts import GeneratedTokens, Generation, TextSoFar
 
 
@@ -24,6 +29,8 @@ class Transcription(Generation):
     silence: float | None = None  #: the probability that nobody speaks, None if it is unknown
     tried: list[Attempt] = field(default_factory=list)  #: texts before this one
     asked: tuple[int, ...] = ()  #: the prompt before a token of the model's choice ended it
+    sound_rows: int = 0  #: rows of sound that the text is aligned with, 0 if times of words are not wanted
+    beginnings: Array | None = None  #: the row of sound at which each token but the last begins
 
     @property
     def verdict(self) -> Verdict | None:
@@ -31,8 +38,43 @@ class Transcription(Generation):
         return next((one.verdict for one in self.tried if one.text is self.text), None)
 
     @property
+    def done(self) -> bool:
+        """Return whether the last token is there and, if times of words are wanted, the text is aligned."""
+        return Generation.done.fget(self) and not self._lacks_alignment  # type: ignore[attr-defined]
+
+    @property
+    def _lacks_alignment(self) -> bool:
+        wanted = bool(self.sound_rows) and self.beginnings is None and not self.wants_states
+        return wanted and self.text_ended and len(self.text.tokens) > 1
+
+    @property
+    def _aligns(self) -> bool:
+        """Return whether the next run aligns the text: the session has the sound."""
+        return self._lacks_alignment and self.session.rows >= len(self.prompt)
+
+    def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
+        """Return the next run as `Generation.next_batch` does; the last one aligns all tokens with the sound."""
+        if not self._aligns:
+            return Generation.next_batch(self, pace, begun)
+        first, (start, stop), shape = self._alignment()
+        ids = [*self.prompt, *self.text.tokens[:-1]][first:]
+        ids += [0] * (shape.tokens - len(ids))  # rows that do not count
+        inputs = np.array([first, *ids, start, stop, self.sound_rows], np.int32)
+        return Batch(shape, inputs), DecoderSession(self.session.number, final=True)
+
+    def _alignment(self) -> tuple[int, tuple[int, int], SpeechRun]:
+        """Return the first row of the aligning run, which of its tokens are of the text, and its shape."""
+        assert isinstance(self.shape, SpeechRun)
+        shape = self.shape.aligning(len(self.text.tokens) - 1)
+        stop = len(self.prompt) + len(self.text.tokens) - 1
+        first = max(stop - shape.tokens, 0)
+        return first, (len(self.prompt) - first, stop - first), shape
+
+    @property
     def ends_session(self) -> bool:
-        """Return whether no other text can follow this one in its session."""
+        """Return whether neither another text nor the alignment can follow this one in its session."""
+        if self.sound_rows:
+            return False
         no_more = len(self.tried) + 1 >= len(self.rules.temperatures) and not self._lacks_choice
         return no_more and bool(self.carried.size) and len(self.text.tokens) + 1 >= self.max_new_tokens
 
@@ -42,10 +84,15 @@ class Transcription(Generation):
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
         """Take an answer as `Generation.append_tokens` does; a text that is whole may be followed by another one."""
+        if self._aligns:
+            _, rows, _ = self._alignment()
+            self.beginnings = logits[slice(*rows), 0]
+            self.steps.append(GeneratedTokens(self.text, len(self.text.tokens), ()))
+            return self.steps[-1]
         if not self.wants_states and not self.session.rows and self.silence is None:
             self.silence = self.rules.silence(logits)
         step = Generation.append_tokens(self, logits)
-        if self.rules.judge is not None and not self.wants_states and self.done:
+        if self.rules.judge is not None and step.taken and self.text_ended:
             self._conclude(self.rules.judge(self.text.tokens, self.text.scores, self.silence or 0.0))
         return step
 
@@ -72,10 +119,11 @@ class Transcription(Generation):
 
     def rewind(self, run: int) -> None:
         """Take back what has followed since a run, with the texts that began since."""
-        step = self.steps[run]
+        step, self.beginnings = self.steps[run], None
         if any(later.place < 0 for later in self.steps[run:]):
             self.prompt, self.asked = self.asked, ()
         if step.text is not self.text:
             self.text, self.published_tokens = step.text, ()
         Generation.rewind(self, run)
-        del self.tried[step.text.attempt :]
+        if not self.text_ended:
+            del self.tried[step.text.attempt :]

@@ -4,6 +4,10 @@ Each tile that no peer holds has one device that requests it from the planner, s
 once for the site: the device of its region of the manifest, or the next one in the plan's order that lacks it. Devices
 report to each other which tiles they hold and which they lack. A device without tiles left in its region takes those at
 the end of the largest other region. The hash decides whether a tile is right, so no peer is trusted.
+
+A process that gets no time for seconds, on a busy machine, is slow and not lost, so one pause repeats no requests: a
+peer keeps its other tiles until it fails twice in a row, and of the planner's tiles, which come in the order of
+requests, one is requested again to learn which were lost.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from hepti_mqtt.ids import PLANNER
 
 ANSWER_S: Final = 2.0  # without a tile from a peer that owes some: others are asked
 PLANNER_ANSWER_S: Final = 3.0  # the same for the planner, which is asked again
+SILENT_S: Final = 2 * ANSWER_S  # without a report from a device: others request its part of the tiles
+LOOK_S: Final = ANSWER_S / 2  # between two looks at whom to ask while nothing is under way
 REST_S: Final = (2.0, 60.0)  # a peer that did not answer is not asked; doubled each time
 SLOW_S: Final = 0.25  # for one tile, and twice as long as the planner: others bring what such a peer holds, too
 SMOOTHING: Final = 0.3
@@ -74,6 +80,8 @@ class _Source:
     is_banned: bool = False
     #: Whether it has reported its tiles.
     has_reported: bool = False
+    #: When it last did, or was joined.
+    reported_s: float = inf
     #: Tiles that this load had at its last report.
     reported_at: int = 0
 
@@ -106,16 +114,16 @@ class TileSources:
         self._region = np.minimum(region, len(devices) - 1)  # number of the device of each tile's region
         self._owner: NDArray[Any] | None = None  # number of the device that requests each tile from the planner
         self._owner_s = now
-        self._progress_s = now  # when a missing tile last came
+        self._look_s = now  # when it was last decided whom to ask
         self._taken = 0
-        self._waits = True  # for other devices to request their tiles
 
     # -- what has happened -----------------------------------------------------------------------------------------
 
-    def add_peer(self, peer: str) -> None:
+    def add_peer(self, peer: str, now: float) -> None:
         """Take a peer that can be asked from now on."""
         if peer not in self._sources:
             self._sources[peer] = self._source()
+            self._sources[peer].reported_s = now
             self._owner = None
 
     def remove_peer(self, peer: str) -> None:
@@ -128,14 +136,14 @@ class TileSources:
             del self._sources[peer]
             self._owner = None
 
-    def report(self, peer: str, report: TileReport) -> None:
+    def report(self, peer: str, report: TileReport, now: float) -> None:
         """Take a peer's report of its tiles."""
         source = self._sources.get(peer)
         if source is None:
             return
         source.holds = report.held[self._positions] & ~source.refused
         source.lacking = report.lacking[self._positions]
-        source.has_reported, source.reported_at = True, self._taken
+        source.has_reported, source.reported_at, source.reported_s = True, self._taken, now
 
     def refuse(self, peer: str, digests: Iterable[bytes]) -> None:
         """Take a peer's refusal of some tiles."""
@@ -164,10 +172,11 @@ class TileSources:
             slow = self._is_slow(source)
             source.window = max(source.window // 2, 1) if slow else min(source.window + 1, PEER_WINDOW)
             source.answered_s, source.rest_s = now, REST_S[0]
-        if not self._missing[index]:
-            return "unneeded"
-        self._progress_s = now
-        return "needed"
+            if peer == PLANNER:  # it sends in the order of requests: those before have been lost
+                for other in [other for other, at_s in source.requested.items() if at_s < asked_s]:
+                    del source.requested[other]
+                    self._open[other] = self._missing[other]
+        return "needed" if self._missing[index] else "unneeded"
 
     def take(self, digest: bytes) -> None:
         """Note that a tile is there: received, or from the cache."""
@@ -189,20 +198,27 @@ class TileSources:
         self._reopen(there)
         return count
 
-    def expire(self, now: float) -> Mapping[str, int]:
-        """Give up requests that are overdue; return how many, by source."""
-        late = {name: len(source.requested) for name, source in self._sources.items() if self._due_s(name) <= now}
-        for name in late:
+    def expire(self, now: float) -> tuple[int, bytes | None]:
+        """Give up peers' requests that are overdue; return how many, and a tile to request from the planner again.
+
+        The planner's last one alone: when it comes, those before it have come or were lost.
+        """
+        late, again = 0, None
+        for name in [name for name in self._sources if self._due_s(name) <= now]:
             source = self._sources[name]
-            if name != PLANNER:
-                for index in source.requested:
-                    source.holds[index] = False
-                    source.refused[index] = True
-                source.rests_until_s = now + source.rest_s
-                source.rest_s, source.window = min(2 * source.rest_s, REST_S[1]), 1
-                self._owner = None
+            if name == PLANNER:
+                last = next(reversed(source.requested))
+                source.requested[last], again = now, self._tiles[last]
+                continue
+            late += len(source.requested)
+            for index in source.requested:
+                source.holds[index] = False
+                source.refused[index] = True
+            source.rests_until_s = now + source.rest_s
+            source.rest_s, source.window = min(2 * source.rest_s, REST_S[1]), 1
+            self._owner = None
             self._reopen(source)
-        return late
+        return late, again
 
     # -- what follows ----------------------------------------------------------------------------------------------
 
@@ -219,6 +235,10 @@ class TileSources:
     def requests(self, now: float, windows: Windows = WHOLE_LINK, limit: int | None = None) -> dict[str, list[bytes]]:
         """Return the tiles to request now, by source. limit: only the first tiles of the load."""
         asked: dict[str, list[bytes]] = {}
+        if now > self._look_s + SILENT_S:  # this device itself had a pause, in which nobody was heard
+            for source in self._sources.values():
+                source.reported_s = max(source.reported_s, now - ANSWER_S)
+        self._look_s = now
         end = len(self._tiles) if limit is None else limit
         # Several at once, when half of the last ones have come.
         free = {n for n, s in self._sources.items() if len(s.requested) <= self._window(n, windows) // 2}
@@ -232,7 +252,7 @@ class TileSources:
     def deadline(self) -> float:
         """Return when `expire` and `requests` have something to do if nothing happens; infinity if never."""
         overdue = min(self._due_s(name) for name in self._sources)
-        return overdue if self.has_requests or not self._open.any() else self._progress_s + ANSWER_S
+        return overdue if self.has_requests or not self._open.any() else self._look_s + LOOK_S
 
     # -- whom to ask -----------------------------------------------------------------------------------------------
 
@@ -291,22 +311,23 @@ class TileSources:
         if PLANNER not in free_sources or len(self._sources[PLANNER].requested) >= self._window(PLANNER, windows):
             return None
         free = self._open[:end].copy()
-        for source in self._peers(now).values():
-            if not self._is_slow(source):
+        for name, source in self._sources.items():
+            fails = source.is_banned or source.rest_s > 2 * REST_S[0] or self._is_slow(source)
+            if name != PLANNER and not fails:
                 free &= ~source.holds[:end]
         if not free.any():
             return None
-        if not self.has_requests and now >= self._progress_s + ANSWER_S:
-            self._waits = False
         own, owners = self._devices.index(self._device), self._owners(now)[:end]
-        index = _first(free & (owners == own) if self._waits else free)
+        index = _first(free & (owners == own))
         if index is None and limit is None:
             # Other devices request the rest, each from the beginning of its tiles, and as fast as this one.
             largest = int(np.bincount(owners[free]).argmax())
             owner = self._sources.get(self._devices[largest])
             since = 0 if owner is None else int(self._taken - owner.reported_at)
-            last = np.flatnonzero(free & (owners == largest))
-            index = int(last[-1]) if len(last) > since + 2 * PLANNER_WINDOW else None
+            rest = np.flatnonzero(free & (owners == largest))
+            if len(rest) > since + 2 * PLANNER_WINDOW:
+                others = len(self._devices) - 1  # each takes another part of the rest, from its end
+                index = int(rest[-1 - (own - largest - 1) % len(self._devices) * (len(rest) // (2 * others))])
         return None if index is None else (PLANNER, index)
 
     def _owners(self, now: float) -> NDArray[Any]:
@@ -327,7 +348,7 @@ class TileSources:
         if name == self._device:
             return self._missing
         source = self._peers(now).get(name)
-        if source is None:
+        if source is None or now >= source.reported_s + SILENT_S:
             return np.zeros(len(self._tiles), np.bool_)
         return source.lacking if source.has_reported else np.ones(len(self._tiles), np.bool_)
 

@@ -117,6 +117,8 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: 
         ("infer m --text x --reapet 3", "--repeat"),
         ("infer m --text x --wire f61", "f16"),
         ("plan --sotry", "--story"),
+        ("infer --txt hello", "--text"),
+        ("site init --dri home", "--dir"),
         ("simulate bert-lage --devices-file paper-pair", "bert-large"),
         ("simulate bert-large --devices-file paper-pear", "paper-pair"),
         ("model make bert-bse --out x", "bert-base"),

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.cli.main import main
+from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
 from hepti_mqtt.ids import PlanVersion, Start
@@ -30,11 +32,11 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.service import PlannerConfig, planner, run_planner
-from hepti_mqtt.service.__main__ import main
+from hepti_mqtt.service import planner
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
-from hepti_mqtt.service.setup import open_models, state_directory
+from hepti_mqtt.service.planner import run_planner
+from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
 from hepti_mqtt.transport import BrokerConnection, BrokerUrl, Connected, Delivery, Receipt
 from hepti_mqtt.transport.base import SENDER_EVENTS
@@ -56,7 +58,7 @@ def cnn(tmp_path, kept_hashes):
 
 
 def pinned(storage, **models):
-    return PlannerConfig(NOWHERE, "s", models, dict.fromkeys(models, Pins(weight_dtype=storage)))
+    return PlannerConfig(NOWHERE, "s", PlannerOptions(models, PinOptions(weights=storage)))
 
 
 def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cnn):
@@ -209,7 +211,7 @@ def run(url, checkpoints, tmp_path):
     def start(site, **options):
         stop, outcome = threading.Event(), Future()
         models = {"bert": checkpoints["bert"].path}
-        config = PlannerConfig(url, site, models, state_dir=tmp_path, **options)
+        config = PlannerConfig(url, site, PlannerOptions(models, home_assistant=None, **options), tmp_path)
 
         def work():
             try:
@@ -234,17 +236,21 @@ def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplo
     (tmp_path / "bad").mkdir()
     stop = threading.Event()
     stop.set()
-    run_planner(PlannerConfig(NOWHERE, "home", {"bad": tmp_path / "bad", **good}, state_dir=tmp_path), stop)
+    run_planner(
+        PlannerConfig(NOWHERE, "home", PlannerOptions({"bad": tmp_path / "bad", **good}), state_dir=tmp_path), stop
+    )
     (said,) = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
     assert "config.json" in said
     with pytest.raises(ModelError):
-        run_planner(PlannerConfig(NOWHERE, "home", dict.fromkeys("ab", tmp_path / "bad"), state_dir=tmp_path))
+        run_planner(
+            PlannerConfig(NOWHERE, "home", PlannerOptions(dict.fromkeys("ab", tmp_path / "bad")), state_dir=tmp_path)
+        )
 
 
 def test_the_entry_point_prints_one_line_and_the_exit_code(capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("signal.signal", lambda *_: None)
-        assert main(["--broker", "mqtt://127.0.0.1:1", "--model", "m=/nowhere"]) == 2
+        assert main(["planner", "--no-announce", "--broker", "mqtt://127.0.0.1:1", "--model", "m=/nowhere"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -342,7 +348,9 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
     monkeypatch.setattr(planner, "INBOX", 0)
     checkpoint = checkpoints["bert"]
-    config = PlannerConfig(NOWHERE, "full", {"bert": checkpoint.path}, state_dir=tmp_path)
+    config = PlannerConfig(
+        NOWHERE, "full", PlannerOptions({"bert": checkpoint.path}, home_assistant=None), state_dir=tmp_path
+    )
     made = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
     yield made
     made.control.close()
@@ -411,7 +419,13 @@ def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
 def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
     log = logging.getLogger(f"planner at {level}")
     log.setLevel(level)
-    config = PlannerConfig(NOWHERE, "checked", {"bert": checkpoints["bert"].path}, state_dir=tmp_path, log=log)
+    config = PlannerConfig(
+        NOWHERE,
+        "checked",
+        PlannerOptions({"bert": checkpoints["bert"].path}, home_assistant=None),
+        state_dir=tmp_path,
+        log=log,
+    )
     started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoints["bert"], Pins())})
     monkeypatch.setattr(CoordinatorSession, "assert_invariants", lambda _: 1 // 0)
     started._run_guarded(lambda: started._handle(Tick()))
@@ -523,12 +537,12 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
 def test_a_bad_model_and_a_bad_pin_end_it(checkpoints, tmp_path):
     model = checkpoints["bert"].path
     for error, models, pins in (
-        (ModelError, {"m": tmp_path / "nothing"}, {}),
-        (ConfigError, {}, {}),
-        (ConfigError, {"m": model}, {"m": Pins("magic")}),
+        (ModelError, {"m": tmp_path / "nothing"}, PinOptions()),
+        (ConfigError, {}, PinOptions()),
+        (ConfigError, {"m": model}, PinOptions("magic")),
     ):
         with pytest.raises(error):
-            run_planner(PlannerConfig(NOWHERE, "s", models, pins, state_dir=tmp_path))
+            run_planner(PlannerConfig(NOWHERE, "s", PlannerOptions(models, pins), state_dir=tmp_path))
 
 
 def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):

@@ -175,7 +175,7 @@ def test_a_planner_begins_with_what_it_needs_to_answer_and_loads_numba_beside_it
 import sys
 from hepti_mqtt.cli import main, output, processes
 output.setup_logging(verbose=False)
-from hepti_mqtt.service import run_planner
+from hepti_mqtt.service.planner import run_planner
 print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for name in {NOT_AT_THE_START!r})))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,8 +15,8 @@ from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport import BrokerUrl, Connected, DataConnection, Disconnected
 from hepti_mqtt.transport.base import KEEPALIVE_S
 from hepti_mqtt.transport.codec import Connect, publish_head
-from hepti_mqtt.transport.link import Link, Lost, Wake
-from hepti_mqtt.transport.sockets import unacknowledged
+from hepti_mqtt.transport.link import Link, Lost
+from hepti_mqtt.transport.sockets import Wake, unacknowledged
 
 PATIENCE_S = 20.0
 

@@ -20,7 +20,7 @@ from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe,
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.mesh import Address, Dropped, Joined, Lost, Refused
+from hepti_mqtt.transport.peer import Address, Dropped, Joined, Lost, Refused
 
 KEY = ("bert", 1)
 
@@ -171,7 +171,7 @@ def test_devices_may_have_addresses_of_ipv6():
 READER = """
 import sys
 from mesh_nodes import Node, filters
-from hepti_mqtt.transport.mesh import Address
+from hepti_mqtt.transport.peer import Address
 
 node = Node("b")
 node.mesh.join("a", 1, Address(sys.argv[1], int(sys.argv[2])), "secret", filters("a", "b"))

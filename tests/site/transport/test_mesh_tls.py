@@ -11,7 +11,8 @@ from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe,
 
 from hepti_mqtt.closed_site.certificates import make_self_signed
 from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.transport.mesh import Address, Joined, MeshTls, Refused
+from hepti_mqtt.transport.peer import Address, Joined, Refused
+from hepti_mqtt.transport.sockets import MeshTls
 
 KEY = ("bert", 1)
 

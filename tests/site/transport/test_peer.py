@@ -12,8 +12,7 @@ from mesh_played import GRANTED, IN, KEY, OTHER, TOKEN, join, readable, up
 from mqtt_bytes import publish
 
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.mesh import Address, Joined, Lost, Refused
-from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S
+from hepti_mqtt.transport.peer import ANSWER_S, BACKOFF_S, Address, Joined, Lost, Refused
 from hepti_mqtt.transport.sockets import unacknowledged
 
 MALFORMED = {

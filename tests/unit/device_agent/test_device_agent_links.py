@@ -32,7 +32,7 @@ from hepti_mqtt.runtime.worker.interface import (
     PeerRefused,
 )
 from hepti_mqtt.transport import BrokerUrl
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 EPOCH = PlanVersion(1, 1)
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")

@@ -30,7 +30,7 @@ from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes
 from hepti_mqtt.errors import ModelError, PlanError, WireError
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.kernels import loading_bytes
+from hepti_mqtt.kernels import arrays_of, loading_bytes
 from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
@@ -60,6 +60,75 @@ def test_weights_come_from_the_planner_at_first_and_from_disk_later(tmp_path):
     again.serve(MODEL)
     check_weights(MODEL, again.of(Loaded)[0].weights)
     assert (again.counters["tiles_asked"], again.counters["tile_bytes_received"]) == (0, 0)
+
+
+def arrays(weights):
+    return {ref: [array.copy() for array in arrays_of(weight)] for ref, weight in weights.items()}
+
+
+def assert_equal(these, others):
+    assert these.keys() == others.keys()
+    for ref, found in these.items():
+        for one, other in zip(found, others[ref], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+STORED = [
+    *(WeightRef("up", (10, 300), (0, 600), "packed", dtype) for dtype in ("f32", "f16", "w8a32", "w8a8")),
+    WeightRef("up", (0, 299), (1, 598), "plain"),
+]
+
+
+@pytest.mark.parametrize("ref", STORED, ids=lambda ref: f"{ref.layout}-{ref.weight_dtype}")
+def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
+    first = Device(tmp_path)
+    first.loader.load(MODEL.load(refs=(ref,)), first.now)
+    first.serve(MODEL)
+    first.save()
+    again = Device(tmp_path)
+    again.loader.load(MODEL.load(refs=(ref,)), again.now)
+    again.settle()
+    assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
+    assert (again.counters["tiles_cached"], again.counters["packed_cached"]) == (0, 1)
+    assert not again.loader.has_unsaved
+    other = Device(tmp_path)
+    other.loader.load(MODEL.load(refs=(ref._replace(columns=(0, 300)),)), other.now)
+    other.settle()
+    assert other.counters["packed_cached"] == 0, "another range is packed from tiles"
+
+
+@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: old[:50] + b"!" + old[51:], lambda _: b""])
+def test_a_damaged_packed_copy_is_made_again_from_tiles(tmp_path, damage):
+    refs = (*STORED[:2], *MODEL.refs[1:])
+    first = Device(tmp_path)
+    first.loader.load(MODEL.load(refs=refs), first.now)
+    first.serve(MODEL)
+    first.save()
+    for path in tmp_path.glob("??/*"):
+        if len(path.name) > 64:
+            path.write_bytes(damage(path.read_bytes()))
+    again = Device(tmp_path)
+    again.loader.load(MODEL.load(refs=refs), again.now)
+    again.serve(MODEL)
+    assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
+    assert again.counters["cache_corrupt"] > 0
+    assert again.counters["tiles_asked"] == 0
+    again.save()
+    last = Device(tmp_path)
+    last.loader.load(MODEL.load(refs=refs), last.now)
+    last.settle()
+    assert last.of(Loaded)
+    assert last.counters["cache_corrupt"] == 0
+
+
+def test_packed_copies_take_no_room_from_tiles(tmp_path):
+    tiles = sum(map(len, (MODEL.blobs[digest] for digest in (MODEL.manifest.digest, *MODEL.needed()))))
+    device = Device(tmp_path, tiles + 1000)
+    device.loader.load(MODEL.load(), device.now)
+    device.serve(MODEL)
+    device.save()
+    assert device.counters["cache_evicted"] == 0
+    assert not device.cache.trouble
 
 
 def test_only_needed_tiles_are_asked_and_each_once(device):
@@ -174,11 +243,13 @@ def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
     device.loader.retry_if_due(device.loader.deadline() - 0.001)
     assert not device.asks
     device.loader.retry_if_due(device.loader.deadline())
-    assert set(device.asks) == asked
+    (again,) = device.asks  # a planner that had a pause sends one tile twice
+    device.serve(MODEL, most=1)
+    assert set(device.asks) == asked - {again}, "those before it were lost"
     device.asks.clear()
     device.loader.request_again(device.now)
-    assert set(device.asks) == asked
-    assert device.counters["tiles_reasked"] == 2 * len(asked)
+    assert set(device.asks) == asked - {again}
+    assert device.counters["tiles_reasked"] == len(asked)
 
 
 def test_a_load_that_nobody_has_holds_no_other_up(device):

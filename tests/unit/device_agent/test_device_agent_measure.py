@@ -24,7 +24,7 @@ from hepti_mqtt.kernels import Workers, warm_up, works
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.storage import PRODUCTS
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 
 @pytest.fixture(scope="module")

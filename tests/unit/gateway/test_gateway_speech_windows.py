@@ -37,6 +37,9 @@ class Planner:
         segments = [
             {"start": float(i), "end": i + 0.5, "text": f" {round(100 * first) + i}", "ids": [i]} for i in words
         ]
+        if request.get("timestamps") == "word":
+            for one in segments:
+                one["words"] = [{"word": one["text"], "start": one["start"] + 0.1, "end": one["end"]}]
         if seconds == 30.0:  # the last word goes on
             segments.append({"start": 29.5, "end": 30.0, "text": " cut", "ids": [99]})
         result = {
@@ -103,12 +106,25 @@ def test_every_form_of_an_answer() -> None:
     verbose = ask(response_format="verbose_json", **{"timestamp_granularities[]": ["segment"]})
     assert [(one["id"], one["start"], one["tokens"]) for one in verbose["segments"]] == [(0, 0.0, [0]), (1, 1.0, [1])]
     assert json.dumps(verbose)
+    words = ask(response_format="verbose_json", **{"timestamp_granularities[]": ["word"]})
+    assert words["words"] == [{"word": "0", "start": 0.1, "end": 0.5}, {"word": "1", "start": 1.1, "end": 1.5}]
+    assert "segments" not in words
+    both = ask(response_format="verbose_json", **{"timestamp_granularities[]": ["segment", "word"]})
+    assert (both["words"], both["segments"]) == (words["words"], verbose["segments"])
+
+
+def test_words_of_later_windows_have_times_of_the_recording() -> None:
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "file": recording(40)}
+    found = [(one["word"], one["start"]) for one in ask(**fields)["words"]]
+    assert found == [(str(i), pytest.approx(i + 0.1)) for i in range(40)]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"timestamp_granularities[]": ["word"]},
+        {"timestamp_granularities[]": ["word"], "response_format": "srt"},
+        {"timestamp_granularities[]": ["letter"], "response_format": "verbose_json"},
         {"response_format": "docx"},
         {"temperature": "hot"},
         {"stream": "true"},

@@ -22,7 +22,7 @@ from hepti_mqtt.plan_programs import continued_program, device_programs
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.keys import FrameKey
 from hepti_mqtt.strategies import STRATEGIES
-from hepti_mqtt.transport.mesh import mesh_possible
+from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 compiled_only = pytest.mark.skipif(not JIT, reason="nothing is compiled")

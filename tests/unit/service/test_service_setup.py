@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.errors import CertificateDateError, ConfigError, ModelError, UnsupportedModelError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.service import planner
@@ -26,14 +26,17 @@ def configured(path, **changes):
 def opened(*paths):
     models = {path.name: path for path in paths}
     with contextlib.ExitStack() as stack:
-        return list(open_models(PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models), stack))
+        return list(
+            open_models(PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", PlannerOptions(models)), stack)
+        )
 
 
 def quantised(paths, **changes):
     """Return the storages of each of the models under `--weights q8`."""
     models = {path.name: path for path in paths}
-    config = PlannerConfig(BrokerUrl.parse("mqtt://127.0.0.1"), "home", models, **changes)
-    config = replace(config, quantised=dict.fromkeys(models, "q8"))
+    config = PlannerConfig(
+        BrokerUrl.parse("mqtt://127.0.0.1"), "home", PlannerOptions(models, PinOptions(weights="q8"), **changes)
+    )
     with contextlib.ExitStack() as stack:
         return {n: {*dict(m.checkpoint.spec.storages).values()} for n, m in open_models(config, stack).items()}
 
@@ -104,7 +107,9 @@ def test_a_planner_waits_for_a_certificate_to_become_valid(ending, tmp_path, mon
 
     monkeypatch.setattr(planner, "claim_site", claim)
     model = make_model("tiny-bert", tmp_path / "m")
-    config = PlannerConfig(BrokerUrl.parse("mqtts://127.0.0.1:1"), "home", {"m": model}, state_dir=tmp_path)
+    config = PlannerConfig(
+        BrokerUrl.parse("mqtts://127.0.0.1:1"), "home", PlannerOptions({"m": model}), state_dir=tmp_path
+    )
     with pytest.raises(ConfigError) if ending == "valid" else contextlib.nullcontext():
         planner.run_planner(config, stop)
     assert len(tries) == 3

@@ -8,6 +8,7 @@ import json
 import struct
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,6 +181,21 @@ def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
         (0.1, 0.18, "light"),
     ]
     assert (found["text"], found["seek"]) == ("light light", 0.4)
+    generation.beginnings = np.array([0, 2, 6, 6, 8, 9], np.float32)
+    timed_words = decode_output(timed, replace(prepared, sound_rows=20), np.array(ids), None, generation)
+    assert [one.pop("words") for one in timed_words["segments"]] == [
+        [{"word": "light", "start": 0.0, "end": 0.04}],
+        [{"word": "light", "start": 0.12, "end": 0.16}],
+    ]
+    assert timed_words == found
+
+
+def test_times_of_words_are_asked_of_the_rows_with_sound(timed: Checkpoint) -> None:
+    asked = {**AUDIO, "language": "en", "timestamps": "word"}
+    found = read_input(timed, asked)
+    assert found.sound_rows == 15, "0.3 s"
+    assert found.rules.moments is not None
+    assert read_input(timed, {**asked, "timestamps": True}).sound_rows == 0
 
 
 @pytest.mark.parametrize("prompt", [[3.5], [True], [[1]], {"a": 1}, 7, [96 + 1], ["light", -1]], ids=str)
@@ -223,6 +239,8 @@ def test_a_config_that_would_change_the_text_is_refused(tmp_path, values: dict) 
         {"window": True},
         {"timestamps": True},
         {"timestamps": 1},
+        {"timestamps": "word"},
+        {"timestamps": "letter"},
         {"prompt": "words"},
         {"temperature": 1.5},
         {"temperature": [0] * 9},

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+import word_cases
 from programs_run import run_programs
 from sites import TOLERANCE, always, everyone, plan, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
+from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.generation import TokenRules, Verdict
-from hepti_mqtt.models.speech import SpeechRun
+from hepti_mqtt.models.speech import SpeechRun, SpeechSpec
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
 from hepti_mqtt.planner.accuracy import weight_error
@@ -23,6 +26,7 @@ from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
+from hepti_mqtt.service.words import token_times
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
 
@@ -219,3 +223,71 @@ def test_shapes_travel_and_what_no_recording_has_is_refused():
     for wrong in (too_short, SpeechRun(1, READS.longest + 1, READS.positions)):
         with pytest.raises(ValueError, match="no sound"):
             READS.shape_of(wrong.plain())
+
+
+TEXT_ANSWERS = json.loads(word_cases.ANSWERS.read_text())
+
+
+@pytest.fixture(scope="module")
+def word_models(tmp_path_factory) -> dict[str, tuple[SpeechSpec, dict[str, np.ndarray]]]:
+    """Return spec and tensors of each kind in `word_cases`."""
+    found = {}
+    for kind in {case.kind for case in word_cases.CASES}:
+        with Checkpoint.open(make_model(kind, tmp_path_factory.mktemp("words") / kind)) as checkpoint:
+            found[kind] = checkpoint.spec, dict(checkpoint.tensors())
+    return found
+
+
+def forced(text: tuple[int, ...], vocab: int) -> TokenRules:
+    """Return rules under which a text has these tokens."""
+    allowed = {len(text[:place]): np.arange(vocab) == token for place, token in enumerate(text)}
+    return TokenRules(scored=True, silent=8, allowed=lambda before: allowed[len(before)])
+
+
+@pytest.mark.parametrize("method", [("single", {}), ("row", {"variant": "kv"}), ("block", {})], ids=lambda m: m[0])
+@pytest.mark.parametrize("case", word_cases.CASES, ids=lambda case: case.name)
+def test_tokens_have_the_times_of_the_reference(word_models, case, method):
+    spec, weights = word_models[case.kind]
+    spec = replace(spec, alignment=case.heads or spec.alignment)
+    devices = {"single": 1, "row": 2, "block": 3}[method[0]]
+    fixed = always(plan(spec, method, (1.0, 2.0, 1.0)[:devices]))
+    swarm = Swarm(spec, weights, {f"d{i}": (1e9, 1 << 30) for i in range(devices)}, decider=fixed, jitter_s=0.01)
+    frames, shape = case.frames.reshape(-1), spec.input_spec.run(len(word_cases.PROMPT), word_cases.ROWS)
+    rules = forced(case.text, spec.head.outputs)
+    generation = Transcription(word_cases.PROMPT, len(case.text), shape, rules, frames, sound_rows=case.sound_rows)
+    first = np.concatenate([[0, *word_cases.PROMPT], frames]).astype(np.int32)
+    swarm.begin("r", Batch(shape, first), generation)
+    finish(swarm)
+    assert tuple(generation.text.tokens) == case.text
+    times = [token.end for token in token_times(case.text, generation.beginnings)]
+    assert times == pytest.approx(TEXT_ANSWERS[case.name], abs=0.02)
+
+
+def test_a_retried_text_is_aligned_once_and_a_lost_session_begins_with_the_sound():
+    spec = replace(SPEC, alignment=((0, 1), (1, 2)))
+    rules = replace(RULES, temperatures=(0.0, 0.7), seed=5, judge=unhappy(3.0, 2.0))
+    swarm = Swarm(spec, tensors(spec), {"d0": (1e9, 1 << 30)}, decider=always(plan(spec, ("single", {}), (1.0,))))
+    shape = spec.input_spec.run(len(PROMPT), ROWS)
+    text = Transcription(PROMPT, MOST, shape, rules, FRAMES, sound_rows=ROWS)
+    swarm.begin("r", Batch(shape, inputs(PROMPT)), text)
+    finish(swarm)
+    (output, stats), *_ = swarm.answers["r"]
+    assert [s.shape.want for s in stats] == ["task"] * 2 * MOST + ["alignment"]
+    beginnings, verdict = text.beginnings, text.verdict
+    assert beginnings is not None
+    assert len(beginnings) == MOST - 1
+    text.rewind(len(text.steps) - 1)
+    assert not text.done
+    text.session.start(PlanVersion(1, 9), 7)
+    batch, _ = text.next_batch(None)
+    assert batch.shape.encodes, "the new session has no sound yet"
+    assert text.append_tokens(np.zeros((1, spec.head.outputs), np.float32)).taken == ()
+    batch, session = text.next_batch(None)
+    assert (batch.shape.want, session.final) == ("alignment", True)
+    rows = np.zeros((batch.shape.tokens, 1), np.float32)
+    start, stop, _ = batch.inputs[-3:]
+    rows[start:stop, 0] = beginnings
+    text.append_tokens(rows)
+    assert text.done
+    assert (text.text.tokens, text.verdict) == (output.tolist(), verdict)
+    np.testing.assert_array_equal(text.beginnings, beginnings)

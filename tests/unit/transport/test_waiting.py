@@ -6,7 +6,7 @@ import pytest
 
 from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.transport import wait_for_broker
-from hepti_mqtt.transport.waiting import SAY_S
+from hepti_mqtt.transport.base import SAY_S
 
 
 class Site:
@@ -27,7 +27,7 @@ class Site:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.transport.waiting.Backoff.pause_s", lambda _self: 0.0)
+    monkeypatch.setattr("hepti_mqtt.transport.base.Backoff.pause_s", lambda _self: 0.0)
 
 
 def test_it_waits_and_says_so_now_and_then():

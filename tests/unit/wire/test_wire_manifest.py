@@ -15,12 +15,14 @@ from hepti_mqtt.program import NUMPY_DTYPE, WeightRef
 from hepti_mqtt.protocol.manifest import (
     TILE,
     VECTOR_TILE,
+    VERSION,
     Manifest,
     TensorEntry,
     grid,
     tile_array,
     tile_hash,
 )
+from hepti_mqtt.storage import STORAGES
 
 
 def cut(name, array, transposed=False):
@@ -95,6 +97,27 @@ def test_a_reference_outside_the_model_is_refused(name, rows, columns):
     manifest = Manifest("m", (cut("w", np.zeros((10, 7), "f4"))[0], cut("b", np.zeros(3, "f4"))[0]))
     with pytest.raises(WireError):
         manifest.tiles(WeightRef(name, rows, columns))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "share"),
+    [
+        ((2048, 768), "q4_0", ((0, 2048), (192, 352))),
+        ((2048, 768), "q4_k", ((0, 2048), (192, 352))),
+        ((768, 2048), "q4_0", ((192, 352), (0, 2048))),
+        ((768, 2048), "q8_0", ((0, 32), (0, 2048))),
+        ((576, 576), "q8_0", ((0, 576), (64, 128))),
+    ],
+)
+def test_tiles_of_a_share_of_a_narrow_quantised_matrix_hold_nothing_else(shape, dtype, share):
+    rows, columns = grid(shape, True, dtype)
+    entry = TensorEntry("w", shape, dtype, True, tuple(bytes([i // 256, i % 256]) * 16 for i in range(rows * columns)))
+    (top, bottom), (left, right) = share
+    tiles = Manifest("m", (entry,)).tiles(WeightRef("w", *share))
+    assert sum(tile.nbytes for tile in tiles) == (right - left) * STORAGES[dtype].row_bytes(bottom - top)
+    assert [tile.nbytes for tile in entry.tiles()] == entry.tile_bytes().tolist()
+    assert sum(tile.nbytes for tile in entry.tiles()) == shape[1] * STORAGES[dtype].row_bytes(shape[0])
+    assert max(tile.nbytes for tile in entry.tiles()) <= TILE * TILE * 4
 
 
 entries = st.builds(
@@ -175,19 +198,20 @@ LIES = (
 @pytest.mark.parametrize("tensor", LIES)
 def test_sizes_that_lie_are_wire_errors(tensor):
     with pytest.raises(WireError):
-        Manifest.decode(msgpack.packb([1, TILE, "m", [tensor]]))
+        Manifest.decode(msgpack.packb([VERSION, TILE, "m", [tensor]]))
 
 
 def test_what_the_lies_are_made_from_is_accepted_and_twice_is_not():
-    assert Manifest.decode(msgpack.packb([1, TILE, "m", [GOOD]])).entries[0].shape == (300, 10)
-    for fields in ([1, TILE, "m", [GOOD, GOOD]], [2, TILE, "m", []], [1, 128, "m", []], [1, TILE, "M/#", []]):
+    assert Manifest.decode(msgpack.packb([VERSION, TILE, "m", [GOOD]])).entries[0].shape == (300, 10)
+    twice, other = [VERSION, TILE, "m", [GOOD, GOOD]], [VERSION + 1, TILE, "m", []]
+    for fields in (twice, other, [VERSION, 128, "m", []], [VERSION, TILE, "M/#", []]):
         with pytest.raises(WireError):
             Manifest.decode(msgpack.packb(fields))
 
 
-def test_a_manifest_has_the_bytes_of_the_first_version():
+def test_a_manifest_has_the_bytes_of_the_second_version():
     encoded = Manifest("m", (TensorEntry("b", (3,), "f16", False, (bytes(range(32)),)),)).encode()
-    assert encoded == bytes.fromhex("9401cd0100a16d9195a1629103a3663136c2c420") + bytes(range(32))
+    assert encoded == bytes.fromhex("9402cd0100a16d9195a1629103a3663136c2c420") + bytes(range(32))
 
 
 def test_a_short_tile_is_a_wire_error():
