@@ -1,4 +1,4 @@
-"""A mesh of this process with itself, through which frames are sent to measure what they cost."""
+"""Self-measurement: how fast this device computes and exchanges frames, in the terms of its profile."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, weight_bytes
+from hepti_mqtt.kernels.calls import Call, Calls, Operand, received, sent
 from hepti_mqtt.kernels.cpu import cpu_model
-from hepti_mqtt.kernels.jit import cache_directory
+from hepti_mqtt.kernels.jit import JIT, cache_directory
+from hepti_mqtt.kernels.tape import Tape
+from hepti_mqtt.kernels.transfers import Peers
 from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
@@ -40,18 +43,19 @@ from hepti_mqtt.transport.sockets import mesh_possible
 _TOPIC: Final = "x/m/0/near/far"
 _PATIENCE_S: Final = 0.5
 _TRIES: Final = 4
+PEERS: Final = 3  # frames that follow each other, as in an exchange of four devices: the first finds cold caches
 
 
 class LoopbackMesh:
     """Two endpoints on loopback, one of which reads from the other; raises OSError if they cannot be opened."""
 
     def __init__(self) -> None:
-        self._came: list[memoryview] = []
         self._events: list[object] = []
+        self._pool, self._tapes = Workers(1), dict[int, tuple[Tape, list[NDArray[np.uint8]]]]()
         with contextlib.ExitStack() as stack:
-            self._near = Mesh("127.0.0.1", 0, user="near", on_message=self._heard, on_event=self._events.append)
+            self._near = Mesh("127.0.0.1", 0, user="near", on_message=_ignore, on_event=self._events.append)
             stack.callback(self._near.close)
-            self._far = Mesh("127.0.0.1", 0, user="far", on_message=self._heard, on_event=self._events.append)
+            self._far = Mesh("127.0.0.1", 0, user="far", on_message=_ignore, on_event=self._events.append)
             stack.callback(self._far.close)
             self._stack = stack.pop_all()
 
@@ -59,33 +63,42 @@ class LoopbackMesh:
         """Connect them; raises TimeoutError if that takes long."""
         self._near.admit("far", "self", "token", [_TOPIC])
         self._far.join("near", "self", Address("127.0.0.1", self._near.port), "token", [_TOPIC])
-        try:
-            self._until(self._events)
-        except TimeoutError:
+        for _ in range(_TRIES):
+            if not self._events:
+                self._far.wait(_PATIENCE_S)
+        if not self._events:
             self._stack.close()
-            raise
+            raise TimeoutError("an endpoint of this process does not answer")
+        for mesh in (self._near, self._far):
+            self._stack.enter_context(mesh.channels.hold())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def echo(self, body: NDArray[np.uint8]) -> NDArray[Any]:
-        """Send an array as a frame and return it as it has come; raises TimeoutError if it does not."""
-        frame = Frame("tensor", "m", PlanVersion(1, 1), 1, source="near", shape=body.shape, body=body)
-        self._near.publish(_TOPIC, *encode_parts(frame))
-        self._until(self._came)
-        return decode(self._came.pop()).array()
+    def echo(self, body: NDArray[np.uint8]) -> None:
+        """Send an array `PEERS` times, and receive it, as a tape does; raises TimeoutError if it does not come."""
+        tape, arrays = self._tapes.get(body.size) or self._tapes.setdefault(body.size, self._tape(body))
+        peers = Peers(1, self._far.channels.wake, int(1e3 * _PATIENCE_S))
+        if tape.run(arrays, peers=peers) < len(tape.calls):
+            raise TimeoutError("a frame does not come back")
 
-    def _heard(self, _peer: str, _topic: str, payload: memoryview) -> None:
-        self._came.append(payload)
+    def _tape(self, body: NDArray[np.uint8]) -> tuple[Tape, list[NDArray[np.uint8]]]:
+        """Return a tape that exchanges an array, and its arrays."""
+        sends, *receives = (Operand(slot, 0, body.shape, body.dtype) for slot in range(1 + PEERS))
+        tape = Tape(
+            [Calls([Call(sent, (sends,)), Call(received, (each,))]) for each in receives], self._pool, range(1 + PEERS)
+        )
+        header, _ = encode_parts(Frame("tensor", "m", PlanVersion(1, 1), 1, source="near", shape=body.shape, body=body))
+        counted, near, far = len(header) + body.size, self._near.channels, self._far.channels
+        head = (near.route("far", _TOPIC, counted) or b"") + header
+        for row in range(len(tape.calls)):
+            tape.learn(row, far.channel("near") if row % 2 else near.channel("far"), head, counted)
+        return tape, [body, *(np.empty_like(body) for _ in receives)]
 
-    def _until(self, there: list[Any]) -> None:
-        for _ in range(_TRIES):
-            if there:
-                return
-            self._far.wait(_PATIENCE_S)
-        if not there:
-            raise TimeoutError("an endpoint of this process does not answer")
+
+def _ignore(*_: object) -> None:
+    """Take a message that comes when nothing is measured."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,9 +113,9 @@ _MIDDLE: Final = 2  # the shape in which narrower storages are measured
 REPEATS: Final = 3
 WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into what one period allows at full speed
 BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
-CHAIN: Final = 64
+CHAIN: Final = 512  # ops of a run, which takes as long beside them as some hundred ops
 FRAME_SIZES: Final = (256, 1 << 20)
-MESH_SIZES: Final = (256, 1 << 18)
+MESH_SIZES: Final = (256, 1 << 16)
 MAX_COLD_BYTES: Final = 64 << 20  # of weights, however large the caches are: making them takes time
 TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
 MAX_DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
@@ -140,6 +153,7 @@ def load_or_measure(
         "cpu": cpu_model(),
         "mesh": mesh_possible(),
         "weights": "cold, of twice the caches",
+        "ops and frames": "rows of a tape",
     }
     curves = None if force else _cached(file, key)
     cached = curves is not None and (
@@ -439,15 +453,17 @@ def _frames(forget: Callable[[], None]) -> Curves:
 
 
 def _fit_frame_cost(
-    act: Callable[[Any], object], sizes: tuple[int, int], forget: Callable[[], None]
+    act: Callable[[Any], object], sizes: tuple[int, int], forget: Callable[[], None], count: int = 1
 ) -> tuple[float, float]:
-    """Return the fixed time and the rate of a frame from rounds of a small and a large one, of a half each.
+    """Return the fixed time and the rate of a frame from rounds of small and of large ones, of a half each.
+
+    count: frames of a round.
 
     A small one that takes no less was held up, and would make bytes cost nothing and frames cost too much.
     """
     rounds = [partial(act, np.zeros(size, np.uint8)) for size in sizes]
     for _ in range(TRIES):
-        small, large = (_seconds(each, before=forget) / 2 for each in rounds)
+        small, large = (_seconds(each, before=forget) / (2 * count) for each in rounds)
         if large > small:
             break
     return min(small, large), (sizes[1] - sizes[0]) / max(large - small, 1e-9)
@@ -467,11 +483,11 @@ def _echo_frame(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, 
 
 def _mesh_frames(forget: Callable[[], None]) -> Curves:
     """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
-    if not mesh_possible():
+    if not JIT or not mesh_possible():
         return {}
     try:
         with LoopbackMesh() as mesh:
-            frame_s, rate = _fit_frame_cost(mesh.echo, MESH_SIZES, forget)
+            frame_s, rate = _fit_frame_cost(mesh.echo, MESH_SIZES, forget, PEERS)
     except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
         return {}
     return {"mesh_frame_s": frame_s, "mesh_copy_bytes_per_s": rate}

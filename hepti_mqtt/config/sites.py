@@ -39,13 +39,15 @@ _VALUE_BYTES: Final = {"w8a8": 1.0, "w8a32": 1.0} | {
 }
 #: FLOPs of unpacking one value, once for all rows: assumed, fitted to an agent that measured itself with AVX-512.
 _UNPACK_FLOPS: Final = {"q4_0": 1.0, "q4_1": 1.0, "q4_k": 1.0, "q5_k": 2.0, "q6_k": 8.0}
-# What frames cost a device of so many GFLOP/s: fitted by agents of the lab, off loopback, on 0.31 of a core. Other
-# devices are taken to be as much slower at it as they are at matmuls, as hosts with another share of a core are.
+# What frames and ops cost a device of so many GFLOP/s: as agents measure it, on 0.31 of a core; bytes as agents of the
+# lab fitted them, off loopback. Other devices are taken to be as much slower at it as at matmuls, as hosts with
+# another share of a core are.
 _FITTED_GFLOPS: Final = 24.6
-_FITTED_FRAME_MS: Final = 0.1
+_FITTED_FRAME_MS: Final = 0.035
 _FITTED_FRAME_MS_PER_MB: Final = 5.0
-# A frame over the broker also goes through a network thread: slower by this factor, as if a profile says nothing.
-_BROKER_FRAME: Final = 2.5
+_FITTED_OP_MS: Final = 0.0004
+# A frame over the broker goes through Python and a network thread, which takes so many times as long.
+_BROKER_FRAME: Final = 7.0
 _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
@@ -157,6 +159,7 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
         tuple(_curves(path, name, fields)),
         attention_flops_per_s=flops / 3,
         rowwise_bytes_per_s=stream / 2,
+        op_overhead_s=slower * _FITTED_OP_MS / 1e3,
         memory_bytes=_number(path, name, fields, "memory_mib", 4096.0) * 2**20,
         frame_s=_BROKER_FRAME * frame_s,
         copy_bytes_per_s=min(copied, stream / 2),

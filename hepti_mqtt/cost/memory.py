@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.lowering import Lowered
@@ -139,6 +140,7 @@ def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> i
     return runs * buffers + scratch + sessions
 
 
+@lru_cache(maxsize=KEPT_PROGRAMS)
 def session_rows(spec: Spec, in_flight: int) -> int:
     """Return how many rows all sessions of a plan may have together on each of its devices."""
     longest = largest_shape(spec).session_rows

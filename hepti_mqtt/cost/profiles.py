@@ -18,13 +18,11 @@ from hepti_mqtt.storage import Product
 LOCAL_BYTES_PER_S: Final = 250e6
 
 # Of a frame over mesh, sent or received, as measured on a core of a server; the copy is the kernel's.
-MESH_FRAME_S: Final = 40e-6
+MESH_FRAME_S: Final = 10e-6
 MESH_COPY_BYTES_PER_S: Final = 4e9
-# What a frame costs, and a byte of it off loopback, as a part of what a frame was measured to cost, until somebody has
-# met some. A plan's frames come close together, and find caches that the measurement has cleared. A network card or a
-# shaped link cuts frames into packets of about 1448 bytes.
-UNSEEN_FRAME: Final = 1 / 2
-UNSEEN_BYTE: Final = 1 / (30 * 1448)
+# What a byte costs off loopback, as a part of what a frame was measured to cost, until the site has met some: a network
+# card or a shaped link cuts frames into packets of about 1448 bytes.
+UNSEEN_BYTE: Final = 1 / (6 * 1448)
 F32: Final = Product()
 
 
@@ -78,7 +76,7 @@ class DeviceProfile:
     linear: tuple[Curve, ...]
     attention_flops_per_s: float
     rowwise_bytes_per_s: float
-    op_overhead_s: float = 10e-6
+    op_overhead_s: float = 0.1e-6
     memory_bytes: float = inf
     slowdown: float = 1.0
     frame_s: float = 100e-6
@@ -222,7 +220,7 @@ def with_frame_costs(devices: Mapping[str, DeviceProfile], remote: Collection[st
 def default_frame_cost(device: DeviceProfile) -> FrameCost:
     """Return what frames off loopback cost as long as none was seen."""
     frame_s = device.mesh_frame_s
-    return FrameCost(frame_s * UNSEEN_FRAME, frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
+    return FrameCost(frame_s, frame_s * UNSEEN_BYTE + 1 / device.mesh_copy_bytes_per_s)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -42,15 +42,14 @@ from numba import float32, int32, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import attention_few
-from hepti_mqtt.kernels.attention_tile import (
-    HeadLayout,
-    attention_by_distance,
-    attention_units,
-)
+from hepti_mqtt.kernels.attention_tile import HeadLayout, attention_by_distance, attention_units
 from hepti_mqtt.kernels.base import (
     Array,
+    Arrays,
     Check,
     Kernel,
+    Slots,
+    Weights,
     check_at,
     items_of,
     refuse_at,
@@ -59,13 +58,12 @@ from hepti_mqtt.kernels.base import (
     starts_of,
 )
 from hepti_mqtt.kernels.calls import Addresses, CacheWork, Call, Calls, Operand, operands, scratch
-from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits, half_bits
+from hepti_mqtt.kernels.codecs import from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR
-from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import DTYPE_BYTES, Compute, SlotSpec, Work
+from hepti_mqtt.program import DTYPE_BYTES, Compute, Work
 
 NO_SINKS: Final = np.zeros(0, np.float32)
 
@@ -226,7 +224,7 @@ def _placed(op: Compute, seen: Seen) -> Seen:
     return seen._replace(q_at=q_at, k_at=grid_places(seen.k_at, lengths, side, 3 * most + 2))
 
 
-def _biases(check: Check, weights: Sequence[Weight]) -> NDArray[np.float32]:
+def _biases(check: Check, weights: Weights) -> NDArray[np.float32]:
     """Return the bias of each head by distance, query minus key, with 0 in the middle: [heads, an odd number].
 
     Without a bias it is of no columns.
@@ -265,7 +263,7 @@ class Distances(NamedTuple):
     to_keys: NDArray[np.float32]
 
 
-def _distances(check: Check, layout: HeadLayout, weights: Sequence[Weight], seen: Seen) -> Distances:
+def _distances(check: Check, layout: HeadLayout, weights: Weights, seen: Seen) -> Distances:
     attrs, none = check.op.attrs, np.zeros((0, 0), np.float32)
     biases = _biases(check, weights)
     if not attrs.get("disentangled"):
@@ -295,11 +293,9 @@ def check_heads(check: Check) -> HeadLayout:
     return found
 
 
-def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout]:
+def _check(op: Compute, slots: Slots) -> tuple[int, int, HeadLayout]:
     """Return (rows of q, rows of kv, layout of heads)."""
-    check = Check(op, slots)
-    check.count(2)
-    check.dtypes()
+    check = Check.of(op, slots, 2)
     r, s = (spec.shape[0] for spec in check.reads)
     check.that(len(op.attrs["q_rows"]) == r, f"q_rows names {len(op.attrs['q_rows'])} rows, q has {r}")
     layout = check_heads(check)
@@ -308,7 +304,7 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[int, int, HeadLayout
     return r, s, layout
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     r, s, layout = _check(op, slots)
     check, by_distance = Check(op, slots), _by_place(op)
     check.weights(weights, 2 if op.attrs.get("disentangled") else int(by_distance))
@@ -331,7 +327,7 @@ def pairs_of(key_ranges: NDArray[np.int64]) -> int:
     return int((key_ranges[:, 1] - key_ranges[:, 0]).sum())
 
 
-def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work(op: Compute, slots: Slots) -> Work:
     keys = slots[op.reads[1]].shape[0]
     if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False) and op.attrs.get("window") is None:
         pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
@@ -342,9 +338,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("attention", flops=per_pair * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
 
-def _reference_states(
-    op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, weights: Sequence[Array] = ()
-) -> Array:
+def _reference_states(op: Compute, slots: Slots, q: Array, kv: Array, weights: Arrays = ()) -> Array:
     _, s, (*columns, heads, d, _, group) = _check(op, slots)
     out = np.zeros((len(q), heads, d + 2))
     out[:, :, d] = -np.inf
@@ -375,7 +369,7 @@ def _reference_states(
     return out
 
 
-def _met(op: Compute, q: Array, k: Array, weights: Sequence[Array], apart: NDArray[np.int64]) -> Array:
+def _met(op: Compute, q: Array, k: Array, weights: Arrays, apart: NDArray[np.int64]) -> Array:
     """Return what keys of distances give with q [heads, r, d], and their queries with k [heads, s, d]."""
     heads, r, d = q.shape
     to_queries, to_keys = (w.astype(np.float64).reshape(len(w), heads, d).transpose(1, 2, 0) for w in weights)
@@ -393,7 +387,7 @@ def _finish(states: Array, sinks: Array | None = None) -> Array:
     return np.asarray((states[:, :, :-2] / np.where(norm == 0, 1.0, norm)).reshape(r, heads * (width - 2)))
 
 
-def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+def _reference(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     states = _reference_states(op, slots, reads[0], reads[1], weights)
     return [states if op.kernel == "attention_block" else _finish(states)]
 
@@ -429,10 +423,8 @@ def _combine(states: Any, count: int, out: Any, heads: int, d: int, first: int, 
                     result[c] /= by
 
 
-def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(None)
-    check.dtypes()
+def _bind_combine(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, None)
     check.weights(weights, 0)
     heads, d = op.attrs["heads"], op.attrs["head_dim"]
     r = check.writes[0].shape[0]
@@ -447,9 +439,7 @@ def _bind_combine(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weig
     return pool.bind(_combine, parts)(Addresses(states), count, out, heads, d)
 
 
-def _reference_combine(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_combine(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     states = np.stack(reads).astype(np.float64)
     high = states[..., -2]
     top = high.max(axis=0)
@@ -475,46 +465,27 @@ def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: i
         out[first + row] = new[row, column : column + out.shape[1]]
 
 
-def _plain_append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
-    with np.errstate(over="ignore"):
-        _append_rows(state.view(np.float16), out.view(np.float16), new, at, column, copied)
+@kernel(reads(uint16, 2), fills(uint16, 2), reads(float32, 2), reads(int32, 1), INT, INT)
+def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+    """Append rows as f16; beyond 65504 is infinity, as on the wire."""
+    first = at[0]
+    if first < 0 or first + len(new) > len(out):
+        raise ValueError
+    if copied:
+        out[:] = state
+    for row in range(len(new)):
+        for i in range(out.shape[1]):
+            out[first + row, i] = half_bits(new[row, column + i])
 
 
-def _plain_widen_heads(
-    kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int
-) -> None:
-    d, low, stop = wide.shape[1] // 2, max(at[item] - near, 0), at[item] + rows
-    for column, to in ((k_column, 0), (v_column, d)):
-        wide[low:stop, to : to + d] = kv[low:stop, column : column + d].view(np.float16)
-
-
-if HALF_IN_HARDWARE:
-
-    @kernel(reads(uint16, 2), fills(uint16, 2), reads(float32, 2), reads(int32, 1), INT, INT)
-    def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
-        """Append rows as f16; beyond 65504 is infinity, as on the wire."""
-        first = at[0]
-        if first < 0 or first + len(new) > len(out):
-            raise ValueError
-        if copied:
-            out[:] = state
-        for row in range(len(new)):
-            for i in range(out.shape[1]):
-                out[first + row, i] = half_bits(new[row, column + i])
-
-    @kernel(reads(uint16, 2), fills(float32, 2), reads(int32, 1), INT, INT, INT, INT, INT)
-    def _widen_heads(
-        kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int
-    ) -> None:
-        """Widen the keys and values of one head that new rows of an item meet to wide [.., 2 d]."""
-        d = wide.shape[1] // 2
-        for row in range(max(at[item] - near, 0), at[item] + rows):
-            for c in range(d):
-                wide[row, c] = from_half_bits(kv[row, k_column + c])
-                wide[row, d + c] = from_half_bits(kv[row, v_column + c])
-
-else:
-    _append_halves, _widen_heads = _plain_append_halves, _plain_widen_heads
+@kernel(reads(uint16, 2), fills(float32, 2), reads(int32, 1), INT, INT, INT, INT, INT)
+def _widen_heads(kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int) -> None:
+    """Widen the keys and values of one head that new rows of an item meet to wide [.., 2 d]."""
+    d = wide.shape[1] // 2
+    for row in range(max(at[item] - near, 0), at[item] + rows):
+        for c in range(d):
+            wide[row, c] = from_half_bits(kv[row, k_column + c])
+            wide[row, d + c] = from_half_bits(kv[row, v_column + c])
 
 
 @kernel(TABLE, reads(int32, 1), INT, INT, INT, INT, TABLE, TABLE)
@@ -533,7 +504,7 @@ def _move_limits(empty: Any, at: Any, item: int, near: int, least: int, capacity
         tiles[i, 3] += first
 
 
-def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
+def _bind_append_rows(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
     kept = _kept(op, slots)
     check = check_at(op, slots, (kept, "f32"), result=kept)
     check.weights(weights, 0)
@@ -550,12 +521,12 @@ def _bind_append_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[
     return [Call(_append_halves, (*halves, new, at, column, copied), refuse=refuse)]
 
 
-def _kept(op: Compute, slots: Sequence[SlotSpec], read: int = 0) -> str:
+def _kept(op: Compute, slots: Slots, read: int = 0) -> str:
     """Return the dtype of the keys and values that an op reads: f16, or f32 that it must be otherwise."""
     return "f16" if read < len(op.reads) and slots[op.reads[read]].dtype == "f16" else "f32"
 
 
-def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_attention_at(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     lengths = items_of(op, slots[op.reads[0]].shape[0])
     kept = _kept(op, slots, 1)
     check = check_at(op, slots, ("f32", *[kept] * len(lengths)), len(lengths))
@@ -567,7 +538,7 @@ def _bind_attention_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     check.shape(check.writes[0], (m, layout.heads * layout.d))
     if not m * layout.heads:
         return []
-    fits, caches_of = attention_few.takes(layout.d, kept), _Caches(op, slots, check, layout, lengths, sinks)
+    fits, caches_of = attention_few.takes(layout.d), _Caches(op, slots, check, layout, lengths, sinks)
     fits = fits and not op.attrs.get("together", False)
     few = [item for item, rows in enumerate(lengths) if fits and rows <= attention_few.ROWS]
     calls = caches_of.attend_few(few, pool) if few else Calls()
@@ -581,7 +552,7 @@ class _Caches:
     """Attention over the caches of items."""
 
     def __init__(
-        self, op: Compute, slots: Sequence[SlotSpec], check: Check, layout: HeadLayout, lengths: Sequence[int],
+        self, op: Compute, slots: Slots, check: Check, layout: HeadLayout, lengths: Sequence[int],
         sinks: NDArray[np.float32],
     ) -> None:  # fmt: skip
         (self.q, *self.caches, self.at), (self.out,) = operands(op, slots)
@@ -648,18 +619,14 @@ class _Caches:
         return calls
 
 
-def _reference_append_rows(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_append_rows(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     state, new, first = reads[0].copy(), reads[1], int(reads[2][0])
     column = op.attrs.get("column", 0)
     state[first : first + len(new)] = new[:, column : column + state.shape[1]]
     return [state]
 
 
-def _reference_attention_at(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_attention_at(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     q, *caches, at = reads
     sinks = np.concatenate(weights).astype(np.float64) if weights else None
     ends, out = accumulate(items_of(op, len(q)), initial=0), list[Array]()
@@ -676,7 +643,7 @@ def _reference_attention_at(
 
 
 def _reference_together(
-    op: Compute, slots: Sequence[SlotSpec], q: Array, kv: Array, first: int, sinks: Array | None
+    op: Compute, slots: Slots, q: Array, kv: Array, first: int, sinks: Array | None
 ) -> Iterator[Array]:
     """Yield the attention of each row of an item over the keys of its window and the later new rows."""
     kept, stop = {k: v for k, v in op.attrs.items() if k not in ("window", "together")}, first + len(q)
@@ -687,11 +654,11 @@ def _reference_together(
         yield _finish(_reference_states(one, slots, q[row : row + 1], kv[begin:stop]), sinks)
 
 
-def _work_append_rows(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work_append_rows(op: Compute, slots: Slots) -> Work:
     return Work("rowwise", nbytes=8.0 * slots[op.reads[1]].shape[0] * slots[op.reads[0]].shape[1])
 
 
-def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work_attention_at(op: Compute, slots: Slots) -> Work:
     # The mean over all positions at which the rows fit.
     m, capacity = (slots[s].shape[0] for s in op.reads[:2])
     near = min(op.attrs.get("window", capacity) + 1, capacity)
@@ -699,7 +666,7 @@ def _work_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("attention", flops=4.0 * op.attrs["head_dim"] * op.attrs["heads"] * m * keys)
 
 
-def _scratch_attention_at(op: Compute, slots: Sequence[SlotSpec]) -> int:
+def _scratch_attention_at(op: Compute, slots: Slots) -> int:
     """Return the bytes of one head's keys and values in f32, of a cache in f16: with few rows some CPUs need none."""
     rows, wide = slots[op.reads[1]].shape[0], DTYPE_BYTES["f32"]
     return 2 * op.attrs["head_dim"] * rows * wide if _kept(op, slots, 1) == "f16" else 0

@@ -17,23 +17,11 @@ from llvmlite import ir
 from numba import float32, int32
 
 from hepti_mqtt.kernels.attention_tile import AttentionWriter, begun, by_vectors, scaled_rows
-from hepti_mqtt.kernels.codecs import HALF_IN_HARDWARE, from_half_bits
+from hepti_mqtt.kernels.codecs import from_half_bits
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.elementary import ONE, ZERO, bits_of, exp_of_negative
 from hepti_mqtt.kernels.ir_vectors import F32, IN_ORDER, emit_sized
-from hepti_mqtt.kernels.jit import (
-    FLOAT,
-    INT,
-    INT_ARRAY,
-    TABLE,
-    fills,
-    floats,
-    halves,
-    helper,
-    kernel,
-    lowered,
-    reads,
-)
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, halves, helper, kernel, lowered, reads
 from hepti_mqtt.kernels.tile import NR
 
 LANES: Final = TILE.lanes
@@ -120,9 +108,9 @@ _weighted: Final = lowered(by_vectors("hepti_weighted", 5, write_weighted, _VECT
 ITEM, ROW, COUNT = range(3)
 
 
-def takes(d: int, kept: str) -> bool:
-    """Return whether the kernel takes heads of d columns and caches of a dtype."""
-    return d % LANES == 0 and (kept == "f32" or HALF_IN_HARDWARE)
+def takes(d: int) -> bool:
+    """Return whether the kernel takes heads of d columns."""
+    return d % LANES == 0
 
 
 # What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
@@ -168,9 +156,9 @@ def _end(mine: int, out: Any, row: int, column: int, d: int) -> None:
 def _copy(source: int, width: int, nbytes: int, rows: int, d: int, copies: int) -> None:
     """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache.
 
-    nbytes: of a value, 4 of f32, or where `takes` says so 2 of f16, which becomes f32.
+    nbytes: of a value, 4 of f32, or 2 of f16, which becomes f32.
     """
-    if HALF_IN_HARDWARE and nbytes < FLOAT_BYTES:
+    if nbytes < FLOAT_BYTES:
         for i in range(rows):
             row, to = halves(source + 2 * i * width, d), floats(copies + 4 * i * d, d)
             for c in range(d):

@@ -8,7 +8,6 @@ biases, plain [heads d]; the bias of keys adds the same to all scores of a query
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +16,12 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, pairs_of, seen_keys, tiles_of_op
 from hepti_mqtt.kernels.attention_tile import KEYS, LANES, LOG2E, scores_of, softmax_tile, transpose
-from hepti_mqtt.kernels.base import Array, Check, Kernel
+from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights
 from hepti_mqtt.kernels.calls import Calls, operands
 from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
-from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _MINUS_INF: Final = np.float32(-np.inf)
@@ -127,12 +125,9 @@ def _reordered_units(
                     out[row + i, column + c] = narrow[c * NR + i] / weight + bias[column + c]
 
 
-def _check_reordered(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
+def _check_reordered(op: Compute, slots: Slots) -> tuple[Check, int, int]:
     """Return (the op's checks, heads, columns of a head); raises ValueError if its slots do not fit together."""
-    check = Check(op, slots)
-    check.count(2)
-    check.dtypes()
-    check.rank(2)
+    check = Check.of(op, slots, 2, rank=2)
     heads, d, column = op.attrs["heads"], op.attrs["head_dim"], op.attrs["q_column"]
     check.that(d >= 1 and heads >= 0, f"heads {heads} of {d} columns make no sense")
     r, width = check.reads[0].shape
@@ -158,7 +153,7 @@ def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
     return np.asarray(sorted(found, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
 
 
-def _bind_reordered(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_reordered(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, heads, d = _check_reordered(op, slots)
     has_bias = bool(op.attrs["bias"])
     check.weights(weights, 4 if has_bias else 2)
@@ -189,7 +184,7 @@ def _flops(op: Compute, keys: int, w: int) -> float:
     return 4.0 * heads * w * (r * d + _pairs_reordered(op, keys))
 
 
-def _work_reordered(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work_reordered(op: Compute, slots: Slots) -> Work:
     """Return the work as that of a matmul: each query of each head goes through Wk, x, x again and Wv.
 
     Reading Wk and Wv comes on top: in a matmul of so many rows it is hidden, but only one head's queries meet a weight.
@@ -200,9 +195,7 @@ def _work_reordered(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=heads * r, k=w, n=round(flops / max(2 * heads * r * w, 1)), flops=flops, nbytes=nbytes)
 
 
-def _reference_reordered(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_reordered(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     """Return the attention over keys and values, which are computed here."""
     _, heads, d = _check_reordered(op, slots)
     q, x = (a.astype(np.float64) for a in reads)

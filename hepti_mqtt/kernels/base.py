@@ -19,6 +19,9 @@ from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Array = NDArray[Any]
+Arrays = Sequence[Array]
+Slots = Sequence[SlotSpec]
+Weights = Sequence[Weight]
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -47,7 +50,7 @@ REFERENCE_ACTIVATIONS: Final[Mapping[str | None, Callable[[Array], Array]]] = {
 }
 
 
-def reference_norm(x: Array, weights: Sequence[Array], attrs: Mapping[str, Any]) -> Array:
+def reference_norm(x: Array, weights: Arrays, attrs: Mapping[str, Any]) -> Array:
     """Return the norm of `norm_of` over the last axis; weights: gamma, and perhaps beta."""
     x = x.astype(np.float64)
     mean = x.mean(axis=-1, keepdims=True) * (not attrs.get("rms", False))
@@ -57,13 +60,13 @@ def reference_norm(x: Array, weights: Sequence[Array], attrs: Mapping[str, Any])
     return np.asarray((x - mean) / np.sqrt(var + attrs["eps"]) * gamma + beta)
 
 
-Bind = Callable[[Compute, Sequence[SlotSpec], Sequence[Weight], Workers], Calls]
-Reference = Callable[[Compute, Sequence[SlotSpec], Sequence[Array], Sequence[Array]], list[Array]]
-Estimate = Callable[[Compute, Sequence[SlotSpec]], Work]
-Scratch = Callable[[Compute, Sequence[SlotSpec]], int]
+Bind = Callable[[Compute, Slots, Weights, Workers], Calls]
+Reference = Callable[[Compute, Slots, Arrays, Arrays], list[Array]]
+Estimate = Callable[[Compute, Slots], Work]
+Scratch = Callable[[Compute, Slots], int]
 
 
-def _no_scratch(_op: Compute, _slots: Sequence[SlotSpec]) -> int:
+def _no_scratch(_op: Compute, _slots: Slots) -> int:
     return 0
 
 
@@ -74,12 +77,12 @@ ROWWISE_GRAIN = 1 << 14
 class BoundKernel:
     """The calls of an op with its weights; calling it runs them alone, on arrays that the op reads and writes."""
 
-    def __init__(self, op: Compute, slots: Sequence[SlotSpec], calls: Calls, pool: Workers) -> None:
+    def __init__(self, op: Compute, slots: Slots, calls: Calls, pool: Workers) -> None:
         self.calls = calls
         self._op, self._slots, self._pool = op, slots, pool
         self._tape: Tape | None = None
 
-    def __call__(self, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    def __call__(self, reads: Arrays, writes: Arrays) -> None:
         """Run the op; the arrays are trusted."""
         arrays = dict(zip((*self._op.reads, *self._op.writes), (*reads, *writes), strict=True))
         if self._tape is None:
@@ -90,7 +93,7 @@ class BoundKernel:
             row = self._tape.run(list(arrays.values()), scratch, row)
 
 
-Run = Callable[[Sequence[Array], Sequence[Array]], None]
+Run = Callable[[Arrays, Arrays], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Kernel:
     #: What a bound op notes about its matrices does not grow with their columns.
     by_matrix: bool = False
 
-    def bind(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> BoundKernel:
+    def bind(self, op: Compute, slots: Slots, weights: Weights, pool: Workers) -> BoundKernel:
         """Return the calls of one op of a template; they allocate nothing large and release the GIL.
 
         Everything that depends on shapes, attributes and weights is worked out here, once. Calls trust their arrays
@@ -125,7 +128,7 @@ class Kernel:
         except KeyError as error:
             raise ValueError(f"{self.name}: attribute {error} is missing; it has {sorted(op.attrs)}") from error
 
-    def checked(self, op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Run:
+    def checked(self, op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Run:
         """Return what `bind` returns behind checks of every array that it is given, for everybody but the executor.
 
         The executor makes its arrays from the slot table, and needs no check. Raises TypeError for what is no array or
@@ -134,32 +137,28 @@ class Kernel:
         """
         run = self.bind(op, slots, weights, pool)
 
-        def safe(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        def safe(reads: Arrays, writes: Arrays) -> None:
             check_arrays(op, slots, reads, writes, self.in_place)
             run(reads, writes)
 
         return safe
 
-    def reference(
-        self, op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-    ) -> list[Array]:
+    def reference(self, op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
         """Return what the op writes, by plain NumPy in float64; weights as plain arrays [in, out] or [n]."""
         dtypes = [NUMPY_DTYPE[slots[s].dtype] for s in op.writes]
         results = self.reference_function(op, slots, reads, weights)
         return [np.ascontiguousarray(r, dtype=t) for r, t in zip(results, dtypes, strict=True)]
 
-    def work(self, op: Compute, slots: Sequence[SlotSpec]) -> Work:
+    def work(self, op: Compute, slots: Slots) -> Work:
         """Return how much work the op is, for the cost model."""
         return self.work_function(op, slots)
 
-    def scratch_bytes(self, op: Compute, slots: Sequence[SlotSpec]) -> int:
+    def scratch_bytes(self, op: Compute, slots: Slots) -> int:
         """Return the most bytes that a run of the op takes beside its slots, and gives back."""
         return self.scratch_function(op, slots)
 
 
-def check_arrays(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], writes: Sequence[Array], in_place: bool = False
-) -> None:
+def check_arrays(op: Compute, slots: Slots, reads: Arrays, writes: Arrays, in_place: bool = False) -> None:
     """Raise TypeError or ValueError unless the arrays are what the slots of `op` say, and no output overlaps another.
 
     What is read may be unaligned and read-only, as a view of a received frame is. in_place: the first output may be the
@@ -196,10 +195,30 @@ def _check_array(name: str, spec: SlotSpec, array: Array) -> None:
 class Check:
     """Checks of one op; every failure is a ValueError that names the kernel."""
 
-    def __init__(self, op: Compute, slots: Sequence[SlotSpec]) -> None:
+    def __init__(self, op: Compute, slots: Slots) -> None:
         self.op = op
         self.reads = [slots[s] for s in op.reads]
         self.writes = [slots[s] for s in op.writes]
+
+    @classmethod
+    def of(
+        cls, op: Compute, slots: Slots, reads: int | None, writes: int = 1, rank: int | None = None,
+        dtypes: tuple[str, str] | None = ("f32", "f32"),
+    ) -> Check:  # fmt: skip
+        """Return the checks of an op that reads and writes so many slots of a rank and of these dtypes.
+
+        reads: None for one or more. rank, dtypes: None for any.
+        """
+        check = cls(op, slots)
+        check.that(
+            bool(check.reads) if reads is None else len(check.reads) == reads, f"must read {reads or 'some'} slots"
+        )
+        check.that(len(check.writes) == writes, f"must write {writes} slots")
+        if dtypes is not None:
+            check.dtypes(*dtypes)
+        ranks = {len(spec.shape) for spec in (*check.reads, *check.writes)}
+        check.that(rank is None or ranks == {rank}, f"slots must have {rank} dimensions")
+        return check
 
     def that(self, condition: bool, message: str) -> None:
         """Raise ValueError unless `condition` holds."""
@@ -209,21 +228,10 @@ class Check:
                 f"writes {[s.shape for s in self.writes]}); the Program and its weights must come from one model spec"
             )
 
-    def count(self, reads: int | None, writes: int = 1) -> None:
-        """Check how many slots the op reads (None: one or more) and writes."""
-        self.that(
-            len(self.reads) == reads if reads is not None else bool(self.reads), f"must read {reads or 'some'} slots"
-        )
-        self.that(len(self.writes) == writes, f"must write {writes} slots")
-
-    def dtypes(self, reads: str = "f32", writes: str = "f32") -> None:
+    def dtypes(self, reads: str, writes: str) -> None:
         """Check that all slots that the op reads and writes have these dtypes."""
         self.that(all(s.dtype == reads for s in self.reads), f"must read {reads}")
         self.that(all(s.dtype == writes for s in self.writes), f"must write {writes}")
-
-    def rank(self, rank: int) -> None:
-        """Check that all slots have `rank` dimensions."""
-        self.that(all(len(s.shape) == rank for s in (*self.reads, *self.writes)), f"slots must have {rank} dimensions")
 
     def shape(self, spec: SlotSpec, wanted: tuple[int, ...]) -> None:
         """Check the shape of one slot."""
@@ -253,7 +261,7 @@ class Check:
             weight = weight.reshape(1, -1)
         return self.plain(weight, (-1, width))
 
-    def weights(self, weights: Sequence[Weight], count: int) -> None:
+    def weights(self, weights: Weights, count: int) -> None:
         """Check how many weights the op has."""
         self.that(len(weights) == count, f"needs {count} weights, got {len(weights)}")
 
@@ -266,9 +274,7 @@ def _kind(weight: Weight) -> str:
     return "a packed matrix" if isinstance(weight, PackedMatrix) else "a plain array"
 
 
-def norm_of(
-    check: Check, weights: Sequence[Weight], h: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32], np.float32, int]:
+def norm_of(check: Check, weights: Weights, h: int) -> tuple[NDArray[np.float32], NDArray[np.float32], np.float32, int]:
     """Return (gamma [h], beta [h], eps, 1 where rows are centred) of an op that norms rows.
 
     weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred), gamma_offset (added
@@ -292,17 +298,14 @@ def starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
 
 
-def rowwise(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def rowwise(op: Compute, slots: Slots) -> Work:
     """Return the work of an op that reads and writes each of its values once: bytes moved."""
     return Work("rowwise", nbytes=float(sum(slots[s].nbytes for s in (*op.reads, *op.writes))))
 
 
-def check_at(
-    op: Compute, slots: Sequence[SlotSpec], dtypes: tuple[str, ...], items: int = 1, result: str = "f32"
-) -> Check:
+def check_at(op: Compute, slots: Slots, dtypes: tuple[str, ...], items: int = 1, result: str = "f32") -> Check:
     """Check an op that reads arrays [m] or [m, n] of these dtypes, then `at`, and writes [m, n] of a dtype."""
-    check = Check(op, slots)
-    check.count(len(dtypes) + 1)
+    check = Check.of(op, slots, len(dtypes) + 1, dtypes=None)
     got = tuple(s.dtype for s in check.reads)
     check.that(got == (*dtypes, "i32"), f"must read {[*dtypes, 'i32']}, not {list(got)}")
     check.that(check.writes[0].dtype == result, f"must write {result}")

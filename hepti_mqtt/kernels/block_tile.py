@@ -21,10 +21,9 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.blocks import FIELDS, LANES, VECTORS, WIDTH, BlockMatrix
-from hepti_mqtt.kernels.cpu import DOT, TILE, isa
+from hepti_mqtt.kernels.cpu import DOT, HALF_IN_HARDWARE, TILE, isa
 from hepti_mqtt.kernels.ir_vectors import F32, I8, I16, I32, IN_ORDER, VectorWriter, emit_sized, loop
 from hepti_mqtt.kernels.jit import lowered
-from hepti_mqtt.kernels.quantised_tile import HALF_IN_HARDWARE
 from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 
 # How products of bytes are added: by an instruction, for weights as u8 or s8, or by pairs in 16 bits.

@@ -12,19 +12,17 @@ Columns are whole numbers below 2**24, so that f32 holds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numba import float32, int32
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
+from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative, from_bits
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.program import Compute
 
 _MINUS_INF: Final = np.float32(-np.inf)
 _BLOCK: Final = 64  # values that are looked at together
@@ -102,7 +100,7 @@ def _merge(addresses: Any, out: Any, k: int) -> None:
         result[2 * k + _HEAT] = heat
 
 
-def _checked(op: Compute, slots: Sequence[SlotSpec]) -> int:
+def _checked(op: Compute, slots: Slots) -> int:
     """Check what both kernels have in common; return K."""
     check = Check(op, slots)
     r, width = check.writes[0].shape
@@ -111,7 +109,7 @@ def _checked(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return (width - 3) // 2
 
 
-def _bind_candidates(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
+def _bind_candidates(op: Compute, slots: Slots, _weights: Weights, _pool: Workers) -> Calls:
     k, (given, (out,)) = _checked(op, slots), operands(op, slots)
     return [Call(_choose, (given[0], given[-1], out, k, int(op.attrs["first"])))]
 
@@ -121,14 +119,12 @@ def _temperatures(bits: Array) -> Array:
     return np.where(found > 0, found, np.float32(1))
 
 
-def _bind_merge(op: Compute, slots: Sequence[SlotSpec], _weights: Sequence[Weight], _pool: Workers) -> Calls:
+def _bind_merge(op: Compute, slots: Slots, _weights: Weights, _pool: Workers) -> Calls:
     k, (parts, (out,)) = _checked(op, slots), operands(op, slots)
     return [Call(_merge, (Addresses(parts), out, k))]
 
 
-def _reference_candidates(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_candidates(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     k, first = (slots[op.writes[0]].shape[1] - 3) // 2, op.attrs["first"]
     x = reads[0].astype(np.float64)
     order = np.argsort(-x, axis=1, kind="stable")[:, :k]
@@ -140,9 +136,7 @@ def _reference_candidates(
     return [np.column_stack([values, np.pad(order + first, beside, constant_values=-1), *sums, heat])]
 
 
-def _reference_merge(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_merge(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     k = (slots[op.writes[0]].shape[1] - 3) // 2
     parts = [part.astype(np.float64) for part in reads]
     out = np.empty(slots[op.writes[0]].shape)

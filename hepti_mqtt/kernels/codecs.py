@@ -28,13 +28,12 @@ from llvmlite import ir
 from numba import float32, int8, types, uint8, uint16
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import Array, Check, Kernel, rowwise
+from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands
-from hepti_mqtt.kernels.cpu import isa
-from hepti_mqtt.kernels.elementary import ZERO, bits_of, from_bits
-from hepti_mqtt.kernels.jit import JIT, TABLE, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.cpu import HALF_IN_HARDWARE
+from hepti_mqtt.kernels.elementary import HALF, ZERO, bits_of, from_bits, from_half
+from hepti_mqtt.kernels.jit import JIT, TABLE, exact, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 
@@ -43,10 +42,8 @@ if sys.byteorder != "little":
 
 SCALE_BYTES: Final = 4
 
-# Every CPU of these sets converts to and from half precision in one instruction; elsewhere LLVM would call a library
-# function that Numba does not link.
-HALF_IN_HARDWARE: Final = JIT and isa() in ("avx512", "avx2", "neon")
-
+#: of f32: bits of infinity, of the least normal half, and what exponents of halves lack
+_INFINITE, _LEAST_NORMAL, _REBIAS = 0x7F800000, 0x38800000, 0x38000000
 _LEVELS: Final = np.float32(127.0)
 _TINY: Final = np.float32(1e-35)
 
@@ -65,32 +62,36 @@ def _emit_from_half_bits(_context: Any, _bits: Any) -> Any:
     return types.float32(types.uint16), codegen
 
 
-def _plain_to_f16(x: Any, out: Any) -> None:
-    with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware
-        out.view(np.float16)[...] = x
+@exact
+def _half_of(x: Any) -> Any:
+    """Return the bits of the nearest half of x, of two the even one; beyond 65504 is infinity, as in hardware."""
+    sign, most = (bits_of(x) >> 16) & 0x8000, bits_of(abs(x))
+    if most > _INFINITE:
+        return sign | 0x7E00
+    if most < _LEAST_NORMAL:  # the sum with 0.5 has steps of the least half
+        return sign | bits_of(abs(x) + HALF) - bits_of(HALF)
+    rounded = (most - _REBIAS + 0xFFF + (most >> 13 & 1)) >> 13
+    return sign | (rounded if rounded < 0x7C00 else 0x7C00)
 
 
-def _plain_from_f16(x: Any, out: Any) -> None:
-    out[...] = x.view(np.float16)
+def _plain_half_bits(x: Any) -> Any:
+    return np.float16(x).view(np.uint16)
 
 
-half_bits: Final = lowered(_emit_half_bits, _plain_to_f16)  # in compiled code alone
-from_half_bits: Final = lowered(_emit_from_half_bits, _plain_from_f16)
+def _plain_from_half_bits(bits: Any) -> Any:
+    return np.float32(bits.view(np.float16))
 
-if HALF_IN_HARDWARE:
 
-    @kernel(reads(float32, 1), fills(uint16, 1))
-    def _to_f16(x: Any, out: Any) -> None:
-        for i in range(len(x)):
-            out[i] = half_bits(x[i])
+half_bits, from_half_bits = _half_of, from_half
+if HALF_IN_HARDWARE or not JIT:
+    half_bits = lowered(_emit_half_bits, _plain_half_bits)
+    from_half_bits = lowered(_emit_from_half_bits, _plain_from_half_bits)
 
-    @kernel(reads(uint16, 1), fills(float32, 1))
-    def _from_f16(x: Any, out: Any) -> None:
-        for i in range(len(x)):
-            out[i] = from_half_bits(x[i])
 
-else:
-    _to_f16, _from_f16 = _plain_to_f16, _plain_from_f16
+@kernel(reads(float32, 1), fills(uint16, 1))
+def _to_f16(x: Any, out: Any) -> None:
+    for i in range(len(x)):
+        out[i] = half_bits(x[i])
 
 
 @kernel(reads(float32, 2), fills(int8, 2))
@@ -115,55 +116,34 @@ def _to_i8(x: Any, out: Any) -> None:
             out[row, n + i] = np.int8(byte - 256 if byte > 127 else byte)
 
 
-@kernel(reads(int8, 2), fills(float32, 2))
-def _from_i8(x: Any, out: Any) -> None:
-    n = out.shape[1]
-    for row in range(len(x)):
-        bits = 0
-        for i in range(SCALE_BYTES):
-            bits |= (int(x[row, n + i]) & 0xFF) << (8 * i)
-        scale = from_bits(bits)
-        for i in range(n):
-            out[row, i] = np.float32(x[row, i]) * scale
-
-
-def _bind_f16(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
+def _bind_narrow(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, dtypes=("f32", op.kernel.removeprefix("to_")))
     check.weights(weights, 0)
-    encode = op.kernel == "to_f16"
-    check.dtypes(*(("f32", "f16") if encode else ("f16", "f32")))
-    check.shape(check.writes[0], check.reads[0].shape)
-
+    check.shape(check.reads[0], values(check.writes[0]))
     (x,), (out,) = operands(op, slots)
-    if encode:
+    if op.kernel == "to_f16":
         return [Call(_to_f16, (x.reshape(-1), out.reshape(-1).view(np.uint16)))]
-    return [Call(_from_f16, (x.reshape(-1).view(np.uint16), out.reshape(-1)))]
-
-
-def _bind_i8(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.weights(weights, 0)
-    encode = op.kernel == "to_i8"
-    check.dtypes(*(("f32", "i8") if encode else ("i8", "f32")))
-    plain, coded = (check.reads[0], check.writes[0])[:: 1 if encode else -1]
-    check.shape(coded, (*plain.shape[:-1], plain.shape[-1] + SCALE_BYTES))
     # Rows by the number of their values: a map without rows or columns has no -1 that would follow.
-    x, out = (each.reshape(prod(each.shape[:-1]), each.shape[-1]) for (each,) in operands(op, slots))
-    return [Call(_to_i8 if encode else _from_i8, (x, out))]
+    x, out = (each.reshape(prod(each.shape[:-1]), each.shape[-1]) for each in (x, out))
+    return [Call(_to_i8, (x, out))]
 
 
-def _reference_f16(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _bind_wide(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, dtypes=(op.kernel.removeprefix("from_"), "f32"))
+    check.weights(weights, 0)
+    shape = check.writes[0].shape
+    check.shape(check.writes[0], values(check.reads[0]))
+    (x,), (out,) = operands(op, slots)
+    whole = tuple((0, extent) for extent in shape)
+    return widen(check.reads[0], x, out, [Rectangle(whole, whole)]) if prod(shape) else []
+
+
+def _reference_f16(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     with np.errstate(over="ignore"):
         return [reads[0].astype(np.float16 if op.kernel == "to_f16" else np.float32)]
 
 
-def _reference_to_i8(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_to_i8(_op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     x = reads[0]
     most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0).astype(np.float32)
     finite = np.isfinite(most)
@@ -183,16 +163,14 @@ def reference_wide(x: Array) -> Array:
     return wide
 
 
-def _reference_from_i8(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_from_i8(_op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     return [reference_wide(reads[0])]
 
 
-TO_F16: Final = Kernel("to_f16", _bind_f16, _reference_f16, rowwise)
-FROM_F16: Final = Kernel("from_f16", _bind_f16, _reference_f16, rowwise)
-TO_I8: Final = Kernel("to_i8", _bind_i8, _reference_to_i8, rowwise)
-FROM_I8: Final = Kernel("from_i8", _bind_i8, _reference_from_i8, rowwise)
+TO_F16: Final = Kernel("to_f16", _bind_narrow, _reference_f16, rowwise)
+FROM_F16: Final = Kernel("from_f16", _bind_wide, _reference_f16, rowwise)
+TO_I8: Final = Kernel("to_i8", _bind_narrow, _reference_to_i8, rowwise)
+FROM_I8: Final = Kernel("from_i8", _bind_wide, _reference_from_i8, rowwise)
 
 
 NARROW: Final = frozenset({"f16", "i8"})
@@ -249,27 +227,15 @@ def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return loops if len(loops) > 1 else [(1, 0, 0), *loops]
 
 
-def _plain_widen_f16(x: Any, out: Any, runs: Any) -> None:
-    for source, target, length, times, far, apart, _ in runs:
-        for i in range(times):
-            s, t = source + i * far, target + i * apart
-            out[t : t + length] = x[s : s + length].view(np.float16)
-
-
-if HALF_IN_HARDWARE:
-
-    @kernel(reads(uint16, 1), fills(float32, 1), TABLE)
-    def _widen_f16(x: Any, out: Any, runs: Any) -> None:
-        for run in range(len(runs)):
-            length = runs[run, 2]
-            for i in range(runs[run, 3]):
-                s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
-                row, to = x[s : s + length], out[t : t + length]
-                for j in range(len(to)):
-                    to[j] = from_half_bits(row[j])
-
-else:
-    _widen_f16 = _plain_widen_f16
+@kernel(reads(uint16, 1), fills(float32, 1), TABLE)
+def _widen_f16(x: Any, out: Any, runs: Any) -> None:
+    for run in range(len(runs)):
+        length = runs[run, 2]
+        for i in range(runs[run, 3]):
+            s, t = runs[run, 0] + i * runs[run, 4], runs[run, 1] + i * runs[run, 5]
+            row, to = x[s : s + length], out[t : t + length]
+            for j in range(len(to)):
+                to[j] = from_half_bits(row[j])
 
 
 @kernel(reads(int8, 1), fills(float32, 1), TABLE)
@@ -362,9 +328,8 @@ def _copies(op: Compute) -> list[_Copy]:
     return [c for c in found if 0 not in _extents(c.target)]
 
 
-def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(None)
+def _bind_assemble(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, None, dtypes=None)
     check.weights(weights, 0)
     narrow = [n for n in range(len(check.reads)) if _narrow(check, n)]
     same = all(s.dtype == check.writes[0].dtype for n, s in enumerate(check.reads) if n not in narrow)
@@ -380,9 +345,7 @@ def _bind_assemble(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     return calls
 
 
-def _reference_assemble(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_assemble(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     to = slots[op.writes[0]]
     out = np.zeros(to.shape, NUMPY_DTYPE[to.dtype])
     wide = [
@@ -394,7 +357,7 @@ def _reference_assemble(
     return [out]
 
 
-def _work_of_result(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work_of_result(op: Compute, slots: Slots) -> Work:
     """Return what is read and written: each value of the result once, read as wide as it is there."""
     to = slots[op.writes[0]]
     less = sum(

@@ -32,7 +32,17 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, row_parts, rowwise
+from hepti_mqtt.kernels.base import (
+    REFERENCE_ACTIVATIONS,
+    Array,
+    Arrays,
+    Check,
+    Kernel,
+    Slots,
+    Weights,
+    row_parts,
+    rowwise,
+)
 from hepti_mqtt.kernels.calls import Calls, Operand, ProductArrays, operands, scratch
 from hepti_mqtt.kernels.conv_tile import (
     OUTPUTS,
@@ -50,7 +60,7 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, matmul_parts
 from hepti_mqtt.kernels.tile import MR, NONE, NR, RELU, RELU6, activation_of, panel_of_rows
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight
+from hepti_mqtt.kernels.weights import PackedMatrix
 from hepti_mqtt.kernels.windows import (
     BIAS,
     BOUNDS,
@@ -72,7 +82,7 @@ from hepti_mqtt.kernels.windows import (
     patches_of_bands,
     units_of,
 )
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.program import Compute, Work
 
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
 TILES: Final = 192
@@ -402,11 +412,9 @@ def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> 
                 target[left * channels + i] = source[i]
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
+def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     has_bias, has_residual = bool(op.attrs["bias"]), bool(op.attrs["residual"])
-    check.count(2 if has_residual else 1)
-    check.dtypes()
+    check = Check.of(op, slots, 2 if has_residual else 1)
     check.weights(weights, 2 if has_bias else 1)
     activation = activation_of(check, op.attrs["activation"])
     window, bands = banded(check, op)
@@ -495,7 +503,7 @@ def _surrounding(x: Operand, window: Window, bands: Sequence[Band], pool: Worker
     return calls, wide.reshape(-1)
 
 
-def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+def _reference(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     out = slots[op.writes[0]]
     y, x, n = out.shape
     groups, activation = op.attrs.get("groups", 1), REFERENCE_ACTIVATIONS[op.attrs["activation"]]
@@ -511,7 +519,7 @@ def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], w
     return [activation(total + reads[1]) if is_first else activation(total) + reads[1]]
 
 
-def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work(op: Compute, slots: Slots) -> Work:
     y, x, n = slots[op.writes[0]].shape
     channels, groups = slots[op.reads[0]].shape[2], op.attrs.get("groups", 1)
     places, out = math.prod(op.attrs["kernel"]), slots[op.writes[0]]

@@ -198,5 +198,8 @@ def _hwcap() -> int:
     return int(getauxval(_AT_HWCAP))
 
 
+# Every CPU of these sets converts half precision in one instruction. Elsewhere LLVM would call a library function that
+# Numba does not link.
+HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 TILE: Final = TILES[isa()]
 DOT: Final = DOTS[dot()]

@@ -59,6 +59,19 @@ def _plain_power_of_two(shifted: Any) -> Any:
 bits_of: Final = lowered(_emit_bits_of, _plain_bits_of)  # f32 -> i32
 from_bits: Final = lowered(_emit_from_bits, _plain_from_bits)  # i32 -> f32
 
+_REBIAS: Final = f32(2.0**112)  # from the exponent of a half to that of a float
+_HALF_INFINITY: Final = 0x7C00 << 13
+
+
+@exact
+def from_half(bits: Any) -> Any:
+    """Return the f32 of the bits of a half."""
+    magnitude = (bits & 0x7FFF) << 13
+    value = from_bits(np.int32(magnitude | 0x7F800000)) if magnitude >= _HALF_INFINITY else ZERO
+    value = from_bits(np.int32(magnitude)) * _REBIAS if magnitude < _HALF_INFINITY else value
+    return -value if bits & 0x8000 else value
+
+
 # 2**n for 1.5 * 2**23 + n: the low bits of such a float are the integer n.
 _power_of_two: Final = lowered(_emit_power_of_two, _plain_power_of_two)
 

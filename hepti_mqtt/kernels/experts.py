@@ -21,7 +21,7 @@ import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel, row_parts
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Arrays, Check, Kernel, Slots, Weights, row_parts
 from hepti_mqtt.kernels.block_product import prepare_tile, sizes, sizes_of_rows
 from hepti_mqtt.kernels.block_tile import BYTEWISE, DIGITS, ROWS, block_tile
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
@@ -31,8 +31,8 @@ from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import MR, NR, activate, activation_of, panel_of_rows, store
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.kernels.weights import PackedMatrix
+from hepti_mqtt.program import Compute, Work
 from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 
 # Columns of the table of matrices: address of the first panel, bytes of a panel, address of the first bias, bytes
@@ -259,7 +259,7 @@ def _choices(logits: Operand, count: int, normed: bool, height: int) -> tuple[_C
     return choices, Call(_route, (logits, count, int(normed), height, *choices))
 
 
-def _table_of(matrices: Sequence[Weight], bias: Array | None) -> tuple[NDArray[np.int64], tuple[object, ...]]:
+def _table_of(matrices: Weights, bias: Array | None) -> tuple[NDArray[np.int64], tuple[object, ...]]:
     """Return the table of equal matrices, and what must live as long as it; bias: [E, columns], None for zeros."""
     width, rows, alive = _width(matrices), list[tuple[int, ...]](), list[object](matrices)
     columns = _columns(matrices)
@@ -283,11 +283,11 @@ def _table_of(matrices: Sequence[Weight], bias: Array | None) -> tuple[NDArray[n
     return np.asarray(rows, np.int64).reshape(-1, 1 + _KIND), (*alive, padded)
 
 
-def _width(matrices: Sequence[Weight]) -> int:
+def _width(matrices: Weights) -> int:
     return WIDTH if isinstance(matrices[0], BlockMatrix) else NR
 
 
-def _columns(matrices: Sequence[Weight]) -> int:
+def _columns(matrices: Weights) -> int:
     assert isinstance(matrices[0], PackedMatrix | BlockMatrix)
     return matrices[0].columns
 
@@ -302,7 +302,7 @@ class _Products:
         gather = pool.bind(_gather, row_parts(self._rows.shape[0], x.shape[1], pool))
         self.calls: Calls = gather(x, self._rows, choices.order, by)
 
-    def add(self, matrices: Sequence[Weight], bias: Array | None) -> Operand:
+    def add(self, matrices: Weights, bias: Array | None) -> Operand:
         """Add the calls of the products with one matrix of each expert; return their results [choices, n]."""
         table, alive = _table_of(matrices, bias)
         (choices, k), n = self._rows.shape, _columns(matrices)
@@ -328,11 +328,8 @@ class _Products:
         return self._taken
 
 
-def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], kinds: int) -> Check:
-    check, experts = Check(op, slots), op.attrs["experts"]
-    check.count(2)
-    check.dtypes()
-    check.rank(2)
+def _checked(op: Compute, slots: Slots, weights: Weights, kinds: int) -> Check:
+    check, experts = Check.of(op, slots, 2, rank=2), op.attrs["experts"]
     check.weights(weights, kinds * (experts + bool(op.attrs.get("bias"))))
     check.that(1 <= op.attrs["chosen"] <= experts, f"{op.attrs['chosen']} of {experts} experts cannot be chosen")
     check.that(check.reads[1].shape[1] == experts, f"needs the logits of {experts} experts")
@@ -346,7 +343,7 @@ def _checked(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     return check
 
 
-def _biases(check: Check, weights: Sequence[Weight], kinds: int) -> Sequence[Array | None]:
+def _biases(check: Check, weights: Weights, kinds: int) -> Sequence[Array | None]:
     """Return the bias of each expert's products [E, columns] for each kind of matrix, None without biases."""
     experts, columns = check.op.attrs["experts"], check.writes[0].shape[1]
     if not check.op.attrs.get("bias"):
@@ -354,12 +351,12 @@ def _biases(check: Check, weights: Sequence[Weight], kinds: int) -> Sequence[Arr
     return [check.table(weight, columns).reshape(experts, columns) for weight in weights[kinds * experts :]]
 
 
-def _height(weights: Sequence[Weight], rounded: bool) -> int:
+def _height(weights: Weights, rounded: bool) -> int:
     """Return the rows of the largest tile that all of an op's matrices have."""
     return min(ROWS[rounded] if isinstance(weight, BlockMatrix) else MR for weight in weights)
 
 
-def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_up(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, experts, count = _checked(op, slots, weights, 2), op.attrs["experts"], op.attrs["chosen"]
     (m, _), (_, f) = check.reads[0].shape, check.writes[0].shape
     check.shape(check.writes[0], (m * count, f))
@@ -377,7 +374,7 @@ def _bind_up(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], 
     return [route, *products.calls, *gate(gates, ups, choices.order, activation, limit, offset, out)]
 
 
-def _bind_down(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_down(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, count, normed = _checked(op, slots, weights, 1), op.attrs["chosen"], bool(op.attrs["normed"])
     m, n = check.writes[0].shape
     check.that(check.reads[0].shape[0] == m * count, f"needs {count} rows for each of {m}")
@@ -400,9 +397,7 @@ def _limited(attrs: Mapping[str, Any], gate: Array, up: Array) -> tuple[Array, A
     return gate, up + attrs.get("offset", 0.0)
 
 
-def _reference_up(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_up(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     x, logits = (read.astype(np.float64) for read in reads)
     experts, count = op.attrs["experts"], op.attrs["chosen"]
     chosen, function = chosen_experts(logits, count).reshape(-1), REFERENCE_ACTIVATIONS[op.attrs["activation"]]
@@ -415,9 +410,7 @@ def _reference_up(
     return [np.stack(rows)]
 
 
-def _reference_down(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_down(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     hidden, logits = (read.astype(np.float64) for read in reads)
     chosen = chosen_experts(logits, op.attrs["chosen"])
     scales = expert_weights(logits, chosen, bool(op.attrs["normed"])).reshape(-1)
@@ -434,7 +427,7 @@ def read_experts(rows: int, experts: int, chosen: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows)
 
 
-def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work(op: Compute, slots: Slots) -> Work:
     """Return the work of the chosen experts: others are not read."""
     experts, chosen = op.attrs["experts"], op.attrs["chosen"]
     m, k, n = slots[op.reads[1]].shape[0], slots[op.reads[0]].shape[1], slots[op.writes[0]].shape[1]
@@ -446,7 +439,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=max(round(m * chosen / read), 1), k=k, n=columns, flops=flops, product=product)
 
 
-def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
+def _scratch(op: Compute, slots: Slots) -> int:
     """Return the bytes of gathered rows, as numbers and as products take them, and of the products."""
     m, k, n = slots[op.reads[1]].shape[0], slots[op.reads[0]].shape[1], slots[op.writes[0]].shape[1]
     return int(m * op.attrs["chosen"]) * (8 * k + 4 * n * (2 if op.kernel == "experts_up" else 1))

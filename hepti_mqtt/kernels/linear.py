@@ -20,7 +20,7 @@ from numba import float32
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels import block_product, gemv, quantised
-from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Check, Kernel
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Arrays, Check, Kernel, Slots, Weights
 from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.calls import Calls, ProductArrays, operands
 from hepti_mqtt.kernels.cpu import TILE
@@ -39,7 +39,7 @@ from hepti_mqtt.kernels.tile import (
     store,
 )
 from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.program import Compute, Work
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
@@ -114,7 +114,7 @@ def _kept(weight: Weight) -> str:
     return weight.storage if isinstance(weight, NarrowMatrix) else "f32"
 
 
-def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
+def _checked(check: Check, weights: Weights, count: int) -> tuple[list[Matrix], list[NDArray[np.float32]]]:
     """Return the matrices, all packed in one storage and as high as x is wide, and their biases, if any."""
     storages = {_kept(w) for w in weights[:count]}
     check.that(len(storages) == 1, f"its matrices must all be packed and in one storage, got {sorted(storages)}")
@@ -128,12 +128,9 @@ def _checked(check: Check, weights: Sequence[Weight], count: int) -> tuple[list[
     return matrices, biases
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
+def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     has_residual, has_bias = bool(op.attrs["residual"]), bool(op.attrs["bias"])
-    check.count(2 if has_residual else 1)
-    check.dtypes()
-    check.rank(2)
+    check = Check.of(op, slots, 2 if has_residual else 1, rank=2)
     activation = activation_of(check, op.attrs["activation"])
     count = len(weights) // 2 if has_bias else len(weights)
     check.that(count >= 1, "needs a weight")
@@ -178,9 +175,7 @@ def bind_product(
     return pool.bind(_linear, parts)(*arrays, table, activation, alive=alive)
 
 
-def _reference(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     count = len(weights) // 2 if op.attrs["bias"] else len(weights)
     x = reads[0].astype(np.float64)
     if op.attrs.get("x") == "i8":
@@ -191,7 +186,7 @@ def _reference(
     return [out + reads[1] if op.attrs["residual"] else out]
 
 
-def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work(op: Compute, slots: Slots) -> Work:
     m, k = slots[op.reads[0]].shape
     n = slots[op.writes[0]].shape[1]
     storage = op.weights[0].weight_dtype if op.weights else "f32"
@@ -199,7 +194,7 @@ def _work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
     return Work("linear", rows=m, k=k, n=n, flops=2.0 * m * k * n, product=product)
 
 
-def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
+def _scratch(op: Compute, slots: Slots) -> int:
     """Return the bytes of x as products in integers take it: codes, or digits, and what blocks of them have."""
     storages = {ref.weight_dtype for ref in op.weights}
     by = 2 if storages & set(BLOCK_STORAGES) else int("w8a8" in storages)

@@ -22,18 +22,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.calls import Call, Calls, ProductArrays, scratch
 from hepti_mqtt.kernels.cpu import DOT
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
-from hepti_mqtt.kernels.jit import (
-    INT,
-    TABLE,
-    exact,
-    fetch_to_write,
-    fills,
-    floats,
-    helper,
-    kernel,
-    octets,
-    reads,
-)
+from hepti_mqtt.kernels.jit import INT, TABLE, exact, fetch_to_write, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, panels_of
 from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges

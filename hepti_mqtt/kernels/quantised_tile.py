@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.cpu import DOT, TILE, Dot, Tile, isa
+from hepti_mqtt.kernels.cpu import DOT, HALF_IN_HARDWARE, TILE, Dot, Tile
 from hepti_mqtt.kernels.ir_vectors import F32, I8, I32, LINE, VectorWriter, emit_sized, in_order, loop
 from hepti_mqtt.kernels.jit import lowered
 from hepti_mqtt.kernels.tile import panels_at_once
@@ -30,10 +30,6 @@ from hepti_mqtt.kernels.weights import BLOCK
 Kind = Literal["f16", "w8a8", "w8a32"]
 
 GROUP: Final = 4  # bytes of a row that one step of an int8 dot product takes
-
-# Every CPU of these sets converts half precision in one instruction; elsewhere LLVM would call a library function that
-# Numba does not link.
-HALF_IN_HARDWARE: Final = isa() in ("avx512", "avx2", "neon")
 
 
 class Form(NamedTuple):

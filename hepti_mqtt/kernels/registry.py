@@ -5,20 +5,14 @@ The docstring of the module that defines a kernel says what it reads and writes,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
 from hepti_mqtt.kernels.alignment import ALIGN_TOKENS
-from hepti_mqtt.kernels.attention import (
-    APPEND_ROWS,
-    ATTENTION,
-    ATTENTION_AT,
-    ATTENTION_BLOCK,
-    ATTENTION_COMBINE,
-)
+from hepti_mqtt.kernels.attention import APPEND_ROWS, ATTENTION, ATTENTION_AT, ATTENTION_BLOCK, ATTENTION_COMBINE
 from hepti_mqtt.kernels.attention_reordered import ATTENTION_REORDERED
-from hepti_mqtt.kernels.base import Kernel
+from hepti_mqtt.kernels.base import Kernel, Slots
 from hepti_mqtt.kernels.candidates import CANDIDATES, MERGE_CANDIDATES
 from hepti_mqtt.kernels.codecs import ASSEMBLE, FROM_F16, FROM_I8, TO_F16, TO_I8
 from hepti_mqtt.kernels.conv2d import CONV2D
@@ -38,7 +32,7 @@ from hepti_mqtt.kernels.rowwise import (
 )
 from hepti_mqtt.kernels.stem import ADD_TABLE, EMBED_AT, EMBED_TOKENS, FRAMES, PATCHIFY, PREPEND_POSITIONS, REPEAT_ROW
 from hepti_mqtt.kernels.windows import AVERAGE_POOL2D, GLOBAL_SUM, MAX_POOL2D, SCALE_MAP
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.program import Compute, Work
 
 _ALL: Final = (
     LINEAR,
@@ -88,6 +82,6 @@ if len(KERNELS) != len(_ALL):
     raise ImportError("two kernels have one name")
 
 
-def works(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Work, ...]:
+def works(op: Compute, slots: Slots) -> tuple[Work, ...]:
     """Return how much work each kernel of an op is, for the cost model."""
     return tuple(KERNELS[step.kernel].work(step, slots) for step in op.kernels)

@@ -10,7 +10,6 @@ rotate  x [r, n], n columns of whole heads: first those of queries, then of keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -20,8 +19,11 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import (
     Array,
+    Arrays,
     Check,
     Kernel,
+    Slots,
+    Weights,
     check_at,
     norm_of,
     refuse_at,
@@ -33,8 +35,7 @@ from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.program import Compute
 
 _MOST_TABLES: Final = 8  # one for each theta, head size and longest sequence
 
@@ -98,7 +99,7 @@ def _positions(op: Compute) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.asarray(rows - starts[items], np.int64), items
 
 
-def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
+def _check(op: Compute, slots: Slots) -> tuple[Check, int, int]:
     """Return (the op's checks, its rows, columns of a head)."""
     if len(op.reads) > 1:
         check = check_at(op, slots, ("f32",), len(op.attrs["lengths"]))
@@ -115,7 +116,7 @@ def _check(op: Compute, slots: Sequence[SlotSpec]) -> tuple[Check, int, int]:
     return check, r, d
 
 
-def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, r, d = _check(op, slots)
     positions, items = _positions(op)
     check.weights(weights, 2 if weights else 0)
@@ -140,7 +141,7 @@ def _bind(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], poo
     return calls + pool.bind(_rotate, parts)(given[0], out, d, *heads, cosines, sines, moved, q_gamma, k_gamma, eps)
 
 
-def _reference(op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+def _reference(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     _, r, d = _check(op, slots)
     positions, items = _positions(op)
     positions = positions + reads[1][items] if len(reads) > 1 else positions

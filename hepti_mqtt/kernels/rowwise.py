@@ -28,7 +28,6 @@ Moments are computed in f64 and sent in f32. A sum of squares beside a sum would
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, Final
@@ -40,8 +39,11 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.base import (
     REFERENCE_ACTIVATIONS,
     Array,
+    Arrays,
     Check,
     Kernel,
+    Slots,
+    Weights,
     norm_of,
     reference_norm,
     row_parts,
@@ -50,21 +52,10 @@ from hepti_mqtt.kernels.base import (
 )
 from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
 from hepti_mqtt.kernels.elementary import ZERO
-from hepti_mqtt.kernels.jit import (
-    FLOAT,
-    INT,
-    INT_ARRAY,
-    exact,
-    fills,
-    floats,
-    helper,
-    kernel,
-    reads,
-)
+from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, exact, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import NO_PARTS, Workers
 from hepti_mqtt.kernels.tile import activate, activation_of
-from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec
+from hepti_mqtt.program import Compute
 
 # Elements that are summed and activated while they are in the first-level cache: a tenth of one of 32 KB.
 _BLOCK: Final = 1024
@@ -105,24 +96,21 @@ def _sum(addresses: Any, count: int, out: Any, activation: int, first: int, stop
         activate(block, activation)
 
 
-def same_shapes(op: Compute, slots: Sequence[SlotSpec], reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
+def same_shapes(op: Compute, slots: Slots, reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
     """Check an op whose slots are all f32 [m, h]; return (its checks, m, h)."""
-    check = Check(op, slots)
-    check.count(reads, writes)
-    check.dtypes()
-    check.rank(2)
+    check = Check.of(op, slots, reads, writes=writes, rank=2)
     m, h = check.reads[0].shape
     for spec in (*check.reads, *check.writes):
         check.shape(spec, (m, h))
     return check, m, h
 
 
-def bias_of(check: Check, op: Compute, weights: Sequence[Weight], h: int) -> NDArray[np.float32]:
+def bias_of(check: Check, op: Compute, weights: Weights, h: int) -> NDArray[np.float32]:
     """Return the op's bias [h], its first weight if attribute bias, else zeros."""
     return check.plain(weights[0], (h,)) if op.attrs["bias"] else np.zeros(h, np.float32)
 
 
-def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_add(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, None)
     check.weights(weights, int(bool(op.attrs["bias"])))
     bias, count = bias_of(check, op, weights, h), len(op.reads)
@@ -130,10 +118,8 @@ def _bind_add(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     return pool.bind(_add, row_parts(m, h * count, pool) if h else NO_PARTS)(Addresses(given), count, out, bias)
 
 
-def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(None)
-    check.dtypes()
+def _bind_sum(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, None)
     check.weights(weights, 0)
     activation = activation_of(check, op.attrs.get("activation"))
     for spec in check.reads:
@@ -143,22 +129,18 @@ def _bind_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight],
     return pool.bind(_sum, parts)(Addresses(given), len(given), out.reshape(-1), activation)
 
 
-def total_of(op: Compute, reads: Sequence[Array], weights: Sequence[Array]) -> Array:
+def total_of(op: Compute, reads: Arrays, weights: Arrays) -> Array:
     """Return residual + (bias + p_1 + ... + p_n) in float64, for references."""
     parts = [p.astype(np.float64) for p in reads[1:]]
     start = weights[0].astype(np.float64) if op.attrs["bias"] else np.zeros(reads[0].shape[1])
     return np.asarray(reads[0] + sum(parts, np.broadcast_to(start, reads[0].shape)))
 
 
-def _reference_add(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_add(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     return [total_of(op, reads, weights)]
 
 
-def _reference_sum(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_sum(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     total = reads[0].astype(np.float64)
     for part in reads[1:]:
         total = total + part
@@ -177,7 +159,7 @@ def _gate(x: Any, y: Any, out: Any, activation: int, first: int, stop: int) -> N
             block[i] *= y[low + i]
 
 
-def _bind_gate(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_gate(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, 2)
     check.weights(weights, 0)
     (x, y), (out,) = operands(op, slots)
@@ -185,9 +167,7 @@ def _bind_gate(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight]
     return gate(x.reshape(-1), y.reshape(-1), out.reshape(-1), activation_of(check, op.attrs["activation"]))
 
 
-def _reference_gate(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_gate(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     x, y = (part.astype(np.float64) for part in reads)
     return [REFERENCE_ACTIVATIONS[op.attrs["activation"]](x) * y]
 
@@ -284,10 +264,8 @@ def _normalize_rows(x: Any, out: Any) -> None:
             out[row, i] = np.float32(np.float64(x[row, i]) / by)
 
 
-def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
+def _bind_layer_norm(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1)
     check.that(len(check.reads[0].shape) > 0, "x must have a dimension")
     check.shape(check.writes[0], check.reads[0].shape)
     *rows, h = check.reads[0].shape
@@ -297,7 +275,7 @@ def _bind_layer_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return pool.bind(_layer_norm, parts)(x.reshape(-1, h), out.reshape(-1, h), *how)
 
 
-def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_add_norm(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     check, m, h = same_shapes(op, slots, None, 2 if op.attrs["keep_sum"] else 1)
     bias, count = bias_of(check, op, weights, h), len(op.reads)
     how = norm_of(check, weights[bool(op.attrs["bias"]) :], h)
@@ -306,30 +284,24 @@ def _bind_add_norm(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     return pool.bind(_add_norm, parts)(Addresses(given), count, results[0], results[-1], bias, *how)
 
 
-def _bind_normalize_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
+def _bind_normalize_rows(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
     check, _, _ = same_shapes(op, slots, 1)
     check.weights(weights, 0)
     (x,), (out,) = operands(op, slots)
     return [Call(_normalize_rows, (x, out))]
 
 
-def _reference_layer_norm(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_layer_norm(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     return [reference_norm(reads[0], weights, op.attrs)]
 
 
-def _reference_add_norm(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_add_norm(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     total = total_of(op, reads, weights)
     normed = reference_norm(total, weights[bool(op.attrs["bias"]) :], op.attrs)
     return [total, normed] if op.attrs["keep_sum"] else [normed]
 
 
-def _reference_normalize_rows(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_normalize_rows(_op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     x = reads[0].astype(np.float64)
     norms = np.sqrt((x * x).sum(axis=1, keepdims=True))
     return [x / np.where(norms < 1e-12, 1e-12, norms)]
@@ -373,11 +345,8 @@ def _normalise(
         scale_row(x[row], out[row], mean, reciprocal_root(squares / count + np.float64(eps)), gamma, beta)
 
 
-def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.rank(2)
+def _bind_moments(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, rank=2)
     check.weights(weights, 0)
     r, c = check.reads[0].shape
     check.shape(check.writes[0], (r, 2))
@@ -385,11 +354,8 @@ def _bind_moments(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weig
     return pool.bind(_moments, row_parts(r, c, pool))(x, out)
 
 
-def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(None)
-    check.dtypes()
-    check.rank(2)
+def _bind_normalise(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, None, rank=2)
     (r, c), counts = check.reads[0].shape, np.asarray(op.attrs["counts"], np.int64)
     check.shape(check.writes[0], (r, c))
     for spec in check.reads[1:]:
@@ -402,18 +368,14 @@ def _bind_normalise(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     return pool.bind(_normalise, parts)(x, out, Addresses(moments), counts, *how)
 
 
-def _reference_moments(
-    _op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_moments(_op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     x = reads[0].astype(np.float64)
     if not x.shape[1]:
         return [np.zeros((len(x), 2))]
     return [np.stack([x.mean(axis=1), x.std(axis=1)], axis=1)]
 
 
-def _reference_normalise(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_normalise(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     if not reads[0].shape[1]:
         return [reads[0]]
     x, counts = reads[0].astype(np.float64), np.asarray(op.attrs["counts"])
@@ -464,11 +426,8 @@ def _pool_rows(x: Any, out: Any, starts: Any, mode: int) -> None:
                 out[b, i] /= by
 
 
-def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.rank(2)
+def _bind_pool_rows(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, rank=2)
     check.weights(weights, 0)
     starts, name = starts_of(op.attrs["lengths"]), op.attrs["mode"]
     m, h = check.reads[0].shape
@@ -480,9 +439,7 @@ def _bind_pool_rows(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     return [Call(_pool_rows, (x, out, starts, mode))]
 
 
-def _reference_pool_rows(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_pool_rows(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     starts = starts_of(op.attrs["lengths"])
     x = reads[0].astype(np.float64)
     pooled = [_pooled(x[a:b], op.attrs["mode"]) if b > a else np.zeros(x.shape[1]) for a, b in pairwise(starts)]

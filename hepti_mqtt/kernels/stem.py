@@ -33,8 +33,11 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import (
     Array,
+    Arrays,
     Check,
     Kernel,
+    Slots,
+    Weights,
     check_at,
     items_of,
     norm_of,
@@ -47,9 +50,8 @@ from hepti_mqtt.kernels.calls import Call, Calls, operands
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.kernels.weights import Weight
 from hepti_mqtt.kernels.words import Words
-from hepti_mqtt.program import Compute, SlotSpec, Work
+from hepti_mqtt.program import Compute, Work
 
 
 @kernel(
@@ -96,10 +98,8 @@ def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, weights, strict=True))
 
 
-def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes("i32", "f32")
+def _bind_embed_tokens(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, dtypes=("i32", "f32"))
     parts = _parts(op, weights)
     m, h = check.writes[0].shape
     check.shape(check.reads[0], (m,))
@@ -122,7 +122,7 @@ def _bind_embed_tokens(op: Compute, slots: Sequence[SlotSpec], weights: Sequence
     return [words.gather(ids, out, len(types)), Call(_finish_rows, finish)]
 
 
-def _bind_embed_at(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
+def _bind_embed_at(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
     lengths = items_of(op, slots[op.reads[0]].shape[0])
     check = check_at(op, slots, ("i32",), len(lengths))
     check.weights(weights, 2)
@@ -146,9 +146,7 @@ def _reference_words(op: Compute, given: Array) -> Array:
     return whole
 
 
-def _reference_embed_tokens(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_embed_tokens(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     parts = {name: np.atleast_2d(w).astype(np.float64, copy=False) for name, w in _parts(op, weights).items()}
     words = _reference_words(op, parts["word"])
     kinds, tokens = np.divmod(reads[0], len(words))
@@ -161,9 +159,7 @@ def _reference_embed_tokens(
     return [reference_norm(total, norm, op.attrs) if norm else total]
 
 
-def _reference_embed_at(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_embed_at(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     ids, at = reads
     word, position = (np.atleast_2d(w).astype(np.float64, copy=False) for w in weights)
     word = _reference_words(op, word)
@@ -171,7 +167,7 @@ def _reference_embed_at(
     return [word[ids] + position[np.concatenate([np.arange(first, first + rows) for first, rows in items])]]
 
 
-def _work_of_embedding(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def _work_of_embedding(op: Compute, slots: Slots) -> Work:
     # Rows of two tables are read, one result is written.
     return Work("rowwise", nbytes=3.0 * slots[op.writes[0]].nbytes)
 
@@ -195,10 +191,8 @@ def _patchify(pixels: Any, out: Any, patch: int, scale: Any, shift: Any) -> None
                         out[row, at + x] = pixel * scale[channel] + shift[channel]
 
 
-def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes("u8", "f32")
+def _bind_patchify(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, dtypes=("u8", "f32"))
     check.weights(weights, 0)
     patch = op.attrs["patch"]
     images, channels, size, width = check.reads[0].shape
@@ -212,9 +206,7 @@ def _bind_patchify(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Wei
     return [Call(_patchify, (pixels, out, patch, scale, shift))]
 
 
-def _reference_patchify(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_patchify(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     p = op.attrs["patch"]
     images, channels, size, _ = reads[0].shape
     mean, std = (np.asarray(op.attrs[name], np.float64)[:, None, None] for name in ("mean", "std"))
@@ -235,11 +227,8 @@ def _prepend_positions(patches: Any, out: Any, prefix: Any, position: Any, image
                 out[row + first + j, i] = patches[image * n + j, i] + position[j, i]
 
 
-def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.rank(2)
+def _bind_prepend_positions(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, rank=2)
     images, h = op.attrs["images"], check.writes[0].shape[1]
     check.that(len(weights) >= 1, "needs positions, got no weights")
     prefix = np.concatenate([np.empty((0, h), np.float32), *(check.table(weight, h) for weight in weights[:-1])])
@@ -257,9 +246,7 @@ def _bind_prepend_positions(op: Compute, slots: Sequence[SlotSpec], weights: Seq
     return [Call(_prepend_positions, (patches, out, prefix, position, images))]
 
 
-def _reference_prepend_positions(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_prepend_positions(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     *parts, position = (np.atleast_2d(weight).astype(np.float64) for weight in weights)
     images, h = op.attrs["images"], position.shape[1]
     prefix = np.concatenate([np.empty((0, h)), *parts])
@@ -276,19 +263,15 @@ def _scale(numbers: Any, out: Any, step: Any) -> None:
         out[i] = np.float32(numbers[i]) * step
 
 
-def _bind_frames(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes("i32", "f32")
+def _bind_frames(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, dtypes=("i32", "f32"))
     check.weights(weights, 0)
     check.shape(check.reads[0], (prod(check.writes[0].shape),))
     (numbers,), (out,) = operands(op, slots)
     return [Call(_scale, (numbers, out.reshape(-1), np.float32(op.attrs["step"])))]
 
 
-def _reference_frames(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_frames(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     return [(reads[0] * op.attrs["step"]).reshape(slots[op.writes[0]].shape)]
 
 
@@ -299,11 +282,8 @@ def _add_table(x: Any, table: Any, out: Any, row: int, column: int) -> None:
             out[r, c] = x[r, c] + table[row + r, column + c]
 
 
-def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.rank(2)
+def _bind_add_table(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, rank=2)
     check.weights(weights, 1)
     table, (row, column) = check.plain(weights[0], (-1, -1)), op.attrs["first"]
     r, c = check.writes[0].shape
@@ -314,9 +294,7 @@ def _bind_add_table(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     return [Call(_add_table, (x, table, out, row, column))]
 
 
-def _reference_add_table(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_add_table(op: Compute, _slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
     (row, column), (r, c) = op.attrs["first"], reads[0].shape
     return [reads[0].astype(np.float64) + weights[0][row : row + r, column : column + c]]
 
@@ -327,11 +305,8 @@ def _repeat_row(row: Any, out: Any) -> None:
         out[r] = row
 
 
-def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], _pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
-    check.rank(2)
+def _bind_repeat_row(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1, rank=2)
     check.weights(weights, 1)
     m, h = check.writes[0].shape
     row = check.plain(weights[0], (h,))
@@ -340,9 +315,7 @@ def _bind_repeat_row(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return [Call(_repeat_row, (row, out))]
 
 
-def _reference_repeat_row(
-    op: Compute, slots: Sequence[SlotSpec], _reads: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
+def _reference_repeat_row(op: Compute, slots: Slots, _reads: Arrays, weights: Arrays) -> list[Array]:
     return [np.broadcast_to(np.ravel(weights[0]), slots[op.writes[0]].shape)]
 
 

@@ -13,6 +13,7 @@ A row may also be a frame to or from a peer (`transfers`). Before `learn` the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from math import prod
 from time import perf_counter_ns
@@ -60,13 +61,13 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 # Columns of the rows. _SHARE: 0 for a call, the address of (threads, parts, their number, bytes of one), or one of the
 # numbers below; the block of a transfer is its descriptor.
 _WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
-_IN_PYTHON, _SENDS, _RECEIVES = -1, -2, -3
+_SENDS, _RECEIVES = -1, -2
 # Places in a pool's `control` behind its flag: nanoseconds after which to stop, 0 for never; looks for other threads;
 # then the results: next row, why, lanes to wait for. `transfers` has more.
 _LIMIT, _POLLS, _NEXT, _CODE, _LANES = range(1, 6)
 # Why the loop returned. _ASLEEP: wake threads and try again. _LATE: wait for other threads; the row is done then.
 # UNSENT, AWAITED: a row that Python has to send, or to wait for.
-_DONE, _STOPPED, _PYTHON, _ASLEEP, _LATE, _FAILED, UNSENT, AWAITED = range(8)
+_DONE, _STOPPED, _ASLEEP, _LATE, _FAILED, UNSENT, AWAITED = range(7)
 _RESULTS: Final = [transfers.WAITED, transfers.SPENT, transfers.SENT]
 _EXCHANGES: Final = [transfers.RUN, transfers.WAKE, transfers.PATIENCE, *_RESULTS]
 
@@ -124,15 +125,17 @@ def _wrapper_types(function: Any) -> tuple[Any, Any]:
     return tuple(types.TypeRef(of(kinds)) for kinds in _kinds(function))  # type: ignore[return-value]
 
 
-_wrappers: Final[dict[Any, int]] = {}
-
-
+@cache
 def wrapper_of(function: Any) -> int:
     """Return the address of the wrapper of a kernel, compiled or loaded if need be."""
-    kinds = _wrapper_types(function)
-    if kinds not in _wrappers:
-        _wrappers[kinds] = entry_of(_wrapping, kinds)[0](None, None)
-    return _wrappers[kinds]
+    address: int = entry_of(_wrapping, _wrapper_types(function))[0](None, None)
+    return address
+
+
+@cache
+def _code_of(function: Any) -> int:
+    """Return the address of a kernel's code."""
+    return entry_of(function, signature_of(function) or ())[1]
 
 
 def wrapper_in_cache(function: Any) -> bool:
@@ -202,8 +205,6 @@ def _run_rows(rows: Any, first: int, stop: int, lanes: int, control: Any, times:
         if rows[place, _SHARE] == 0:
             if pools._call(rows[place, _WRAPPER], rows[place, _BLOCK], rows[place, _PART]):
                 code = _FAILED
-        elif rows[place, _SHARE] == _IN_PYTHON:
-            code = _PYTHON
         elif rows[place, _SHARE] in (_SENDS, _RECEIVES):
             sends = rows[place, _SHARE] == _SENDS
             if not transfers.exchange(rows[place, _BLOCK], sends, at):
@@ -332,12 +333,9 @@ class Tape:
                     patches.append((begin + transfers.FILLED, self._filled + self._received[array.memory], 0))
                 blocks += bytes(_WORD * transfers.WORDS)
                 continue
-            if signature_of(call.function) is None:
-                self._rows[row, _SHARE] = _IN_PYTHON
-                continue
             block, places = _words(_kinds(call.function)[0], call.arguments)
             self._rows[row, _WRAPPER], self._rows[row, _BLOCK] = wrapper_of(call.function), len(blocks)
-            code = entry_of(call.function, signature_of(call.function))[1]  # type: ignore[arg-type]
+            code = _code_of(call.function)
             begin = len(blocks) // _WORD + 1
             blocks += int(code).to_bytes(_WORD, "little") + block
             for word, argument in places:
@@ -512,8 +510,8 @@ class Tape:
     def _run_compiled(self, first: int, stop: int, limit_ns: int, times: NDArray[np.int64]) -> tuple[int, bool]:
         pool, place, woke, run = self._pool, first, False, entry(_run_rows)
         control, lanes = pool.control, pool.memory.__array_interface__["data"][0]
+        control[_LIMIT], control[_POLLS] = limit_ns, pool.polls
         while place < stop:
-            control[_LIMIT], control[_POLLS] = limit_ns, pool.polls  # a row in Python may run a tape of its own
             run(self._rows, place, stop, lanes, control, times)
             place, code = int(control[_NEXT]), int(control[_CODE])
             self.code = code
@@ -522,9 +520,7 @@ class Tape:
             if code == _ASLEEP:
                 woke |= pool.wake(int(self._shares[place, 0]))
                 continue
-            if code == _PYTHON:
-                self._run_plainly(place, times)
-            elif code == _LATE:
+            if code == _LATE:
                 pool.wait(int(control[_LANES]))
             if code == _FAILED or pool.memory[pools.FAILED]:
                 self._fail(place)
@@ -547,12 +543,10 @@ class Tape:
     def _run_plainly(self, place: int, times: NDArray[np.int64]) -> None:
         """Run a row in Python."""
         self.row, call, begun = place, self.calls[place], perf_counter_ns()
-        parts: Sequence[Any] = [()]
-        if call.parts is not None:
-            threads = 1 if call.choice is None else int(self._shares[place, 0])
-            parts = call.parts if threads > 1 else [call.parts.whole()] if threads else []
+        if call.choice is not None and not self._shares[place, 0]:
+            return
         try:
-            self._pool.each(call.function, call.resolved(self._array), parts)
+            call.function(*call.resolved(self._array), *(() if call.parts is None else call.parts.whole()))
         except ValueError:
             if call.refuse is not None:
                 call.refuse(*call.resolved(self._array))

@@ -8,8 +8,8 @@ The calling thread runs the rows of a tape (`tape`) in compiled code. For a kern
 lane for every other thread, runs parts until none is left, takes back the lanes that no thread has begun, and waits for
 the others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; when it has done them it takes parts that
 others have not begun. So a late or slow thread delays the others little. A thread polls its lane for a while after its
-last task: waking it takes as long as many an op. Then it sleeps on its queue, which also carries the parts of plain
-Python functions.
+last parts: waking it takes as long as many an op. Then it sleeps on its queue. Without the compiler there are no other
+threads: plain Python would share one interpreter.
 
 The pool's memory is int64 [threads x LANE]. The first lane is the calling thread's and says where the parts are, and
 where the block of the kernel's arguments.
@@ -26,7 +26,7 @@ import ctypes
 import platform
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Final
@@ -49,9 +49,9 @@ _WORDS: Final = _FREE - _MAY
 BLOCK, ENTRY, FIRST, COUNT, STRIDE, THREADS, FAILED = 2, 3, 4, 5, 6, 7, 10
 
 # States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
-# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CALLED sends the
+# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CLOSED sends the
 # thread to its queue.
-IDLE, ISSUED, TAKEN, AWAITED, CALLED = range(5)
+IDLE, ISSUED, TAKEN, AWAITED, CLOSED = range(5)
 
 # `control`, through which a tape and Python speak: a flag that stops the tape, memory of the clock, and its size.
 FLAG, CLOCK, CONTROL = 0, 6, 16
@@ -230,7 +230,7 @@ def _run(lanes: int, number: int) -> None:
 
 @kernel(INT, INT, INT)
 def serve(lanes: int, number: int, polls: int) -> None:
-    """Run what is issued in a thread's lane, until nothing was in `polls` looks, or the caller wants more.
+    """Run what is issued in a thread's lane, until nothing was in `polls` looks, or the pool is closed.
 
     lanes: the address of the first.
     """
@@ -242,8 +242,7 @@ def serve(lanes: int, number: int, polls: int) -> None:
     while look < polls or look == 0:
         look += 1
         state = _get(lane + 8 * STATE)
-        if state == CALLED:
-            _put(lane + 8 * STATE, IDLE)
+        if state == CLOSED:
             break
         if state == ISSUED and _swap(lane + 8 * STATE, ISSUED, TAKEN):
             _keep_apart(lanes, number)
@@ -267,9 +266,6 @@ _LEAST: Final = 1 << 18
 # How long a thread polls, and the calling one for others: longer than most gaps between two hand-overs of a run, since
 # waking takes some 50 µs of both threads, and shorter than a wait for the network.
 POLL_SECONDS: Final = 1e-3
-
-_Task = tuple[Callable[..., None], tuple[Any, ...], Sequence[Part]]
-_WAKE: Final = ()  # what a queue carries to a thread that shall look at its lane
 
 
 class Parts(tuple[Part, ...]):
@@ -318,11 +314,12 @@ class Workers:
         self.memory: NDArray[np.int64] = np.zeros(threads * LANE, np.int64)
         self.control: NDArray[np.int64] = np.zeros(CONTROL, np.int64)
         self.polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._tasks: list[SimpleQueue[_Task | tuple[()] | None]] = [SimpleQueue() for _ in range(threads - 1)]
+        self._done: SimpleQueue[None] = SimpleQueue()
+        #: of each other thread: True to look at its lane, False to end
+        self._calls: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads - 1 if JIT else 0)]
         self._running = [
-            threading.Thread(target=self._serve, args=(tasks, i), name=f"hepti-kernel-{i}", daemon=True)
-            for i, tasks in enumerate(self._tasks, 1)
+            threading.Thread(target=self._serve, args=(calls, i), name=f"hepti-kernel-{i}", daemon=True)
+            for i, calls in enumerate(self._calls, 1)
         ]
         for thread in self._running:
             thread.start()
@@ -330,18 +327,7 @@ class Workers:
     @property
     def is_open(self) -> bool:
         """Return whether other threads than the calling one run parts."""
-        return bool(self._tasks)
-
-    def each(self, function: Callable[..., None], arguments: Sequence[Any], parts: Sequence[Part]) -> None:
-        """Call `function(*arguments, *part)` for every part; return when all are done.
-
-        Compiled code shares parts by a tape. The first error of a part is raised after the others have ended.
-        """
-        if len(parts) < 2 or not self._tasks:
-            for part in parts:
-                function(*arguments, *part)
-        else:
-            self._queue(function, tuple(arguments), parts)
+        return bool(self._calls)
 
     def bind(
         self, function: Callable[..., None], parts: Parts, kind: Hashable = None, work: CacheWork | None = None
@@ -389,11 +375,11 @@ class Workers:
     def wake(self, threads: int) -> bool:
         """Wake those of the first threads that sleep; return whether one did because nothing came."""
         memory, unused = self.memory, False
-        for at, tasks in zip(range(LANE, threads * LANE, LANE), self._tasks, strict=False):
+        for at, calls in zip(range(LANE, threads * LANE, LANE), self._calls, strict=False):
             if why := memory[at + ASLEEP]:
                 memory[at + ASLEEP] = 0
                 unused |= bool(why == UNUSED)
-                tasks.put(_WAKE)
+                calls.put(True)
         return unused
 
     def wait(self, lanes: int) -> None:
@@ -401,59 +387,24 @@ class Workers:
         for _ in range(lanes):
             self._done.get()
 
-    def _queue(self, function: Callable[..., None], arguments: tuple[Any, ...], parts: Sequence[Part]) -> None:
-        lanes = 1 + len(self._tasks)
-        busy = 0
-        for lane in range(1, lanes):
-            if mine := parts[lane::lanes]:
-                self._call(lane, (function, arguments, mine))
-                busy += 1
-        failures: list[BaseException] = []
-        try:
-            for part in parts[::lanes]:
-                function(*arguments, *part)
-        except BaseException as error:
-            failures.append(error)
-        outcomes = [self._done.get() for _ in range(busy)]
-        failures += [outcome for outcome in outcomes if outcome is not None]
-        if failures:
-            raise failures[0]
-
-    def _call(self, lane: int, task: _Task | None) -> None:
-        self._tasks[lane - 1].put(task)
-        self.memory[lane * LANE + STATE] = CALLED
-
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        for lane in range(1, 1 + len(self._tasks)):
-            self._call(lane, None)
+        for at, calls in zip(range(LANE, self.threads * LANE, LANE), self._calls, strict=False):
+            calls.put(False)
+            self.memory[at + STATE] = CLOSED
         for thread in self._running:
             thread.join()
-        self._tasks, self._running = [], []
+        self._calls, self._running = [], []
 
-    def _serve(self, tasks: SimpleQueue[_Task | tuple[()] | None], lane: int) -> None:
-        at = lane * LANE
-        lanes = self.memory.__array_interface__["data"][0]
+    def _serve(self, calls: SimpleQueue[bool], lane: int) -> None:
+        at, lanes = lane * LANE, self.memory.__array_interface__["data"][0]
         while True:
-            if JIT:
-                serve(lanes, lane, self.polls)
+            serve(lanes, lane, self.polls)
             if self.memory[at + STATE] == AWAITED:
                 self.memory[at + STATE] = IDLE
                 self._done.put(None)
-                continue
-            if (task := tasks.get()) is None:
+            elif not calls.get():
                 return
-            if task:
-                function, arguments, parts = task
-                try:
-                    for part in parts:
-                        function(*arguments, *part)
-                except BaseException as error:
-                    self._done.put(error)
-                else:
-                    self._done.put(None)
-                del function, arguments, parts  # arrays of a finished op must not live until the next
-            del task
 
 
 def _polls_of(seconds: float) -> int:

@@ -36,8 +36,11 @@ from hepti_mqtt.kernels.base import (
     REFERENCE_ACTIVATIONS,
     ROWWISE_GRAIN,
     Array,
+    Arrays,
     Check,
     Kernel,
+    Slots,
+    Weights,
     row_parts,
     rowwise,
 )
@@ -47,7 +50,7 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR, activate, activation_of
-from hepti_mqtt.kernels.weights import PackedMatrix, Weight
+from hepti_mqtt.kernels.weights import PackedMatrix
 from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
@@ -111,14 +114,12 @@ def fitting(op: Compute, dim: int, size: int) -> int:
     return max(0, (size - reach) // stride + 1)
 
 
-def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> tuple[Window, Parts]:
+def pooling(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> tuple[Window, Parts]:
     """Return the window of an op that pools channel by channel, and the pixels that each thread of `pool` fills.
 
     Raises ValueError if the op does not fit together.
     """
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
+    check = Check.of(op, slots, 1)
     check.weights(weights, 0)
     window = window_of(check, op)
     c = window.channels
@@ -126,7 +127,7 @@ def pooling(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], p
     return window, row_parts(window.pixels, c * window.places, pool)
 
 
-def pooling_work(op: Compute, slots: Sequence[SlotSpec]) -> Work:
+def pooling_work(op: Compute, slots: Slots) -> Work:
     """Return the work of an op that pools: for each place of a patch, its values and what they change are moved."""
     places, out = prod(op.attrs["kernel"]), slots[op.writes[0]]
     return Work("rowwise", nbytes=2.0 * (places + 1) * out.nbytes)
@@ -290,7 +291,7 @@ def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
                     best[c] = values[c] if is_above else best[c]
 
 
-def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_max_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
     c, table = window.channels, window.table()
     if not c:
@@ -299,9 +300,7 @@ def _bind_max_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return pool.bind(_max_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table)
 
 
-def _reference_max_pool2d(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_max_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
@@ -333,7 +332,7 @@ def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, s
             total[c] *= by
 
 
-def _bind_average_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
+def _bind_average_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
     c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
     if not c:
@@ -342,9 +341,7 @@ def _bind_average_pool2d(op: Compute, slots: Sequence[SlotSpec], weights: Sequen
     return pool.bind(_average_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table, count_pad)
 
 
-def _reference_average_pool2d(
-    op: Compute, slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_average_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     out = slots[op.writes[0]]
     counted = np.ones(reads[0].shape)
     inside = patches_of(op, counted, out, 0.0).sum(axis=(2, 3))
@@ -384,10 +381,8 @@ def _global_sum(x: Any, out: Any, scale: Any, first: int, stop: int) -> None:
             total[c] *= scale
 
 
-def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(1)
-    check.dtypes()
+def _bind_global_sum(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, 1)
     check.weights(weights, 0)
     check.that(len(check.reads[0].shape) == 3, "x must have 3 dimensions")
     y, x, c = check.reads[0].shape
@@ -400,9 +395,7 @@ def _bind_global_sum(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[W
     return pool.bind(_global_sum, parts)(maps, out, scale)
 
 
-def _reference_global_sum(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_global_sum(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     return [op.attrs.get("scale", 1.0) * reads[0].astype(np.float64).sum(axis=(0, 1))[None]]
 
 
@@ -421,10 +414,8 @@ def _scale_map(row: Any, x: Any, out: Any, activation: int, first: int, stop: in
             out[pixel, c] = factors[c] * x[pixel, c]
 
 
-def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], pool: Workers) -> Calls:
-    check = Check(op, slots)
-    check.count(2)
-    check.dtypes()
+def _bind_scale_map(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+    check = Check.of(op, slots, 2)
     check.weights(weights, 0)
     check.that(len(check.reads[1].shape) == 3, "x must have 3 dimensions")
     y, x, c = check.reads[1].shape
@@ -437,9 +428,7 @@ def _bind_scale_map(op: Compute, slots: Sequence[SlotSpec], weights: Sequence[We
     return pool.bind(_scale_map, parts)(row, maps.reshape(-1, c), out.reshape(-1, c), activation)
 
 
-def _reference_scale_map(
-    op: Compute, _slots: Sequence[SlotSpec], reads: Sequence[Array], _weights: Sequence[Array]
-) -> list[Array]:
+def _reference_scale_map(op: Compute, _slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
     row, x = (part.astype(np.float64) for part in reads)
     return [REFERENCE_ACTIVATIONS[op.attrs["activation"]](row) * x]
 

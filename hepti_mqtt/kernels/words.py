@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.kernels.base import Array, Check
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix, places_of
 from hepti_mqtt.kernels.calls import Call, Operand
-from hepti_mqtt.kernels.elementary import ZERO, from_bits
+from hepti_mqtt.kernels.elementary import ZERO, from_half
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, PackedMatrix, Weight
 from hepti_mqtt.storage import BLOCK_STORAGES
@@ -25,22 +25,11 @@ _BYTES, _HALVES, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 1, 2, 3, 4, 5, 6, 7,
 _KINDS: Final = {"w8a8": _BYTES, "w8a32": _BYTES, "f16": _HALVES} | {s: 3 + i for i, s in enumerate(BLOCK_STORAGES)}
 _LARGE: Final = _Q4_K  # kinds from here on are of large blocks
 _OF_LARGE, _OF_SMALL = 256, 32
-_REBIAS: Final = np.float32(2.0**112)  # from the exponent of a half to that of a float
-_HALF_INFINITY: Final = 0x7C00 << 13
-
-
-@helper
-def _from_half(bits: int) -> Any:
-    """Return the f32 of the bits of a half."""
-    magnitude = (bits & 0x7FFF) << 13
-    value = from_bits(np.int32(magnitude | 0x7F800000)) if magnitude >= _HALF_INFINITY else ZERO
-    value = from_bits(np.int32(magnitude)) * _REBIAS if magnitude < _HALF_INFINITY else value
-    return -value if bits & 0x8000 else value
 
 
 @helper
 def _half(raw: Any, at: int) -> Any:
-    return _from_half(int(raw[at]) | int(raw[at + 1]) << 8)
+    return from_half(int(raw[at]) | int(raw[at + 1]) << 8)
 
 
 @helper

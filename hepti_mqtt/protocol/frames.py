@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -349,7 +350,8 @@ class Followed(NamedTuple):
     draws: tuple[Draw, ...]
 
 
-_COUNTS: Final = 4  # numbers before the lengths
+_COUNTS: Final = struct.Struct("<4i")  # want, sequences, mask rows, cache
+MAX_HEADS: Final = 64  # of work frames
 _ADDED: Final = 16  # with the index of a want: a row is added to the embedding of each token
 _SESSION_NUMBERS: Final = 3  # of each session: its number, flags and source
 _FINAL: Final = 1
@@ -432,6 +434,19 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     Ids are not compared with a vocabulary here: that is the model's business. Raises `WireError` if the frame is no
     work frame or its body contradicts itself.
     """
+    shape, _, values = _decode_body(frame)
+    inputs = np.frombuffer(values, NUMPY_DTYPE[DTYPES[frame.numbers[0]]]).reshape(frame.numbers[1:])
+    inputs.flags.writeable = False
+    return shape, inputs
+
+
+def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
+    """Return the sessions of a work frame, none without a cache; raises as `decode_work` does."""
+    return _decode_body(frame)[1]
+
+
+def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], memoryview]:
+    """Return shape, sessions and the bytes of the inputs of a work frame."""
     if frame.kind != "work" or frame.dtype != "u8" or not frame.numbers:
         raise WireError(f"a frame of kind {frame.kind!r}, {frame.dtype} is not a request")
     dtype = DTYPES[_index("input dtype", frame.numbers[0], len(DTYPES))]
@@ -439,7 +454,7 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     body = _body_view(frame)
     if len(body) < ALIGN:
         raise WireError(f"a request of {len(body)} bytes is truncated")
-    want, sequences, masks, cache = np.frombuffer(body[:16], NUMPY_DTYPE["i32"]).tolist()
+    want, sequences, masks, cache = _COUNTS.unpack_from(body)
     known = 0 <= want & ~_ADDED < len(WANTS)
     if not known or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
@@ -447,27 +462,27 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
     head_bytes = _work_header_bytes(sequences, masks, cache, 4 * draws)
     if head_bytes + prod(dims) * DTYPE_BYTES[dtype] != len(body):
         raise WireError(f"a request of {len(body)} bytes does not hold {sequences} sequences and {dtype}{list(dims)}")
-    head = np.frombuffer(body[4 * _COUNTS : head_bytes], NUMPY_DTYPE["i32"]).tolist()
-    if any(head[sequences + masks + _session_numbers(sequences, cache) + draws :]):
+    return *_decode_head(bytes(body[:head_bytes]), dtype, dims, draws), body[head_bytes:]
+
+
+@lru_cache(maxsize=MAX_HEADS)
+def _decode_head(
+    head: bytes, dtype: SlotDtype, dims: tuple[int, ...], draws: int
+) -> tuple[PlainShape, tuple[DecoderSession, ...]]:
+    """Return shape and sessions of a request; most tokens of a text have the same head. draws: numbers of draws."""
+    want, sequences, masks, cache, *numbers = np.frombuffer(head, NUMPY_DTYPE["i32"]).tolist()
+    named = numbers[sequences + masks :][: _session_numbers(sequences, cache)]
+    of_sessions = list(zip(named[::3], named[1::3], named[2::3], strict=True))
+    if any(flags not in range(_FINAL + _TAKES_OVER + 1) for _, flags, _ in of_sessions):
+        raise WireError("a session's flags are those of its last run, 1, and of taking its source over, 2")
+    if any(numbers[sequences + masks + len(named) + draws :]):
         raise WireError("the request's lengths are not padded with zeros")
     kind, added = want_of(want)
-    shape = PlainShape(tuple(head[:sequences]), kind, tuple(head[sequences : sequences + masks]), cache, added)
+    shape = PlainShape(tuple(numbers[:sequences]), kind, tuple(numbers[sequences : sequences + masks]), cache, added)
+    sessions = tuple(DecoderSession(n, bool(f & _FINAL), source, bool(f & _TAKES_OVER)) for n, f, source in of_sessions)
     _check_request(shape, dtype, dims)
-    _check_sessions(shape, decode_sessions(frame))
-    inputs = np.frombuffer(body[head_bytes:], NUMPY_DTYPE[dtype]).reshape(dims)
-    inputs.flags.writeable = False
-    return shape, inputs
-
-
-def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
-    """Return the sessions of a work frame whose counts `decode_work` has read, none without a cache."""
-    body = _body_view(frame)
-    _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
-    first, count = 4 * (_COUNTS + sequences + masks), _session_numbers(sequences, cache)
-    numbers = np.frombuffer(body[first : first + 4 * count], NUMPY_DTYPE["i32"]).reshape(-1, _SESSION_NUMBERS).tolist()
-    if any(flags not in range(_FINAL + _TAKES_OVER + 1) for _, flags, _ in numbers):
-        raise WireError("a session's flags are those of its last run, 1, and of taking its source over, 2")
-    return tuple(DecoderSession(n, bool(f & _FINAL), source, bool(f & _TAKES_OVER)) for n, f, source in numbers)
+    _check_sessions(shape, sessions)
+    return shape, sessions
 
 
 def _session_fields(session: DecoderSession) -> tuple[int, int, int]:
@@ -484,8 +499,8 @@ def decode_followed(frame: Frame) -> Followed | None:
     if not (run_id := _followed_run(frame)):
         return None
     body = _body_view(frame)
-    _, sequences, masks, cache = np.frombuffer(body[: 4 * _COUNTS], NUMPY_DTYPE["i32"]).tolist()
-    first = 4 * (_COUNTS + sequences + masks + _session_numbers(sequences, cache))
+    _, sequences, masks, cache = _COUNTS.unpack_from(body)
+    first = _COUNTS.size + 4 * (sequences + masks + _session_numbers(sequences, cache))
     draws = np.frombuffer(body[first : first + _DRAW.itemsize * sequences], _DRAW)
     return Followed(run_id, tuple(Draw(*draw) for draw in draws.tolist()))
 
@@ -510,8 +525,8 @@ def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> No
 
 
 def _work_header_bytes(sequences: int, masks: int, cache: int, draw_bytes: int = 0) -> int:
-    numbers = _COUNTS + sequences + masks + _session_numbers(sequences, cache)
-    return -(-(4 * numbers + draw_bytes) // ALIGN) * ALIGN
+    numbers = sequences + masks + _session_numbers(sequences, cache)
+    return -(-(_COUNTS.size + 4 * numbers + draw_bytes) // ALIGN) * ALIGN
 
 
 def _session_numbers(sequences: int, cache: int) -> int:

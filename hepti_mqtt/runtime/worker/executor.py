@@ -36,15 +36,7 @@ from hepti_mqtt.program import (
 )
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.worker.transfers import KnownTransfer, Sockets, StretchTransfers
-from hepti_mqtt.schedule import (
-    DropReason,
-    ProgramRun,
-    RunMachine,
-    RunTemplate,
-    is_direct,
-    make_template,
-    stretches_of,
-)
+from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, is_direct, make_template, stretches_of
 from hepti_mqtt.storage import StoredRows
 
 Array = NDArray[Any]

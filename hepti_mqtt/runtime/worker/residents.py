@@ -10,6 +10,7 @@ import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
 from typing import Final, Literal, get_args
@@ -40,6 +41,8 @@ from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
+KEPT_SHAPES: Final = 64  # most tokens of a text have the shape of the one before
+
 
 def check_prepare(
     device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
@@ -54,6 +57,7 @@ def check_prepare(
     return list(dict.fromkeys(shape_of(spec, plain) for plain in shapes))
 
 
+@lru_cache(maxsize=KEPT_SHAPES)
 def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
     """Return the shape of the Program that computes a request.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models.generation import drawn_token
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, publish_targets, state_name
@@ -42,6 +43,7 @@ from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuil
 from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, KeptCache, SessionLostError, SessionRun
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
 from hepti_mqtt.runtime.worker.residents import (
+    KEPT_SHAPES,
     Continuation,
     PlanKey,
     ProgramKey,
@@ -162,6 +164,13 @@ class WorkerRun:
 _NOTHING: Final = memoryview(b"")
 MAX_REMEMBERED_RUNS: Final = 1024  # ids of runs that have ended
 MAX_ANSWERS: Final = 64  # of the last runs, that another one may follow
+
+
+@lru_cache(maxsize=KEPT_SHAPES)
+def _may_begin(shape: RequestShape) -> bool:
+    """Return whether a run of one session may be its first."""
+    return any(shape == shape.decode_step(shape.new_rows, begins=True, added=added) for added in (False, True))
+
 
 _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUMPY_DTYPE.items()}  # type: ignore[misc]
 
@@ -492,9 +501,7 @@ class WorkerRuns:
         if not bound.sessions:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
-        begins = len(sessions) > 1 or any(
-            shape == shape.decode_step(shape.new_rows, begins=True, added=added) for added in (False, True)
-        )
+        begins = len(sessions) > 1 or _may_begin(shape)
         used = {(*r.key, session.number) for r in self._runs.values() for session in r.sessions}
         keys = [(*resident.key, session.number) for session in sessions]
         busy, out, lost = frozenset({*used, *keys}), dict[str, Array](), list[SessionLostError]()
@@ -613,29 +620,21 @@ class WorkerRuns:
         return out
 
     def _frame_for(self, request: WorkerRun, outgoing: OutgoingTensor, kind: FrameKind = "tensor") -> Frame:
-        op, array = outgoing.op, outgoing.array
-        frame = self._frame_of(kind, *request.key, outgoing.run_id, array)
-        return replace(frame, layer=op.layer, node=op.node, part=op.part, row_start=op.row)
+        op = outgoing.op
+        place = {"layer": op.layer, "node": op.node, "part": op.part, "row_start": op.row}
+        return self._frame_of(kind, request, outgoing.run_id, outgoing.array, **place)
 
-    def _frame_of(
-        self,
-        kind: FrameKind,
-        model: str,
-        plan_version: PlanVersion,
-        run_id: int,
-        array: Array,
-        numbers: tuple[int, ...] = (),
-    ) -> Frame:
+    def _frame_of(self, kind: FrameKind, request: WorkerRun, run_id: int, array: Array, **fields: Any) -> Frame:
         return Frame(
             kind=kind,
-            model=model,
-            plan_version=plan_version,
+            model=request.key[0],
+            plan_version=request.key[1],
             run_id=run_id,
             source=self._device,
             dtype=_DTYPE[array.dtype.str],
             shape=array.shape,
-            numbers=numbers,
             body=array.data.cast("B") if array.size else b"",
+            **fields,
         )
 
     def _finish_if_done(self, run_id: int, now: float) -> list[Command]:
@@ -647,7 +646,6 @@ class WorkerRuns:
             self.end(run_id)
             return []
         request = self._runs[run_id]
-        model, plan_version = request.key
         wait = self._waited_s = max(now - request.started_s - request.compute_s, 0.0)
         topic = self._topics.reports(self._device)
         sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
@@ -657,8 +655,8 @@ class WorkerRuns:
         self.end(run_id)
         for session in request.sessions:
             if session.final:
-                self._sessions.end((model, plan_version, session.number))
-        done = self._frame_of("done", model, plan_version, run_id, np.empty(0, np.uint8), numbers)
+                self._sessions.end((*request.key, session.number))
+        done = self._frame_of("done", request, run_id, np.empty(0, np.uint8), numbers=numbers)
         out: list[Command] = [Publish(topic, encode(done, request.frame_key), 1)]
         return out if follower is None else out + self.start(*follower, now)
 

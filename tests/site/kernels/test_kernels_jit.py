@@ -109,22 +109,24 @@ def test_a_forced_instruction_set_neither_reads_nor_writes_the_cache(tmp_path):
     assert not list(tmp_path.rglob("*.nbi"))
 
 
+FEWER = "not threads and not bits and not more_keys and not any_split and not every_number_of_rows"
+# Columns beyond a matrix are computed with what lies there, and nobody reads them.
+BESIDE = [option for kind in ("invalid value", "overflow") for option in ("-W", f"ignore:{kind}:RuntimeWarning")]
+RUNS = [f"tests/unit/runtime/test_runtime_{name}.py" for name in ("executor", "conformance", "handover", "kv_caches")]
+
+
 @pytest.mark.nightly
 @compiled_only
-def test_the_kernels_give_the_same_as_plain_python():
-    done = python(
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "tests/unit/kernels",
-        "-m",
-        "not nightly",
-        "-k",
-        "not threads and not bits and not more_keys and not any_split and not every_number_of_rows",
-        NUMBA_DISABLE_JIT="1",
-    )
+@pytest.mark.parametrize(
+    "which",
+    [
+        ["tests/unit/kernels", "-m", "not nightly", "-k", FEWER],
+        [*RUNS, *BESIDE],
+        ["tests/site/test_integration_mesh.py", "-k", "bits"],
+    ],
+    ids=["kernels", "runs", "devices"],
+)
+def test_plain_python_gives_the_same(which):
+    done = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *which, NUMBA_DISABLE_JIT="1")
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout or "[100%]" in done.stdout

@@ -19,56 +19,17 @@ from hepti_mqtt.kernels.threads import Parts, panel_parts, ranges
 compiled_only = pytest.mark.skipif(not JIT, reason="about compiled code")
 
 
-@given(threads=st.integers(1, 4), parts=st.integers(1, 20))
-def test_every_part_runs_once(threads, parts):
-    seen = []
-    with pool(threads) as workers:
-        workers.each(lambda label, part: seen.append((label, part)), ("x",), [(i,) for i in range(parts)])
-    assert sorted(seen) == [("x", i) for i in range(parts)]
-
-
 @given(threads=st.integers(1, 3), rows=st.integers(1, 9), parts=st.integers(1, 9))
 def test_a_bound_kernel_does_what_plain_python_does(threads, rows, parts):
     compile_first()
     x = np.random.default_rng(rows).standard_normal((rows, 5), np.float32)
     one, other = np.full((2, rows, 2), np.nan, np.float32)
     with pool(threads) as workers:
-        workers.each(_moments, (x, one), ranges(rows, parts))
+        for part in ranges(rows, parts):
+            _moments(x, one, *part)
         Tape([workers.bind(_moments, ranges(rows, parts))(x, other)], workers, ()).run(())
     np.testing.assert_array_equal(one, other)
     assert not np.isnan(one).any()
-
-
-def test_parts_run_on_several_threads_at_once():
-    barrier = threading.Barrier(3)  # breaks the test if fewer than three threads come
-    with pool(3) as workers:
-        workers.each(lambda part: barrier.wait(timeout=30), (), [(0,), (1,), (2,)])
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2, 5])
-def test_an_error_in_a_part_is_raised_after_all_have_ended(bad):
-    ended = []
-
-    def work(part):
-        if part == bad:
-            raise ValueError(f"part {part}")
-        ended.append(part)
-
-    with pool(3) as workers:
-        with pytest.raises(ValueError, match=f"part {bad}"):
-            workers.each(work, (), [(i,) for i in range(6)])
-        assert set(ended) >= {i for i in range(6) if i % 3 != bad % 3}
-        workers.each(ended.append, (), [(9,)])
-    assert 9 in ended
-
-
-def test_a_closed_pool_runs_everything_on_the_calling_thread():
-    workers = Workers(3)
-    workers.close()
-    workers.close()
-    seen = []
-    workers.each(lambda part: seen.append(threading.current_thread()), (), [(0,), (1,), (2,)])
-    assert seen == [threading.current_thread()] * 3
 
 
 def test_no_threads_are_refused():
@@ -153,6 +114,16 @@ def test_every_part_of_a_kernel_runs_once(compiled, function):
                 for _ in range(20):
                     share(workers, compiled(function), (counts, 1000, -1), numbered(parts), workers.threads)
                 assert counts.tolist() == [20] * parts
+
+
+@compiled_only
+def test_a_closed_pool_runs_everything_on_the_calling_thread(compiled):
+    workers, counts = Workers(3), np.zeros(3, np.int64)
+    workers.close()
+    workers.close()
+    assert not workers.is_open
+    share(workers, compiled(_count), (counts, 0, -1), numbered(3), workers.threads)
+    assert counts.tolist() == [1, 0, 0]  # all parts are one
 
 
 @compiled_only

@@ -118,7 +118,7 @@ class Driven:
         self.arrivals = deque(arrivals)
         self.session = WorkerSession(name, NAMING.site, 1 << 30)
         self.now = 0.0
-        self.ran = []
+        self.ran, self.prices = [], {}
         self.prepare(spec, fixed)
 
     def prepare(self, spec, fixed):
@@ -184,6 +184,12 @@ class Driven:
 
     def seconds(self, step):
         program, op = self.programs[step.run_id - 1], self.op(step.run_id, step.place)
+        known = self.prices.get(id(op))
+        if known is None:
+            known = self.prices[id(op)] = self.price(program, op)
+        return known
+
+    def price(self, program, op):
         if isinstance(op, Recv):
             return 0.0
         if isinstance(op, Compute):
