@@ -9,7 +9,9 @@ judge.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -21,7 +23,7 @@ from numba import float32, types
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.ir_vectors import loop
 from hepti_mqtt.kernels.jit import INT, compile_all, fills, kernel, lowered, reads
-from hepti_mqtt.kernels.threads import Parts, Workers
+from hepti_mqtt.kernels.threads import Workers
 
 # Independent accumulators: more than the latency (4 to 5 cycles) times two pipelines, and no more than 16 registers.
 _CHAINS: Final = 12
@@ -143,7 +145,7 @@ class Roof(NamedTuple):
 def multiply_adds(pool: Workers) -> Roof:
     """Return a loop of f32 multiply-adds in registers alone, of some 2 ms on every thread of the pool at once."""
     compile_all()
-    parts = Parts((i,) for i in range(1 if pool.threads == 1 else _PARTS * pool.threads))
+    parts = range(1 if pool.threads == 1 else _PARTS * pool.threads)
     out, factor = np.empty((len(parts), _LINE), np.float32), np.full(TILE.lanes, 0.5, np.float32)
     count, each = 1000, _ROOF_S * pool.threads / len(parts)
     # The least of three: a first call, or one that the machine interrupts, would end the search at a loop so short that
@@ -151,7 +153,12 @@ def multiply_adds(pool: Workers) -> Roof:
     while min(_seconds(_multiply_adds, out, factor, count, 0) for _ in range(3)) < each:
         count *= 2
     amount = 2.0 * TILE.lanes * _CHAINS * count * len(parts)
-    return Roof(partial(pool.each, _multiply_adds, (out, factor, count), parts), amount)
+    threads = ThreadPoolExecutor(pool.threads)  # compiled code of several threads runs at once
+
+    def run() -> None:
+        deque(threads.map(lambda part: _multiply_adds(out, factor, count, part), range(len(parts))), maxlen=0)
+
+    return Roof(run, amount)
 
 
 def reads_of_memory(nbytes: int = 1 << 28, repeats: int = 3) -> Roof:
