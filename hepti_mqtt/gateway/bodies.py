@@ -63,8 +63,8 @@ def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
     return items
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Integer, Field(ge=1)]
+#: at least 1; the bound comes before the validator, or JSON Schema loses it
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Texts = Annotated[
     list[str],
