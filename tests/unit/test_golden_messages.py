@@ -45,9 +45,17 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
         "bad_request",
         "deadline_ms must be a number above 0, at most 86400000",
     ),
-    (lambda: request_pins({"wire": "f64"}, Pins()), "bad_request", "wire must be one of f32, f16, i8"),
-    (lambda: request_pins({"weights": "f64"}, Pins()), "bad_request", "weights must be one of f32, f16, w8a8, w8a32"),
-    (lambda: request_pins({"route": "air"}, Pins()), "bad_request", "route must be one of auto, broker, mesh"),
+    (lambda: request_pins({"wire": "f64"}, Pins()), "bad_request", "wire must be one of f32, f16, i8, not 'f64'"),
+    (
+        lambda: request_pins({"weights": "f64"}, Pins()),
+        "bad_request",
+        "weights must be one of f32, f16, w8a8, w8a32, not 'f64'",
+    ),
+    (
+        lambda: request_pins({"route": "air"}, Pins()),
+        "bad_request",
+        "route must be one of auto, broker, mesh, not 'air'",
+    ),
     (lambda: request_pins({"devices": []}, Pins()), "bad_request", "devices must be a list of at least one name"),
     (
         lambda: request_pins({"accuracy": 2}, Pins()),
@@ -67,7 +75,7 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: request_pins({"objective": "speed"}, Pins()),
         "bad_request",
-        "objective must be one of latency, throughput, memory",
+        "objective must be one of latency, throughput, memory, not 'speed'",
     ),
     (lambda: split_envelope({"reply_to": 1}), "bad_request", "reply_to must be a topic"),
     (

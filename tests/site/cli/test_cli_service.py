@@ -57,11 +57,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "systemctl").write_text(SYSTEMCTL)
-    (tools / "systemctl").chmod(0o755)
+    (tools / "loginctl").write_text("#!/bin/sh\nexit 1\n")
+    for tool in ("systemctl", "loginctl"):
+        (tools / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("hepti_mqtt.cli.install._has_loginctl", lambda: False)
     yield tmp_path
     pid = tools / "pid"
     if pid.exists():

@@ -29,6 +29,10 @@ WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1, 1, 1)}
 CONV = {**WINDOW, "activation": "relu", "bias": True, "residual": True}
 HEADS = {"q_column": 0, "k_column": 4, "v_column": 8, "heads": 2, "head_dim": 2, "scale": 0.5}
 BY_HAND = {
+    "align_tokens": (
+        Compute("align_tokens", (0, 1, 2), (3,), (), {"heads": ((0, 1),), "head_dim": 4}),
+        (ROWS, SlotSpec((7, 24)), SlotSpec((3,), "i32"), SlotSpec((5, 1))),
+    ),
     "assemble": (Compute("assemble", (0, 1), (2,), (), BESIDE), (ROWS, ROWS, SlotSpec((5, 24)))),
     "sum": (Compute("sum", (0, 1), (2,), (), {"activation": "gelu"}), (ROWS,) * 3),
     "moments": (Compute("moments", (0,), (1,), (), {}), (ROWS, SlotSpec((5, 2)))),

@@ -103,7 +103,7 @@ def test_a_silent_device_is_put_aside_where_the_broker_has_nothing_to_say_but_he
     site.submit("r1", within=1e9)
     nbytes = site.session.groups.default("m").plans.active.needed_bytes("a")
     for name in "ab":  # loads are slow, so a silent device has longer than the time between two heartbeats
-        site.session.fleet.member(name).load_rates = LoadRates(receive_bytes_per_s=nbytes / load_s)
+        site.session.fleet.member(name).reported_rates = LoadRates(receive_bytes_per_s=nbytes / load_s)
     frozen, heard_s = Frozen(site), site.now
     for tick in range(40):
         site.now += TICK_S

@@ -181,7 +181,7 @@ def test_a_device_that_has_started_again_has_kept_nothing() -> None:
 def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
     for name in "ab":  # of the 1.4 MB that a device needs
-        site.session.fleet.member(name).load_rates = LoadRates(receive_bytes_per_s=1e6)
+        site.session.fleet.member(name).reported_rates = LoadRates(receive_bytes_per_s=1e6)
     site.mute = {"b"}
     site.submit("r")
     site.pass_by(15, 0.1)

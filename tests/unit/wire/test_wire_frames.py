@@ -155,7 +155,7 @@ def test_golden_tags():
 def test_the_indices_on_the_wire_never_change():
     assert KINDS == ("tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused")
     assert DTYPES == ("f32", "f16", "i8", "u8", "i32")
-    assert frames.WANTS == ("task", "hidden", "candidates")
+    assert frames.WANTS == ("task", "hidden", "candidates", "alignment")
 
 
 @given(any_frame(), st.data())
