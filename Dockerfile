@@ -26,7 +26,7 @@ RUN /opt/venv/bin/pip install --no-deps . \
     && rm -rf /opt/venv/lib/python3.11/site-packages/pip \
     && /opt/venv/bin/python -m compileall -q /opt/venv/lib/python3.11/site-packages/hepti_mqtt \
         /opt/venv/lib/python3.11/site-packages/device_agent \
-    && /opt/venv/bin/python -c 'import device_agent, hepti_mqtt.cli.processes, hepti_mqtt.client, hepti_mqtt.service' \
+    && /opt/venv/bin/python -c 'import device_agent, hepti_mqtt.cli.processes, hepti_mqtt.client, hepti_mqtt.service.planner' \
     && /opt/venv/bin/python -c 'import hepti_mqtt.gateway.app, hepti_mqtt.gateway.connections' \
     && /opt/venv/bin/python -c 'import PIL.Image, rich.logging, rich.progress, rich.table, tokenizers'
 

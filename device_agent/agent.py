@@ -469,7 +469,12 @@ class _Agent:
 
     def _read_caches(self, order: ReadCaches) -> None:
         """Report the saved KV caches of a layout; on the loader's thread, before the weights are loaded."""
-        if caches := self._saved.take(order.layout):
+        try:
+            caches = self._saved.take(order.layout)
+        except OSError as error:
+            self._log.warning("saved KV caches cannot be read: %s", error.strerror or error)
+            return
+        if caches:
             self.inbox.post(CachesRead(order.model, order.plan_version, caches))
 
     def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:

@@ -222,7 +222,6 @@ class WeightLoader:
         self._requested_before: set[bytes] = set()
         #: Matrices without a packed copy in the cache, and the tiles of the last load, which need not make room for it.
         self._unsaved: deque[Place] = deque()
-        self._pinned: frozenset[bytes] = frozenset()
         self._last_report_s = self._last_cached_s = float("-inf")
 
     # -- what the session wants ----------------------------------------------------------------------------------
@@ -373,10 +372,10 @@ class WeightLoader:
         return bool(self._unsaved) and not self._jobs
 
     def save(self) -> None:
-        """Keep the packed copy of one matrix in the cache, if no tile of its load has to make room for it."""
+        """Keep the packed copy of one matrix in the cache, if no tile has to make room for it."""
         manifest, matrix = place = self._unsaved.popleft()
         if (weight := self._held.get(place)) is not None:
-            self._cache.put_packed(packed_key(manifest, matrix), weight, self._pinned)
+            self._cache.put_packed(packed_key(manifest, matrix), weight)
 
     def retry_if_due(self, now: float) -> None:
         """Ask others for tiles that are overdue, and the planner again; the next load first if it has no manifest."""
@@ -551,7 +550,6 @@ class WeightLoader:
         self._emit(Loaded(load.model, load.plan_version, views))
         if job.tiled and self._cache.is_kept:
             self._unsaved.extend((load.manifest, matrix) for matrix in job.tiled)
-            self._pinned = job.pinned
         self._next(now)
 
     def _fail(self, job: LoadJob, error: HeptiError, now: float) -> None:

@@ -24,6 +24,7 @@ from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 FORMAT: Final = 1
 SHARE: Final = 8  # KV caches take at most one part in so many of `--cache-size`
 SUFFIX: Final = ".kv"
+MAX_HEADER_BYTES: Final = 1 << 20
 _LENGTH: Final = struct.Struct("<I")  # of the header
 _DTYPES: Final = frozenset({"float16", "float32"})
 
@@ -43,6 +44,8 @@ class SavedCaches:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._directory.glob(f".*{SUFFIX}.*"):  # of a process that was killed
+                unfinished.unlink(missing_ok=True)
             room = min(self._limit, free_cache_bytes(self._directory) + sum(map(_nbytes, self._files())))
             chosen = list[KeptCache]()
             for cache in reversed(caches):
@@ -126,6 +129,8 @@ def _checksum(said: Mapping[str, Any], parts: Sequence[memoryview]) -> bytes:
 def _read_header(file: BinaryIO) -> dict[str, Any]:
     """Return what a file says; raises ValueError if this process cannot use it."""
     nbytes = _LENGTH.unpack(file.read(_LENGTH.size))[0]
+    if nbytes > MAX_HEADER_BYTES:
+        raise ValueError("it is damaged")
     written, version, machine, checksum, said = msgpack.unpackb(file.read(nbytes))
     if (written, version, machine) != (FORMAT, __version__, isa()):
         raise ValueError(f"written by version {version} on {machine}")

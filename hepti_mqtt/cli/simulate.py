@@ -30,6 +30,7 @@ from hepti_mqtt.models import (
     spec_from_config,
     with_cache,
 )
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
 from hepti_mqtt.planner.price import SINGLE
 from hepti_mqtt.spec import Spec
@@ -132,7 +133,8 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
             rate, first_s = text["tokens_per_s"], text["first_token_ms"] / 1e3
             fits = "" if text["feasible"] else ", which does not fit"
             needs = f"{text['needs_bytes'] / output.MIB:.0f} MiB per board"
-            prompt = f"a prompt of {shape.session_rows} tokens"
+            speaks = isinstance(question.spec.input_spec, SpeechInput)
+            prompt = "a recording" if speaks else f"a prompt of {shape.session_rows} tokens"
             output.print_lines(
                 [f"{name}{fits}: {rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}, {needs}"]
             )

@@ -14,6 +14,7 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
+from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.planner import Candidate, Question, decide, price
 from hepti_mqtt.spec import Spec
 
@@ -87,7 +88,9 @@ def prompt_rows(asked: Question) -> int:
 
 
 def first_token_s(asked: Question, c: Candidate) -> float:
-    """Return the seconds until the first token after a prompt, under a candidate's plan."""
+    """Return the seconds until the first token after a prompt or a recording, under a candidate's plan."""
+    if isinstance(asked.spec.input_spec, SpeechInput):  # one run encodes the recording and reads the prompt
+        return c.price.seconds
     rows = prompt_rows(asked)
     return ceil(asked.shape.session_rows / rows) * run_s(asked, c, rows)
 

@@ -40,6 +40,9 @@ class Reasoning(Body):
 def _tools(tools: list[Fields]) -> list[Fields]:
     """Return tools as chats have them; raises RequestError for one that is no function."""
     about = ("name", "description", "parameters", "strict")
+    for place, tool in enumerate(tools):
+        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            raise RequestError(f"tools[{place}] is no function with a name; only functions are called", "tools")
     return named_tools(
         [{"type": tool.get("type"), "function": {key: tool[key] for key in about if key in tool}} for tool in tools]
     )

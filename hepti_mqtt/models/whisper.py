@@ -66,21 +66,18 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Sp
 
 
 def _alignment(rules: JsonConfig, layers: int, heads: int) -> tuple[tuple[int, int], ...]:
-    """Return the heads that the files name, else all of the last half of the layers, as openai-whisper does."""
+    """Return the heads that the files name, else all of the last half of the layers, as openai-whisper does.
+
+    Empty if the files name heads that the model lacks: a distilled model may come with the file of its teacher.
+    """
     named: Any = rules.get("alignment_heads", [[i, k] for i in range(layers // 2, layers) for k in range(heads)])
-    fits = (
-        isinstance(named, list)
-        and bool(named)
-        and all(
-            isinstance(pair, list)
-            and len(pair) == 2
-            and all(type(at) is int and 0 <= at < size for at, size in zip(pair, (layers, heads), strict=True))
-            for pair in named
-        )
+    are_pairs = isinstance(named, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(at) is int for at in pair) for pair in named
     )
-    if not fits:
-        raise rules.bad_value("alignment_heads", f"a list of [layer below {layers}, head below {heads}]", named)
-    return tuple((layer, head) for layer, head in named)
+    if not are_pairs:
+        raise rules.bad_value("alignment_heads", "a list of [layer, head]", named)
+    fits = all(0 <= layer < layers and 0 <= head < heads for layer, head in named)
+    return tuple((layer, head) for layer, head in named) if fits else ()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,11 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
     timed, has_moments = bool(wanted), tokens.moments > reads.longest
     if timed and not has_moments:
         raise RequestError(f"timestamps must be false: {checkpoint.model} has no tokens of times")
+    if wanted == WORDS and not getattr(checkpoint.spec, "alignment", ()):
+        raise RequestError(
+            f"timestamps must be true or false: generation_config.json of {checkpoint.model} names no alignment_heads "
+            "that the model has, and words have no times without them"
+        )
     said = _said(checkpoint, reads, request.get("prompt"))
     samples = sound.read("audio", request["audio"], reads.longest / ROWS_PER_S)
     rows = window_rows(reads, len(samples) / RATE, request.get("window"))

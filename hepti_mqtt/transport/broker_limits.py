@@ -152,7 +152,9 @@ class Echo:
                 f"the broker at {self._place} does not give back what is published to {self._topic} within "
                 f"{self._timeout_s:g} s: let user {self._user!r} write and read it, or take another login"
             ) from None
-        if isinstance(event, Refused):
+        if (
+            isinstance(event, Refused) and self._topic in event.topics
+        ):  # a refusal of another topic is news for the caller
             raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
         return event
 

@@ -34,7 +34,7 @@ def new_boot() -> int:
 
 
 #: of what is cleared, or of a foreign program
-UNREAD: Final = Status("offline", 0)
+UNREAD: Final = Status("offline", 0, reason="unread")
 
 
 class StatusReader:

@@ -116,6 +116,7 @@ class Transcription(Generation):
             self.session.rows = len(self.prompt) - 1  # what the prompt's last token gives is computed again
         elif verdict.again:
             self.text = max(self.tried, key=lambda one: one.verdict.worth).text
+            self.session.rows = min(self.session.rows, len(self.prompt))  # later rows are of another text
 
     def rewind(self, run: int) -> None:
         """Take back what has followed since a run, with the texts that began since."""

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from itertools import pairwise
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,7 +98,9 @@ def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
     assert other.counters["packed_cached"] == 0, "another range is packed from tiles"
 
 
-@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: old[:50] + b"!" + old[51:], lambda _: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda old: old[:-9], lambda old: old[:50] + b"!" + old[51:], lambda _: b"", lambda old: bytes(len(old))]
+)
 def test_a_damaged_packed_copy_is_made_again_from_tiles(tmp_path, damage):
     refs = (*STORED[:2], *MODEL.refs[1:])
     first = Device(tmp_path)
@@ -129,6 +132,19 @@ def test_packed_copies_take_no_room_from_tiles(tmp_path):
     device.save()
     assert device.counters["cache_evicted"] == 0
     assert not device.cache.trouble
+
+
+def test_packed_copies_take_no_room_from_tiles_of_other_loads(tmp_path):
+    blobs = {**MODEL.blobs, **BIG.blobs}
+    needed = [*MODEL.needed(), *BIG.needed()]
+    manifests = [MODEL.manifest.digest, BIG.manifest.digest]
+    device = Device(tmp_path, sum(len(blobs[digest]) for digest in (*needed, *manifests)) + 1000)
+    for number, model in enumerate((MODEL, BIG)):
+        device.loader.load(replace(model.load(), plan_version=PlanVersion(1, 1 + number)), device.now)
+    device.serve(SimpleNamespace(blobs=blobs))
+    device.save()
+    assert len(device.of(Loaded)) == 2
+    assert all(digest in device.cache for digest in needed)
 
 
 def test_only_needed_tiles_are_asked_and_each_once(device):

@@ -82,6 +82,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "empty": lambda path: path.write_bytes(b""),
     "no header": lambda path: path.write_bytes(b"\x05\0\0\0hello"),
+    "a long header": lambda path: path.write_bytes(b"\xff" * 4 + path.read_bytes()[4:]),
 }
 
 
@@ -102,6 +103,13 @@ def test_files_of_another_version_or_machine_are_dropped(
         monkeypatch.setattr(saved_caches, name, value)
     assert saved(tmp_path).take(LAYOUT) == ()
     assert not files(tmp_path)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    saved(tmp_path).save([cache(1)])
+    (tmp_path / "kv" / ".7.1.2.kv.4711").write_bytes(b"half")
+    saved(tmp_path).save([cache(3)])
+    assert len(files(tmp_path)) == len([*(tmp_path / "kv").iterdir()]) == 2
 
 
 def test_a_directory_that_cannot_be_written_loses_the_caches_alone(tmp_path: Path) -> None:

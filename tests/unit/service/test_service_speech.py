@@ -198,6 +198,16 @@ def test_times_of_words_are_asked_of_the_rows_with_sound(timed: Checkpoint) -> N
     assert read_input(timed, {**asked, "timestamps": True}).sound_rows == 0
 
 
+def test_a_model_with_the_alignment_heads_of_its_teacher_has_no_times_of_words(tmp_path) -> None:
+    path = make_model("tiny-whisper-turbo", tmp_path / "m")
+    file = path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alignment_heads": [[25, 3]]}))
+    with Checkpoint.open(path) as checkpoint:
+        read_input(checkpoint, {**AUDIO, "language": "en", "timestamps": True})
+        with pytest.raises(RequestError):
+            read_input(checkpoint, {**AUDIO, "language": "en", "timestamps": "word"})
+
+
 @pytest.mark.parametrize("prompt", [[3.5], [True], [[1]], {"a": 1}, 7, [96 + 1], ["light", -1]], ids=str)
 def test_a_prompt_that_is_no_text_is_refused(timed: Checkpoint, prompt) -> None:
     with pytest.raises(RequestError):
