@@ -67,37 +67,37 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     cluster = board_site(args.board, count, args.network)
     shape = representative_shape(spec, args.tokens)
     pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
-    asked = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
-    chosen = decide(asked).chosen
+    question = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
+    chosen = decide(question).chosen
     seconds = chosen.price.seconds
     most = max(chosen.price.needs.values())
     common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}
     plan = f"{chosen.name} on {len(chosen.plan.devices)}"
     if not shape.session_rows:
         return Row(count, plan, shape.size / seconds, seconds * 1e3, **common)
-    rows, first_s = prompt_rows(asked), first_token_s(asked, chosen)
+    rows, first_s = prompt_rows(question), first_token_s(question, chosen)
     of_prompt = rows * ceil(shape.session_rows / rows) / first_s
     return Row(
         count, plan, 1 / seconds, seconds * 1e3, **common, prompt_tokens_per_s=of_prompt, first_token_ms=first_s * 1e3
     )
 
 
-def prompt_rows(asked: Question) -> int:
+def prompt_rows(question: Question) -> int:
     """Return how many tokens of a prompt one run computes."""
-    return min(largest_shape(asked.spec).size, asked.shape.session_rows)
+    return min(largest_shape(question.spec).size, question.shape.session_rows)
 
 
-def first_token_s(asked: Question, c: Candidate) -> float:
+def first_token_s(question: Question, c: Candidate) -> float:
     """Return the seconds until the first token after a prompt or a recording, under a candidate's plan."""
-    if isinstance(asked.spec.input_spec, SpeechInput):  # one run encodes the recording and reads the prompt
+    if isinstance(question.spec.input_spec, SpeechInput):  # one run encodes the recording and reads the prompt
         return c.price.seconds
-    rows = prompt_rows(asked)
-    return ceil(asked.shape.session_rows / rows) * run_s(asked, c, rows)
+    rows = prompt_rows(question)
+    return ceil(question.shape.session_rows / rows) * run_s(question, c, rows)
 
 
-def run_s(asked: Question, c: Candidate, rows: int = 1) -> float:
+def run_s(question: Question, c: Candidate, rows: int = 1) -> float:
     """Return the seconds of a run of some tokens of a text, under a candidate's plan."""
-    run = replace(asked, shape=asked.shape.decode_step(rows), requests=0)
+    run = replace(question, shape=question.shape.decode_step(rows), requests=0)
     return price(run, c.plan, full=True).seconds
 
 

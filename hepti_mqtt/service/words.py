@@ -66,27 +66,27 @@ def split_words(checkpoint: Checkpoint, language: str, ids: Sequence[int]) -> li
 def _characters(checkpoint: Checkpoint, ids: Sequence[int]) -> list[Word]:
     """Return the shortest runs of tokens that write whole characters."""
     decode, whole = checkpoint.tokenizer.decode, checkpoint.tokenizer.decode(list(ids))
-    found, first, offset = list[Word](), 0, 0
+    words, first, offset = list[Word](), 0, 0
     for stop in range(1, len(ids) + 1):
         text = str(decode(list(ids[first:stop])))
         broken = offset + text.find(_BROKEN)
         if _BROKEN not in text or broken >= len(whole) or whole[broken] == _BROKEN:  # the text itself has the mark
-            found.append(Word(text, first, stop))
+            words.append(Word(text, first, stop))
             first, offset = stop, offset + len(text)
     if first < len(ids):  # the reference drops what follows a mark of the text itself
-        found.append(Word(str(decode(list(ids[first:]))), first, len(ids)))
-    return found
+        words.append(Word(str(decode(list(ids[first:]))), first, len(ids)))
+    return words
 
 
 def _spaced(pieces: Sequence[Word]) -> list[Word]:
     """Join pieces to words, which begin at a space or are punctuation."""
-    found = list[Word]()
+    words = list[Word]()
     for piece in pieces:
-        if not found or piece.text.startswith(" ") or piece.text.strip() in punctuation:
-            found.append(piece)
+        if not words or piece.text.startswith(" ") or piece.text.strip() in punctuation:
+            words.append(piece)
         else:
-            found[-1] = Word(found[-1].text + piece.text, found[-1].first, piece.stop)
-    return found
+            words[-1] = Word(words[-1].text + piece.text, words[-1].first, piece.stop)
+    return words
 
 
 def _with_punctuation(words: Sequence[Word]) -> list[Word]:
@@ -97,10 +97,10 @@ def _with_punctuation(words: Sequence[Word]) -> list[Word]:
             joined[-1] = Word(word.text + joined[-1].text, word.first, joined[-1].stop)
         else:
             joined.append(word)
-    found = list[Word]()
+    words = list[Word]()
     for word in reversed(joined):
-        if found and not found[-1].text.endswith(" ") and word.text in CLOSING:
-            found[-1] = Word(found[-1].text + word.text, found[-1].first, word.stop)
+        if words and not words[-1].text.endswith(" ") and word.text in CLOSING:
+            words[-1] = Word(words[-1].text + word.text, words[-1].first, word.stop)
         else:
-            found.append(word)
-    return found
+            words.append(word)
+    return words

@@ -100,8 +100,8 @@ class DecoderSessions:
             return {}
         number = key[2]
         source = (*key[:2], run.source) if run.source else key
-        known = self._open.get(source)
-        if run.at > (known.rows if known else 0) or not (known or run.begins):
+        session = self._open.get(source)
+        if run.at > (session.rows if session else 0) or not (session or run.begins):
             self._counters["session_lost"] += 1
             raise SessionLostError(f"session {source[2]} has no rows before {run.at} here", (number,))
         # What has a row for each token grows; else there are rows of what a request carries, all from the start.
@@ -110,17 +110,17 @@ class DecoderSessions:
         if run.takes_over:
             self._open.pop(source, None)
         copies = bool(run.source) and (not run.takes_over or source in busy)
-        if known is None or copies or known.capacity < capacity:
+        if session is None or copies or session.capacity < capacity:
             if number:
                 self._make_room(key, capacity, room_rows, busy | {source})
-            before = {} if known is None else known.arrays
-            made = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
-            known = _Session(made, capacity=capacity, is_text=is_text)
+            before = {} if session is None else session.arrays
+            arrays = {name: _grown(spec, capacity, before.get(name), run.at) for name, spec in states.items()}
+            session = _Session(arrays, capacity=capacity, is_text=is_text)
         if number:
-            self._open[key] = known
+            self._open[key] = session
             self._open.move_to_end(key)
-        known.rows = run.stop
-        return known.arrays
+        session.rows = run.stop
+        return session.arrays
 
     def end(self, key: SessionKey) -> None:
         """Forget a session."""
@@ -185,7 +185,7 @@ def _nbytes(cache: KeptCache) -> int:
 
 def _grown(spec: SlotSpec, capacity: int, held: Array | None, rows: int) -> Array:
     """Return an array of a session with room for some rows, of which the first ones are held."""
-    made = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
+    array = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
     if held is not None:
-        made[:rows] = held[:rows]
-    return made
+        array[:rows] = held[:rows]
+    return array

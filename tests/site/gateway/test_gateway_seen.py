@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     yield from running_site(directory, models, dict.fromkeys(AGENTS, "100MiB"))
 
 
-def asked(site: Site, model: str = "seer", **request: object) -> dict:
+def answer_of(site: Site, model: str = "seer", **request: object) -> dict:
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready(model, PATIENCE_S)
         return dict(hepti.infer(model, timeout_s=PATIENCE_S, **request).raw)
@@ -41,13 +41,13 @@ def asked(site: Site, model: str = "seer", **request: object) -> dict:
 
 def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> None:
     want = np.load(CASE.file)["tokens"].tolist()
-    answer = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
+    answer = answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
     ids = answer["result"]["ids"]
     assert ids == want[: len(ids)]
-    again = asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
+    again = answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), max_new_tokens=TOKENS)
     assert again["result"]["ids"] == ids
     assert again["cached_tokens"] > 0
-    other = asked(site, text=CASE.text, image=encoded(21, 20), max_new_tokens=TOKENS)
+    other = answer_of(site, text=CASE.text, image=encoded(21, 20), max_new_tokens=TOKENS)
     assert other["cached_tokens"] == 0
 
 
@@ -58,7 +58,7 @@ def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: s
     with Hepti.connect(site.url, site.name) as hepti:
         poll(lambda: {d["device"] for d in hepti.devices(wait_s=1.0)} >= {*AGENTS}, "all devices")
     request = {"text": case.text, "images": [encoded(*size) for size in case.sizes], "max_new_tokens": TOKENS}
-    answer = asked(site, model, **request, strategy=strategy, devices=devices)
+    answer = answer_of(site, model, **request, strategy=strategy, devices=devices)
     divided, other = (model, f"{model}.image") if strategy == "decoder" else (f"{model}.image", model)
     plans = answer["plans"]
     assert (plans[divided]["strategy"], {*plans[divided]["devices"]}) == (strategy, {*devices})
@@ -70,7 +70,7 @@ def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: s
 
 def test_a_method_that_divides_neither_model_is_refused(site: Site) -> None:
     with pytest.raises(ConfigError):
-        asked(site, text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
+        answer_of(site, text=CASE.text, image=encoded(*CASE.sizes[0]), strategy="map_rows")
 
 
 def test_one_text_by_every_interface(site: Site) -> None:
@@ -79,7 +79,7 @@ def test_one_text_by_every_interface(site: Site) -> None:
     site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the start of gateway")
     messages = [{"role": "user", "content": QUESTION}]
-    text = asked(site, messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
+    text = answer_of(site, messages=messages, image=URL, max_new_tokens=8, temperature=0)["result"]["text"]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S)
     part = {"type": "image_url", "image_url": {"url": URL}}
     content = [part, {"type": "text", "text": QUESTION}]
