@@ -1,9 +1,9 @@
 """Requests from the first second of a site, with empty or full caches, beside the best static plan in hindsight.
 
 `python -m benchmarks cold rate=240 caches=empty minutes=5`. The site's clock starts with planner and agents; these load
-their kernels and measure their hosts first. The client has started before: it is no part of the hub. One request follows
-the other. Afterwards each plan that served is pinned and timed on the warm site: the fastest is the best static plan.
-Full caches are those of a site that has served the best plan and was idle for some seconds.
+their kernels and measure their hosts first. The client has started before and is no part of the hub. One request
+follows the other. Afterwards each plan that served is pinned and timed on the warm site: the fastest is the best
+static plan. Full caches are those of a site that has served the best plan and was idle for some seconds.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def main(
             [driver] = drivers
             asked = list(_ask(driver, site.started_s, 60 * minutes))
             online_s = site.online_s()
+            best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
             if logs:
                 site.write_logs(Path(logs))
-            best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
     print(f"the last agent was online after {online_s:.0f} s")
     _report(asked, best, f"{model}, {spec.name}, {rate:g} Mbit/s, {caches} caches")
 
