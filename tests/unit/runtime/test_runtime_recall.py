@@ -86,7 +86,7 @@ def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
 def test_a_plan_that_loads_during_the_whole_search_is_compared_with_others(is_loaded_first: bool) -> None:
     site = restarted(recalled_from(settled("a", "b", pins=ROW)), "a", "b", pins=ROW)
     site.event(solve(site.solves[-1]))
-    site.pass_by(2 * PRICED_S, 0.5)
+    site.pass_by(12, 0.5)
     whole = site.solves[-1]
     assert (whole.kind, whole.active) == (SearchKind.WHOLE, None)
     if is_loaded_first:
