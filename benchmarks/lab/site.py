@@ -46,7 +46,7 @@ class LabSite:
         planner: Sequence[str] = (),
         agents: Mapping[str, AgentOptions] | None = None,
         site: str = SITE,
-        before_start: Callable[[Self], object] | None = None,
+        before_start: Callable[[LabSite], object] | None = None,
     ) -> None:
         self._before_start = before_start
         self.started_s = 0.0  #: when the planner and the agents were started, by `time.monotonic`
