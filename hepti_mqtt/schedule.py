@@ -330,8 +330,8 @@ class RunMachine(Generic[R]):
             pending[place] -= 1
             if not pending[place]:
                 heappush(self._ready, (run.run_id, place))
-        if run.awaited and (place := run.awaited.pop(slot, None)) is not None:
-            heappush(self._ready, (run.run_id, place))
+        if run.awaited and (suspended := run.awaited.pop(slot, None)) is not None:
+            heappush(self._ready, (run.run_id, suspended))
         return bool(readers)
 
     def suspend(self, run: R, place: int, awaits: Slot | None = None) -> None:
