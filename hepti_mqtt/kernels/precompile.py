@@ -183,8 +183,8 @@ def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
     """
     jobs = _jobs("all")
     for job in jobs:
+        begun_s = time.thread_time()
         if not job.dispatcher.signatures and job.done():
-            begun_s = time.thread_time()
             with suppress(RuntimeError):  # another thread has loaded it since the look, and nothing compiles it again
                 job.compile()
             rest(time.thread_time() - begun_s)

@@ -24,6 +24,8 @@ from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
 from hepti_mqtt.ids import PlanVersion, Start
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Recalled
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -35,6 +37,7 @@ from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
+from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
@@ -263,6 +266,18 @@ def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     assert outcome.result(PATIENCE_S) is None
     ear.until(ear.topics.plan("bert"), lambda payload: payload == b"")
     ear.status("offline")
+
+
+def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, checkpoints, tmp_path):
+    directory, models, log = state_directory("idle", tmp_path), {"bert": checkpoints["bert"]}, logging.getLogger("test")
+    plans = {"bert": Recalled(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
+    save_state(directory, plans, (), models, log)
+    ear = listen("idle")
+    stop, outcome = run("idle")
+    ear.status("online")
+    stop.set()
+    outcome.result(PATIENCE_S)
+    assert read_state(directory, models, log).plans == plans
 
 
 def test_without_devices_requests_are_answered_with_the_reason(run, listen):
