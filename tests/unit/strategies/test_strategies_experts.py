@@ -67,10 +67,10 @@ def check_divided(model: Checkpoint, storage: str) -> None:
     shape, inputs = request(spec, (9,))
     want = models.reference(spec, values, inputs, shape)[1]
     for weights in WEIGHTS[:3]:
-        made = plan(spec, ("decoder", {}), weights)
-        got = run_programs(device_programs(spec, made, shape), held, inputs)
+        divided = plan(spec, ("decoder", {}), weights)
+        got = run_programs(device_programs(spec, divided, shape), held, inputs)
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
-        refs = [ref for device in made.devices for ref in resident_weights(spec, made, device)]
+        refs = [ref for device in divided.devices for ref in resident_weights(spec, divided, device)]
         own = [ref for ref in refs if ".experts." in ref.tensor and ref.layout == "packed"]
         assert {ref.weight_dtype for ref in own} == {storage}
 

@@ -79,8 +79,8 @@ def test_what_candidates_leave_open_is_chosen_by_all_logits(guesses, most, monke
     spec = replace(SPEC, max_tokens=SPEC.max_tokens - 1)  # whose graphs nobody else keeps
     rules = TokenRules(temperatures=(0.9,), seed=7, sampling=Sampling(top_k=most))
     plain, runs = written(rules, spec=spec)
-    found, more = written(rules, guesses and guesses(), want="candidates", spec=spec)
-    assert found == plain
+    tokens, more = written(rules, guesses and guesses(), want="candidates", spec=spec)
+    assert tokens == plain
     assert guesses or more > runs, "some rows were asked for once more"
     assert written(rules, guesses and guesses(), 9, "candidates", spec)[0] == plain
 
@@ -145,11 +145,11 @@ def test_a_run_of_several_rows_is_priced_as_it_is_simulated(kind, devices):
     points = ((1, 200e-6), (8, 300e-6), (128, 3e-3))
     profiles = {name: DeviceProfile(name, (Curve(64, 64, points),), 1e9, 1e10) for name in names}
     cluster = Cluster(profiles, {name: Link() for name in names}, endpoints=frozenset(names))
-    made = plan(spec, ("decoder", {}), (1.0,) * devices)
+    decoder_plan = plan(spec, ("decoder", {}), (1.0,) * devices)
 
     def priced(shape):
-        question = Question(TopicNames("s", "m"), spec, cluster, shape, made.version)
-        return simulate_plan(question, made)
+        question = Question(TopicNames("s", "m"), spec, cluster, shape, decoder_plan.version)
+        return simulate_plan(question, decoder_plan)
 
     step = models.single_sequence(spec, np.array([1], np.int32), "task", 64)[0]
     one = priced(step)
@@ -163,13 +163,17 @@ def test_a_prompt_is_priced_from_a_step_as_it_is_simulated():
     """What ops cost beside their work does not grow with rows; with it prompts were priced too high."""
     spec = spec_of_kind("tiny-llama", layers=24)  # the head computes a row alone
     device = DeviceProfile("d0", (Curve(64, 64, ((1, 20e-6), (8, 30e-6), (128, 300e-6))),), 1e9, 1e10, 1e-4)
-    cluster, made = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
+    cluster, decoder_plan = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
     one, prompt = (
         simulate_plan(
             Question(
-                TopicNames("s", "m"), spec, cluster, models.single_sequence(spec, ids, "task", 64)[0], made.version
+                TopicNames("s", "m"),
+                spec,
+                cluster,
+                models.single_sequence(spec, ids, "task", 64)[0],
+                decoder_plan.version,
             ),
-            made,
+            decoder_plan,
         )
         for ids in (np.ones(1, np.int32), np.ones(64, np.int32))
     )

@@ -28,11 +28,11 @@ def in_layouts(layouts, rows):
     divide = everyone(("decoder", {}))
 
     def decider(question):
-        found = divide(question)
-        made = found.chosen.plan
-        made = replace(made, layouts=layouts, shares={"rows": rows[: len(made.devices)]})
-        digest = programs_digest(question.spec, made)
-        return replace(found, chosen=replace(found.chosen, plan=made), digest=digest)
+        decision = divide(question)
+        laid_out = decision.chosen.plan
+        laid_out = replace(laid_out, layouts=layouts, shares={"rows": rows[: len(laid_out.devices)]})
+        digest = programs_digest(question.spec, laid_out)
+        return replace(decision, chosen=replace(decision.chosen, plan=laid_out), digest=digest)
 
     return decider
 

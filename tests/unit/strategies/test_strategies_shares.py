@@ -33,8 +33,6 @@ from hepti_mqtt.strategies.method import HEADS
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
-
-
 SLOW = DeviceResources(3e3, 1e-3)
 
 
@@ -56,8 +54,8 @@ def test_heads_follow_speed_and_what_keys_and_values_cost_each_device_that_needs
 ):
     spec = spec_of_kind("tiny-llama")
     spec = replace(spec, heads=heads, block=replace(spec.block, kv_heads=kv_heads))
-    found = HEADS.ranges(graph(spec, TokenBatch((1,), cache=64)), speeds)
-    assert [(stop - start) // spec.head_dim for start, stop in found] == list(expected)
+    result = HEADS.ranges(graph(spec, TokenBatch((1,), cache=64)), speeds)
+    assert [(stop - start) // spec.head_dim for start, stop in result] == list(expected)
 
 
 @given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))
@@ -78,13 +76,13 @@ def test_greedy_rows_end_as_early_as_any(total, speeds):
 def test_consecutive_ranges_are_the_best_of_all(devices, points, seed):
     costs = np.random.default_rng(seed).random((devices, points + 1, points + 1))
     costs[:, np.tri(points + 1, k=-1, dtype=bool)] = np.inf
-    found = partition_in_order(costs)
+    result = partition_in_order(costs)
     every = [(0, *ends, points) for ends in product(range(points + 1), repeat=devices - 1)]
 
     def cost(ends):
         return max(costs[i, a, z] for i, (a, z) in enumerate(pairwise(ends)))
 
-    assert cost((0, *[z for _, z in found])) == min(map(cost, every))
+    assert cost((0, *[z for _, z in result])) == min(map(cost, every))
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,11 +99,11 @@ def test_linear_programme_against_all_vertices(n, m, seed):
             x = np.linalg.solve(square, limits[list(chosen)])
             if (every @ x >= limits - 1e-9).all():
                 best = min(costs @ x, np.inf if best is None else best)
-    found = minimise(costs, rows, bounds)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert (every @ found >= limits - 1e-7).all()
-        assert costs @ found == pytest.approx(best, abs=1e-7)
+    result = minimise(costs, rows, bounds)
+    assert (result is None) == (best is None)
+    if result is not None:
+        assert (every @ result >= limits - 1e-7).all()
+        assert costs @ result == pytest.approx(best, abs=1e-7)
 
 
 def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) -> Costs:
@@ -131,25 +129,25 @@ def test_a_share_is_nothing_or_at_least_the_halo():
 
 
 def test_energy_under_a_deadline():
-    asked = costs(compute=(1.0, 4.0))
+    problem = costs(compute=(1.0, 4.0))
     power = [Power(10.0, 0.0), Power(1.0, 0.0)]  # the slow one takes 4 J a layer, the fast one 10
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
-    assert solve_shares(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
+    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
+    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
+    assert solve_shares(problem, power, deadline_s=2.0) is None  # 2.4 s is the least
 
 
 def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
-    asked = costs(compute=(1.0, 4.0), smallest=0.3)
+    problem = costs(compute=(1.0, 4.0), smallest=0.3)
     power = [Power(10.0, 0.0), Power(1.0, 0.0)]
     # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=11.0), [0.3, 0.7])
+    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=11.0), [0.3, 0.7])
 
 
 def test_the_estimate_of_shares_is_what_the_programme_makes_least():
-    asked = costs(compute=(1.0, 4.0), gather=2.0)
-    found = solve_shares(asked)
-    assert seconds_of(asked, found) == pytest.approx(
-        min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
+    problem = costs(compute=(1.0, 4.0), gather=2.0)
+    result = solve_shares(problem)
+    assert seconds_of(problem, result) == pytest.approx(
+        min(seconds_of(problem, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
     )
 
 
@@ -171,14 +169,14 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
     graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
-    found = costs_of(graph, (2.0, 1.0), [DeviceResources(100.0, 0.5), DeviceResources(50.0, 0.25)])
+    result = costs_of(graph, (2.0, 1.0), [DeviceResources(100.0, 0.5), DeviceResources(50.0, 0.25)])
     first, second = (2 * 8 * 8 * (9 * c + 1) * 4 + 0 for c in (3, 4))
-    np.testing.assert_allclose(found.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
-    np.testing.assert_allclose(found.compute_s[:, 1], 2 * found.compute_s[:, 0])
+    np.testing.assert_allclose(result.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
+    np.testing.assert_allclose(result.compute_s[:, 1], 2 * result.compute_s[:, 0])
     row = 8 * 4 * 4
-    np.testing.assert_allclose(found.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
-    np.testing.assert_allclose(found.gather_s, [0, 0.25 + 8 * row / 50])
-    assert found.min_share == 1 / 8
+    np.testing.assert_allclose(result.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
+    np.testing.assert_allclose(result.gather_s, [0, 0.25 + 8 * row / 50])
+    assert result.min_share == 1 / 8
 
 
 def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
@@ -211,9 +209,9 @@ def test_pixels_of_a_net_are_those_of_half_its_work():
 
 
 def test_stages_of_a_pipeline_are_by_work():
-    found = stages_of_units(VGG, (1.0, 1.0), [DeviceResources()] * 2)
+    result = stages_of_units(VGG, (1.0, 1.0), [DeviceResources()] * 2)
     work = [unit.flops * unit.size for unit in execution_units(VGG)]
-    slowest = max(sum(work[a:z]) for a, z in found)
+    slowest = max(sum(work[a:z]) for a, z in result)
     assert slowest == min(max(sum(work[:i]), sum(work[i:])) for i in range(len(work) + 1))
 
 
@@ -256,8 +254,8 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
     lanes = [
         DeviceResources(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds
     ]
-    found = stages(chain, speeds, lanes, goal)
-    order = sorted(((i, *parts) for i, parts in enumerate(found) if parts[0] < parts[1]), key=lambda s: s[1])
+    result = stages(chain, speeds, lanes, goal)
+    order = sorted(((i, *parts) for i, parts in enumerate(result) if parts[0] < parts[1]), key=lambda s: s[1])
 
     def fits(stages):
         return all(sum(chain.weights[a:z]) <= lanes[i].memory_bytes for i, a, z in stages)
@@ -273,8 +271,8 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
 
 def test_more_than_eight_devices_keep_the_order_of_the_plan():
     chain = Chain([1.0] * 12, [1.0] * 12, [0.0] * 13)
-    found = stages(chain, [1.0] * 12, [DeviceResources()] * 12, "throughput")
-    assert found == tuple((i, i + 1) for i in range(12))
+    result = stages(chain, [1.0] * 12, [DeviceResources()] * 12, "throughput")
+    assert result == tuple((i, i + 1) for i in range(12))
 
 
 def test_a_layer_is_four_parts_and_a_cut_inside_it_sends_the_residual_too():
@@ -294,8 +292,8 @@ def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(famil
     shape, _ = request(spec, (10,), "hidden")
     ranges = {"stages": ((0, PARTS + part), (PARTS + part, PARTS * spec.layers))}
     cut = replace(plan(spec, ("pipeline", {}), (1.0, 1.0)), ranges=ranges)
-    made = device_programs(spec, cut, shape)["d0"]
-    sent = sum(prod(made.slots[op.slot].shape) for op in made.ops if isinstance(op, Send) and "d1" in op.to)
+    sender = device_programs(spec, cut, shape)["d0"]
+    sent = sum(prod(sender.slots[op.slot].shape) for op in sender.ops if isinstance(op, Send) and "d1" in op.to)
     assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
 
 
@@ -306,42 +304,36 @@ def site(devices, memory=float("inf")):
     return Cluster(profiles, {n: Link() for n in names})
 
 
-def asked_of(cluster, **pins):
+def decided(cluster, **pins):
     return decide(
         Question(TopicNames("home", "m"), ENCODER, cluster, largest_shape(ENCODER), PlanVersion(1, 1), **pins)
     )
 
 
 def test_least_latency_is_one_device_where_memory_does_not_forbid_it():
-    chosen = asked_of(site(3), strategy="pipeline", options={"goal": "latency"}, devices=("d0", "d1", "d2")).chosen.plan
+    chosen = decided(site(3), strategy="pipeline", options={"goal": "latency"}, devices=("d0", "d1", "d2")).chosen.plan
     assert sorted(chosen.ranges["stages"]) == [(0, 0), (0, 0), (0, PARTS * ENCODER.layers)]
 
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
-
-
 RING = ("galaxy", {"exchange": "ring"})
-
-
 RING_DEVICES, TOKENS, LAYER = 4, 16, 3  # a layer in the middle
-
-
 SHAPE, _ = request(SPEC, (TOKENS,), "hidden")
 
 
 def of_a_layer(kind, method=RING):
     """Return the ops of each device in the middle layer."""
-    found = device_programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
-    return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in found.items()}, found
+    result = device_programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
+    return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in result.items()}, result
 
 
 def test_each_device_sends_to_its_neighbour_alone_what_a_reduce_scatter_and_an_all_gather_are():
-    sends, found = of_a_layer(Send)
-    names = list(found)
+    sends, result = of_a_layer(Send)
+    names = list(result)
     for i, (device, ops) in enumerate(sends.items()):
         assert {op.to for op in ops} == {(names[(i + 1) % RING_DEVICES],)}
         assert len(ops) == 4 * (RING_DEVICES - 1)
-        sizes = {found[device].slots[op.slot].shape for op in ops}
+        sizes = {result[device].slots[op.slot].shape for op in ops}
         assert sizes == {(TOKENS // RING_DEVICES, SPEC.hidden)}
 
 
@@ -368,10 +360,10 @@ def cluster(*devices):
 
 def planned(site, options):
     names = tuple(site.devices)
-    asked = Question(
+    problem = Question(
         TopicNames("home", "m"), SPEC, site, SHAPE, PlanVersion(1, 1), strategy="galaxy", options=options, devices=names
     )
-    return decide(asked).chosen
+    return decide(problem).chosen
 
 
 @pytest.mark.parametrize("options", [{"exchange": "direct"}, {"exchange": "ring"}], ids=str)
