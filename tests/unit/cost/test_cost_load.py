@@ -35,7 +35,7 @@ SHAPE = request(SPEC, (17,))[0]
 
 
 def site(devices):
-    """Return equal devices whose work takes much longer than their exchanges."""
+    """Return equal devices with work that takes much longer than exchanges."""
     profiles = {
         f"d{i}": DeviceProfile(f"d{i}", (Curve(32, 32, ((1, 1e-3), (20, 2e-2))),), 1e6, 1e8) for i in range(devices)
     }

@@ -22,7 +22,7 @@ TOKENS = (16,)
 
 # What four equal devices compute, over what one of them needs for 16 tokens of a small encoder: FLOPs, then elements of
 # the roles that somebody computes again. A change must be meant: the tensors that a table does not place are here.
-# Norms and residuals run everywhere; those behind the last MLP only on the head device: (7 layers x 4 + 1) / 8.
+# Norms and residuals run everywhere; those after the last MLP only on the root device: (7 layers x 4 + 1) / 8.
 EVERYWHERE = {"attention_sum": 4.0, "after_attention": 4.0, "mlp_sum": 29 / 8, "after_mlp": 29 / 8}
 PINNED = {
     "single": (1.0, {}),
@@ -78,7 +78,7 @@ PINNED = {
     "edgeflow": (1.0, {"stem": 4.0}),
     "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
     "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
-    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
+    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is after the cut, as without it
     "replicas": (1.0, {}),
     "replicas/2": (1.0, {}),
     "replicas/3": (1.0, {}),
@@ -94,7 +94,7 @@ def family(name: str) -> str | None:
 
 
 def variants() -> list[tuple[str, dict[str, str]]]:
-    found = []
+    variants = []
     for name, method in STRATEGIES.items():
         kind = family(name)
         if kind is None:
@@ -102,8 +102,8 @@ def variants() -> list[tuple[str, dict[str, str]]]:
         devices = min(DEVICES, method.max_devices or DEVICES)
         net = graph(EVERY_FAMILY[kind], request(EVERY_FAMILY[kind], (1,))[0])
         # Those of another graph are not all priced, but each is what it is.
-        found += [(name, dict(o)) for o in method.variants_for(devices, net if method.rewrite is None else None)]
-    return [*found, ("row", {"variant": "heads", "groups": "2"})]  # which is not priced either
+        variants += [(name, dict(o)) for o in method.variants_for(devices, net if method.rewrite is None else None)]
+    return [*variants, ("row", {"variant": "heads", "groups": "2"})]  # a variant without a price
 
 
 def named(method: tuple[str, dict[str, str]]) -> str:
@@ -121,10 +121,10 @@ def of(method, lengths=TOKENS, want="hidden", **changes):
 
 @pytest.mark.parametrize("method", variants(), ids=named)
 def test_every_method_does_the_work_that_is_written_down(method):
-    total, found = PINNED[named(method)]
+    total, by_role = PINNED[named(method)]
     work = plan_work_factor(*of(method))
     assert work.total == pytest.approx(total, abs=5e-3)
-    assert work.roles == pytest.approx(found, abs=5e-3)
+    assert work.roles == pytest.approx(by_role, abs=5e-3)
 
 
 # Of encoders that BERT's layers do not stand for: what everyone computes of keys and values, rotated or not, is less

@@ -96,7 +96,7 @@ def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its
 
 
 def any_program(rng: random.Random, ops: int):
-    """Return a Program whose ops read some slots before them, one or several times, and write one or two."""
+    """Return a Program of ops that read some earlier slots, one or several times, and write one or two."""
     b = ProgramBuilder("me")
     slots = [b.recv((1,), "peer", n) for n in range(rng.randint(1, 4))]
     for _ in range(ops):

@@ -35,7 +35,7 @@ def wanted(
 
 
 class Watched(Swarm):
-    """A site whose planner's words to devices are kept.
+    """A site that records the planner's messages to devices.
 
     late_s: delay of work frames; command_s: of commands to devices; root_s: of the root device's reports.
     """

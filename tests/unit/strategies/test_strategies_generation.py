@@ -231,11 +231,11 @@ def test_a_text_that_begins_alike_computes_the_rest(lost):
         swarm.join("d1", 1e9, 1 << 30)
     texts |= {"again": ask(swarm, "again", 1, 2, 3)}
     finish(swarm, "again")
-    texts |= {"other": ask(swarm, "other", 4, 5), "beside": ask(swarm, "beside", 6)}
-    finish(swarm, "other", "beside")
+    texts |= {"other": ask(swarm, "other", 4, 5), "branch": ask(swarm, "branch", 6)}
+    finish(swarm, "other", "branch")
     for name, text in texts.items():
         assert swarm.answers[name][0][0].tolist() == text
-    again, other, branch = (rows_of(swarm, name) for name in ("again", "other", "beside"))
+    again, other, branch = (rows_of(swarm, name) for name in ("again", "other", "branch"))
     assert (again <= 5) == (lost == "nothing"), "else the prompt is computed again"
     assert max(other, branch) <= 8, "one goes on in the session, the other one has a copy"
 
@@ -312,7 +312,7 @@ def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch
     for name, prompt in prompts.items():
         assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50)[0]))
     runs = {name: len(swarm.answers[name][0][1]) for name in prompts}
-    assert runs["r0"] == 50 < max(runs.values()), "the earliest one was never taken back"
+    assert runs["r0"] == 50 < max(runs.values()), "the earliest text was never cancelled"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
@@ -388,5 +388,5 @@ def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kep
     one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))
     columns = spec.kv_heads * spec.head_dim // 2  # of the own half of the heads
     cache = spec.layers * spec.max_tokens * 2 * columns * nbytes
-    branch = max(scratch_bytes(m.compact_program("d0")) for m in lowered_for_longest(spec, chosen, "d0"))
-    assert 2 * one - two == cache + branch, "of a session beside those of the runs in flight, and of one op"
+    scratch = max(scratch_bytes(m.compact_program("d0")) for m in lowered_for_longest(spec, chosen, "d0"))
+    assert 2 * one - two == cache + scratch, "of a session besides those of the runs in flight, and of one op"

@@ -71,7 +71,7 @@ def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method
 
 def test_windows_larger_than_a_share_get_rows_of_several_neighbours():
     lowered = divided(VGG, "map_rows", (1.0,) * 5)
-    source = lowered.tiles["5.pool"]  # six rows on five devices, of which a window of seven sees nearly all
+    source = lowered.tiles["5.pool"]  # six rows on five devices; a window of seven sees nearly all
     assert max(len(message.to) for tile in source for message in tile.messages) >= 3
 
 
@@ -99,7 +99,7 @@ def test_bytes_of_halo_and_of_whole_maps_are_counted():
 
 def test_cuts_are_where_few_bytes_come_together():
     firsts = [next(unit.op.name for unit in execution_units(VGG) if unit.op.name in after_cut(VGG, n)) for n in (1, 2)]
-    assert firsts == ["2.map", "6.map"]  # behind each pooling
+    assert firsts == ["2.map", "6.map"]  # after each pooling
     residual = net(16, [("conv", 4, 3), ("stride", 8, 3), ("conv", 8, 3), ("conv", 8, 3), "residual"])
     block = after_cut(residual, 1)
     assert "1.map" not in block
@@ -158,7 +158,7 @@ def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(lowered):
     # A middle begins and ends at an even row.
     assert rows(lowered, "0.map", 0) == [((4, 6),), ((0, 4),)]
     assert rows(lowered, "0.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
-    # The window of five behind the next map sees two rows above and one below: of those the next one is made.
+    # The window of five after the next map sees two rows above and one below.
     assert rows(lowered, "2.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
     assert rows(lowered, "3.map", 1) == [((3, 4), (8, 9)), ((4, 8),)]
     # Its last map goes to all: there is nothing of it that nobody waits for.
@@ -173,7 +173,7 @@ def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(lowered
             calls[op.node].append(op)
     assert [len(ops) for ops in calls.values()] == [2, 2, 2, 2, 1]
     first, second = ([op.attrs.get("bands") for op in ops] for ops in list(calls.values())[:2])
-    # Two rows with one above and one below, twice, on a map of which all is there, and of which only these are.
+    # Twice two rows with one above and one below, on a whole map and on a map with these rows only.
     assert first == second == [((0, 4, 0, 0, 6), (4, 8, 0, 0, 16)), None]
 
 
@@ -235,17 +235,12 @@ def test_norms_of_pixels_and_means_that_scale_maps_are_divided(kind, method, mos
     assert work_factor(lowered, lower_plan(spec, alone, shape)).total <= most
 
 
-CASES = [
-    pytest.param("tiny-convnet", SHARES[3:4], id="tiny-convnet on four devices"),
-    *(pytest.param(kind, SHARES, id=kind, marks=pytest.mark.nightly) for kind in SMALL),
-]
-
-
-@pytest.mark.parametrize(("kind", "shares"), CASES)
-def test_answers_are_those_of_one_device(kind, shares):
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", SMALL)
+def test_answers_are_those_of_one_device(kind):
     net = OpaqueOp(spec_of_kind(kind), seeded(spec_of_kind(kind)))
     for name in EXPORTED:
-        for weights in shares:
+        for weights in SHARES:
             for options in variants(net, STRATEGIES[name], len(weights)):
                 assert net.off(name, options, weights) < BAR, (name, options, len(weights))
 

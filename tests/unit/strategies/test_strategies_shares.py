@@ -1,4 +1,4 @@
-"""Solvers for shares: rows of maps, stages of a pipeline and the ring of `galaxy`, against all others."""
+"""Solvers for shares: rows of maps, stages of a pipeline and the ring of `galaxy`, against all alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, Power
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link, Power
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape
@@ -112,35 +112,30 @@ def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) ->
     return Costs(np.array([compute] * layers), np.full((layers, n), halo), gathers, np.full(n, most), smallest)
 
 
-def test_shares_are_by_speed_where_links_cost_nothing():
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 2.0, 4.0))), np.array([4, 2, 1]) / 7)
+POWER = (Power(10.0, 0.0), Power(1.0, 0.0))  # the slow device takes 4 J a layer, the fast one 10
 
 
-def test_shares_by_memory_and_by_the_link_to_the_head():
-    fitting = solve_shares(costs(compute=(1.0, 9.0), most=0.6))
-    np.testing.assert_allclose(fitting, [0.6, 0.4])
-    assert solve_shares(costs(compute=(1.0, 1.0), most=0.4)) is None
-    # Bringing the second one's part to the head costs three times what computing it there does.
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0), gather=9.0)), [1.0, 0.0])
-
-
-def test_a_share_is_nothing_or_at_least_the_halo():
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0, 30.0), smallest=0.1)), [0.5, 0.5, 0.0])
-
-
-def test_energy_under_a_deadline():
-    problem = costs(compute=(1.0, 4.0))
-    power = [Power(10.0, 0.0), Power(1.0, 0.0)]  # the slow one takes 4 J a layer, the fast one 10
-    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
-    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
-    assert solve_shares(problem, power, deadline_s=2.0) is None  # 2.4 s is the least
-
-
-def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
-    problem = costs(compute=(1.0, 4.0), smallest=0.3)
-    power = [Power(10.0, 0.0), Power(1.0, 0.0)]
-    # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
-    np.testing.assert_allclose(solve_shares(problem, power, deadline_s=11.0), [0.3, 0.7])
+@pytest.mark.parametrize(
+    ("given", "limits", "expected"),
+    [
+        ({"compute": (1.0, 2.0, 4.0)}, (), (4 / 7, 2 / 7, 1 / 7)),
+        ({"compute": (1.0, 9.0), "most": 0.6}, (), (0.6, 0.4)),
+        ({"compute": (1.0, 1.0), "most": 0.4}, (), None),
+        # Sending the second device's part to the root costs three times as much as computing it there.
+        ({"compute": (1.0, 1.0), "gather": 9.0}, (), (1.0, 0.0)),
+        ({"compute": (1.0, 1.0, 30.0), "smallest": 0.1}, (), (0.5, 0.5, 0.0)),
+        ({"compute": (1.0, 4.0)}, (POWER, 100.0), (0.0, 1.0)),
+        ({"compute": (1.0, 4.0)}, (POWER, 6.0), (0.5, 0.5)),  # 3 layers of 2 s
+        ({"compute": (1.0, 4.0)}, (POWER, 2.0), None),  # the least is 2.4 s
+        # The second device alone takes 12 s: 0.09 of the rows elsewhere would be enough, but 0.3 are the least.
+        ({"compute": (1.0, 4.0), "smallest": 0.3}, (POWER, 11.0), (0.3, 0.7)),
+    ],
+)
+def test_shares_of_least_time_or_of_least_energy_under_a_deadline(given, limits, expected):
+    """By speed, memory and the link to the root; a share is nothing or at least the halo."""
+    shares = solve_shares(costs(**given), *limits)
+    assert (shares is None) == (expected is None)
+    np.testing.assert_allclose(() if shares is None else shares, expected or (), rtol=1e-7, atol=1e-9)
 
 
 def test_the_estimate_of_shares_is_what_the_programme_makes_least():
@@ -185,8 +180,7 @@ def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
     assert all(len({r for r in ranges if r[0] < r[1]}) > 1 for name, ranges in free.items() if name != "6.map")
     assert free["0.map"] == ((0, 6), (6, 12), (12, 24))
     _, slow = STRATEGIES["edgeflow"].make_shares(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
-    behind = slow["fc1"]
-    assert len([r for r in behind if r[0] < r[1]]) == 1
+    assert len([r for r in slow["fc1"] if r[0] < r[1]]) == 1
 
 
 def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
@@ -195,7 +189,7 @@ def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
         DeviceResources(row_flops_per_s=3.0),
         DeviceResources(row_flops_per_s=1.0),
     ]
-    for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
+    for method, first in (("map_rows", 96), ("modnn", 64)):  # in ten units of 32
         _, ranges = STRATEGIES[method].make_shares(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
         assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
     _, ranges = STRATEGIES["edgeflow"].make_shares(VGG, {}, (9.0, 3.0, 0.0), lanes)
@@ -297,21 +291,24 @@ def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(famil
     assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
 
 
-def site(devices, memory=float("inf")):
-    curve = Curve(1024, 1024, ((64, 1e-3), (256, 4e-3)))
-    names = [f"d{i}" for i in range(devices)]
-    profiles = {n: DeviceProfile(n, (curve,), 1e9, 1e9, memory_bytes=memory) for n in names}
-    return Cluster(profiles, {n: Link() for n in names})
+def cluster(*devices):
+    """Return devices (GFLOP/s, bytes) with good links."""
+    profiles = {
+        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
+        for i, (speed, memory) in enumerate(devices)
+    }
+    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
 
 
-def decided(cluster, **pins):
-    return decide(
-        Question(TopicNames("home", "m"), ENCODER, cluster, largest_shape(ENCODER), PlanVersion(1, 1), **pins)
-    )
+def decided(spec, shape, site, strategy, options):
+    """Return the best plan of a method on all devices of a site."""
+    pins = {"strategy": strategy, "options": options, "devices": tuple(site.devices)}
+    return decide(Question(TopicNames("home", "m"), spec, site, shape, PlanVersion(1, 1), **pins)).chosen
 
 
 def test_least_latency_is_one_device_where_memory_does_not_forbid_it():
-    chosen = decided(site(3), strategy="pipeline", options={"goal": "latency"}, devices=("d0", "d1", "d2")).chosen.plan
+    site = cluster(*[(30.0, float("inf"))] * 3)
+    chosen = decided(ENCODER, largest_shape(ENCODER), site, "pipeline", {"goal": "latency"}).plan
     assert sorted(chosen.ranges["stages"]) == [(0, 0), (0, 0), (0, PARTS * ENCODER.layers)]
 
 
@@ -345,35 +342,18 @@ def test_a_chunk_of_a_sum_leaves_before_the_matmul_is_done_and_own_rows_come_las
         sent = [i for i, op in enumerate(ops) if isinstance(op, Send) and program.node(op.node) == "3.down"]
         assert len(matmuls) == RING_DEVICES, device
         assert [sum(at < i for at in matmuls) for i in sent] == [1, 2, 3]
-        heard = [i for i, op in enumerate(ops) if isinstance(op, Recv) and program.node(op.node) == "3.down"]
-        assert len(heard) == RING_DEVICES - 1
-
-
-def cluster(*devices):
-    """Return devices (GFLOP/s, bytes) behind good links."""
-    profiles = {
-        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
-        for i, (speed, memory) in enumerate(devices)
-    }
-    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
-
-
-def planned(site, options):
-    names = tuple(site.devices)
-    problem = Question(
-        TopicNames("home", "m"), SPEC, site, SHAPE, PlanVersion(1, 1), strategy="galaxy", options=options, devices=names
-    )
-    return decide(problem).chosen
+        received = [i for i, op in enumerate(ops) if isinstance(op, Recv) and program.node(op.node) == "3.down"]
+        assert len(received) == RING_DEVICES - 1
 
 
 @pytest.mark.parametrize("options", [{"exchange": "direct"}, {"exchange": "ring"}], ids=str)
 def test_shares_follow_speed_and_what_memory_leaves(options):
-    fast = planned(cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), options)
+    fast = decided(SPEC, SHAPE, cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
     widths = [z - a for a, z in fast.plan.ranges["mlp"]]
     assert widths[0] > widths[1]
     assert dict(fast.plan.options) == options
     room = 0.5 * fast.price.needs["d0"]
-    tight = planned(cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), options)
+    tight = decided(SPEC, SHAPE, cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
     assert tight.price.feasible
     assert tight.price.needs["d0"] <= room
     assert tight.plan.ranges["mlp"][0] != fast.plan.ranges["mlp"][0]

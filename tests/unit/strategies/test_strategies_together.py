@@ -100,4 +100,4 @@ def test_texts_go_on_when_something_is_lost(fault):
     again = {"a device": 5, "two sessions": 2, "a user leaves": 0}[fault]
     assert sum(long) <= begun + again, "the others keep their rows"
     refused = sum("no rows before" in note.text for note in swarm.notes)
-    assert refused <= (fault == "two sessions"), "what is lost begins again at once"
+    assert refused <= (fault == "two sessions"), "lost texts begin again immediately"
