@@ -1,4 +1,4 @@
-"""Events, counters and inbox of a broker connection, with its errors, checks and backoff."""
+"""Events, counters and inbox of a broker connection, with its errors and backoff."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
@@ -15,7 +15,6 @@ from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from hepti_mqtt.errors import CertificateDateError, NetworkError
-from hepti_mqtt.transport.codec import is_filter, is_topic
 from hepti_mqtt.transport.url import BrokerUrl
 
 KEEPALIVE_S: Final = 10
@@ -182,26 +181,6 @@ def validity(certificate: bytes) -> tuple[datetime, datetime]:
         for short, long in (match.groups()[:2], match.groups()[2:])
     )
     return begin.replace(tzinfo=UTC), end.replace(tzinfo=UTC)
-
-
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check_message(topic: str, payload: object, qos: int) -> None:
-    """Raise TypeError for a payload other than bytes, ValueError for an invalid topic or QoS."""
-    if not isinstance(payload, (bytes, bytearray)):
-        raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
-    if not is_topic(topic) or qos not in (0, 1):
-        raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
-
-
-def check_filters(filters: Sequence[tuple[str, int]]) -> None:
-    """Raise ValueError without filters, or for an invalid filter or QoS."""
-    if not filters:
-        raise ValueError("name at least one filter")
-    for name, qos in filters:
-        if not is_filter(name) or qos not in (0, 1):
-            raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
 
 
 # -- reconnection ----------------------------------------------------------------------------------------------------

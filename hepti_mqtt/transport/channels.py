@@ -31,6 +31,10 @@ class Channels:
     ) -> None:
         self._endpoint, self._peers, self.wake, self._stats_of = endpoint, peers, wake, stats_of
         self._words: dict[str, NDArray[np.int64]] = {}
+        #: (peer, topic, bytes): a payload's PUBLISH header; None unless the peer is the only reader on a plain socket
+        self.route: Callable[[str, str, int], bytes | None] = endpoint.head_for
+        #: (peer, parts, sent): sends the rest of a frame after its first `sent` bytes
+        self.keep: Callable[[str, Sequence[bytes | NDArray[Any]], int], None] = endpoint.keep
         #: frames and payload bytes, sent and received
         self.traffic = (0, 0)
 
@@ -58,14 +62,6 @@ class Channels:
             self._words[peer] = np.array(_CLOSED, np.int64)
             self._open()
         return int(self._words[peer].__array_interface__["data"][0])
-
-    def route(self, peer: str, topic: str, nbytes: int) -> bytes | None:
-        """Return the PUBLISH header of a payload; None unless this peer is the only reader and its socket is plain."""
-        return self._endpoint.head_for(peer, topic, nbytes)
-
-    def keep(self, peer: str, parts: Sequence[bytes | NDArray[Any]], sent: int) -> None:
-        """Send the rest of a frame after its first `sent` bytes."""
-        self._endpoint.keep(peer, parts, sent)
 
     def give_back(self, peer: str, data: bytes) -> None:
         """Pass bytes that compiled code received to the peer's decoder."""

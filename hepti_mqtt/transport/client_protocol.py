@@ -106,7 +106,7 @@ class ClientProtocol:
 
 
 class Reader:
-    """Reads one connection. sock: its plain socket, whose low-water mark it moves; None with TLS or WebSocket."""
+    """Reads one connection. sock: its socket, for low-water marks; None with TLS or a WebSocket."""
 
     def __init__(self, decoder: Decoder, connection: Connection, sock: socket.socket | None) -> None:
         self._decoder, self._connection, self._sock = decoder, connection, sock
