@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-PRIVATE: Final = 0o600  # mode of a file that only its owner may read
-DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
+PRIVATE: Final = 0o600  # file mode: only the owner may read it
+DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> None:
-    """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError.
+    """Replace a file's content; readers and crashes get the old file or the new file. Raises OSError.
 
-    data: all of it, or its parts. mode: its permissions, of which the umask takes away.
+    data: the content or its parts. mode: permissions, reduced by the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
