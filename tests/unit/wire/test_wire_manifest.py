@@ -120,68 +120,6 @@ def test_tiles_of_a_share_of_a_narrow_quantised_matrix_hold_nothing_else(shape, 
     assert max(tile.nbytes for tile in entry.tiles()) <= TILE * TILE * 4
 
 
-entries = st.builds(
-    lambda name, shape, dtype, flip, seed: TensorEntry(
-        name,
-        shape,
-        dtype,
-        flip and len(shape) == 2,
-        tuple(
-            hashlib.sha256(f"{seed}{i}".encode()).digest()
-            for i in range(int(np.prod(grid(shape, flip and len(shape) == 2))))
-        ),
-    ),
-    st.text(min_size=1, max_size=20),
-    st.lists(st.integers(1, 700), min_size=1, max_size=2).map(tuple),
-    st.sampled_from(["f32", "f16"]),
-    st.booleans(),
-    st.integers(),
-)
-manifests = st.builds(
-    lambda model, some: Manifest(model, tuple(some)),
-    st.from_regex(r"[a-z0-9][a-z0-9_-]{0,9}", fullmatch=True),
-    st.lists(entries, max_size=4, unique_by=lambda e: e.name),
-)
-
-
-@settings(deadline=None)
-@given(manifests)
-def test_decode_is_the_inverse_of_encode(manifest):
-    again = Manifest.decode(manifest.encode())
-    assert again == manifest
-    assert again.digest == manifest.digest == tile_hash(manifest.encode())
-
-
-@settings(deadline=None)
-@given(manifests, st.data())
-def test_every_truncation_is_a_wire_error(manifest, data):
-    encoded = manifest.encode()
-    with pytest.raises(WireError):
-        Manifest.decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
-    with pytest.raises(WireError):
-        Manifest.decode(encoded + b"\x00")
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_a_wire_error(data):
-    with pytest.raises(WireError):
-        Manifest.decode(data)
-
-
-@settings(deadline=None)
-@given(manifests, st.data())
-def test_a_flipped_bit_is_a_wire_error_or_a_valid_manifest(manifest, data):
-    encoded = bytearray(manifest.encode())
-    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        decoded = Manifest.decode(bytes(encoded))
-    except WireError:
-        return
-    for entry in decoded.entries:
-        assert [place.hash for place in entry.tiles()] == list(entry.hashes)
-
-
 GOOD = ["w", [300, 10], "f32", False, b"x" * 64]
 
 HASHES = b"x" * 64
