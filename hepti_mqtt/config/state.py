@@ -13,8 +13,8 @@ PRIVATE: Final = 0o600  # file mode: only the owner may read it
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
-def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> None:
-    """Replace a file's content; readers and crashes get the old file or the new file. Raises OSError.
+def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> os.stat_result:
+    """Replace a file's content atomically and return its status. Raises OSError.
 
     data: the content or its parts. mode: permissions, reduced by the umask.
     """
@@ -22,8 +22,11 @@ def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mod
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            stat = os.fstat(file.fileno())
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+    return stat
