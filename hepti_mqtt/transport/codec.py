@@ -346,13 +346,9 @@ class Fields:
         """Return the number of remaining bytes."""
         return len(self._data) - self._at
 
-    def more(self) -> bool:
-        """Return whether bytes remain."""
-        return self._at < len(self._data)
-
     def end(self, packet: AnyControl) -> AnyControl:
         """Return a decoded packet. Raises Malformed if bytes remain."""
-        if self.more():
+        if self.left():
             raise Malformed("a packet longer than its fields")
         return packet
 
@@ -384,14 +380,14 @@ def _read_connect(fields: Fields, _version: int) -> Connect:
 def _read_connack(fields: Fields, version: int) -> Connack:
     present, code = fields.number(1), fields.number(1)
     # A broker of 3.1.1 refuses MQTT 5 with a CONNACK without properties.
-    properties = fields.properties(version) if fields.more() else {}
+    properties = fields.properties(version) if fields.left() else {}
     return fields.end(Connack(code, bool(present & 1), properties))
 
 
 def _read_puback(fields: Fields, version: int) -> Puback:
     packet_id = fields.packet_id()
-    code = fields.number(1) if version == 5 and fields.more() else 0
-    if version == 5 and fields.more():
+    code = fields.number(1) if version == 5 and fields.left() else 0
+    if version == 5 and fields.left():
         fields.properties(version)
     return fields.end(Puback(packet_id, code))
 
@@ -400,7 +396,7 @@ def _read_subscribe(fields: Fields, version: int) -> Subscribe:
     packet_id, filters = fields.packet_id(), list[tuple[str, int]]()
     fields.properties(version, _FROM_CLIENT)
     reserved = 0xC0 if version == 5 else 0xFC
-    while fields.more() or not filters:
+    while fields.left() or not filters:
         name, options = fields.text(), fields.number(1)
         if options & reserved or options & 3 == 3 or options & 0x30 == 0x30:
             raise Malformed(f"options {options:#x} in SUBSCRIBE")
@@ -417,7 +413,7 @@ def _read_suback(fields: Fields, version: int) -> Suback:
 def _read_unsubscribe(fields: Fields, version: int) -> Unsubscribe:
     packet_id, filters = fields.packet_id(), list[str]()
     fields.properties(version, _FROM_CLIENT)
-    while fields.more() or not filters:
+    while fields.left() or not filters:
         filters.append(fields.text())
     return Unsubscribe(packet_id, tuple(filters))
 
@@ -430,7 +426,7 @@ def _read_unsuback(fields: Fields, version: int) -> Unsuback:
 
 
 def _read_disconnect(fields: Fields, version: int) -> Disconnect:
-    return Disconnect(fields.number(1) if version == 5 and fields.more() else 0)
+    return Disconnect(fields.number(1) if version == 5 and fields.left() else 0)
 
 
 def _publishes(_fields: Fields, _version: int) -> Control:

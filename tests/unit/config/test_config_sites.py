@@ -1,4 +1,4 @@
-"""Site files: what simulate reads, and what is wrong with others."""
+"""Site files: valid files, defaults and mistakes."""
 
 from __future__ import annotations
 

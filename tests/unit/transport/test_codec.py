@@ -17,20 +17,9 @@ from hepti_mqtt.transport.codec import (
     FROM_BROKER,
     FROM_STRANGER,
     FROM_SUBSCRIBER,
-    MAX_LENGTH,
     STAGE,
-    Connack,
-    Connect,
-    Disconnect,
     Malformed,
-    Pingreq,
-    Pingresp,
-    Puback,
     Publish,
-    Suback,
-    Subscribe,
-    Unsuback,
-    Unsubscribe,
     covers,
     encode,
     is_filter,
@@ -50,7 +39,7 @@ PROPERTIES = st.dictionaries(st.sampled_from([0x24, 0x25, 0x29, 0x2A]), CODES)
 def commands(version):
     """Commands of a version, each with who may send it."""
     properties = PROPERTIES if version == 5 else st.just({})
-    asked = (
+    connect_properties = (
         st.dictionaries(st.just(codec.MAXIMUM_PACKET_SIZE), st.integers(1, 2**32 - 1))
         if version == 5
         else st.just({})
@@ -59,22 +48,22 @@ def commands(version):
     login = st.tuples(TEXTS, st.none() | DATA) | st.just((None, None))
     will = st.none() | st.tuples(TEXTS, DATA)
     connect = st.builds(
-        lambda login, *rest: Connect(version, rest[0], *login, *rest[1:]),
-        login, TEXTS, st.booleans(), st.integers(0, 65_535), will, asked,
+        lambda login, *rest: codec.Connect(version, rest[0], *login, *rest[1:]),
+        login, TEXTS, st.booleans(), st.integers(0, 65_535), will, connect_properties,
     )  # fmt: skip
     codes = st.binary(min_size=1, max_size=20)
     filters = st.lists(st.tuples(TEXTS, st.integers(0, 2)), min_size=1, max_size=5).map(tuple)
     return st.one_of(
         st.tuples(st.just(FROM_STRANGER), connect),
-        st.tuples(st.just(FROM_BROKER), st.builds(Connack, CODES, st.booleans(), properties)),
-        st.tuples(st.just(FROM_BROKER), st.builds(Puback, IDS, code)),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Subscribe, IDS, filters)),
-        st.tuples(st.just(FROM_BROKER), st.builds(Suback, IDS, codes)),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Unsubscribe, IDS, st.lists(TEXTS, min_size=1).map(tuple))),
-        st.tuples(st.just(FROM_BROKER), st.builds(Unsuback, IDS, codes if version == 5 else st.just(b""))),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.just(Pingreq())),
-        st.tuples(st.just(FROM_BROKER), st.just(Pingresp())),
-        st.tuples(st.just(FROM_BROKER), st.builds(Disconnect, code)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Connack, CODES, st.booleans(), properties)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Puback, IDS, code)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(codec.Subscribe, IDS, filters)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Suback, IDS, codes)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(codec.Unsubscribe, IDS, st.lists(TEXTS, min_size=1).map(tuple))),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Unsuback, IDS, codes if version == 5 else st.just(b""))),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.just(codec.Pingreq())),
+        st.tuples(st.just(FROM_BROKER), st.just(codec.Pingresp())),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Disconnect, code)),
     )
 
 
@@ -144,11 +133,11 @@ STREAM = (
     + publish("x/ü", bytes(300) + b"end")
 )
 HEARD = [
-    Connack(0),
-    Suback(1, b"\0"),
+    codec.Connack(0),
+    codec.Suback(1, b"\0"),
     Publish("x/a", b""),
     Publish("x/b", bytes(range(200))),
-    Unsuback(7),
+    codec.Unsuback(7),
     Publish("x/ü", bytes(300) + b"end"),
 ]
 
@@ -167,7 +156,7 @@ def test_properties_of_a_broker_are_skipped_or_reported():
     reader = Reader(FROM_BROKER, version=5)
     reader.put(bytes((0x20, 3 + len(listed), 1, 0, len(listed))) + listed)
     read = {codec.RECEIVE_MAXIMUM: 20, codec.MAXIMUM_PACKET_SIZE: 65_536, codec.ASSIGNED_CLIENT: b"id", 0x26: b"k"}
-    assert reader.heard == [Connack(0, True, read)]
+    assert reader.heard == [codec.Connack(0, True, read)]
     message = b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"
     for part in (*(message[i : i + 1] for i in range(12)), message[12:]):
         reader.put(part)
@@ -177,7 +166,7 @@ def test_properties_of_a_broker_are_skipped_or_reported():
 def test_mqtt_5_may_be_refused_by_a_connack_of_3_1_1():
     reader = Reader(FROM_BROKER, version=5)
     reader.put(b"\x20\x02\0\x01")
-    assert reader.heard == [Connack(1)]
+    assert reader.heard == [codec.Connack(1)]
 
 
 def test_a_lower_limit_applies_to_cached_leads():
@@ -212,9 +201,9 @@ def test_broken_properties_of_a_message(properties):
 
 
 def test_a_packet_above_mqtts_limit_is_refused_to_its_sender():
-    assert publish_head("t", MAX_LENGTH - 3, 4)
+    assert publish_head("t", codec.MAX_LENGTH - 3, 4)
     with pytest.raises(ValueError, match="more than one MQTT packet"):
-        publish_head("t", MAX_LENGTH - 2, 4)
+        publish_head("t", codec.MAX_LENGTH - 2, 4)
     with pytest.raises(ValueError, match="more than one text"):
         publish_head("t" * 65_536, 0, 4)
 

@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def places() -> Iterator[dict[str, tuple[str, int]]]:
-    """Yield addresses: one that accepts, one that refuses, and one that does not answer (its queue is full)."""
+    """Yield addresses that accept, refuse, and do not answer (a full queue)."""
     good, full, gone = (socket.create_server(("127.0.0.1", 0), backlog=n) for n in (8, 0, 1))
     fillers = [socket.socket() for _ in range(4)]
     for filler in fillers:

@@ -1,4 +1,4 @@
-"""The broker's URL: what is read, and that no password is ever shown."""
+"""The broker's URL: parsing, login files, and hidden passwords."""
 
 from __future__ import annotations
 

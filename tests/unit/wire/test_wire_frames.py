@@ -108,7 +108,7 @@ def test_the_indices_on_the_wire_never_change():
 
 
 def forged(**changes: object) -> bytes:
-    """Return a payload whose header holds the golden frame's fields with some of them replaced."""
+    """Return a payload with the golden frame's header fields, some of them replaced."""
     names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body", "header")]
     names[2:2] = ["boot", "number"]
     values = dict(zip(names, msgpack.unpackb(encode(GOLDEN)[6 : len(GOLDEN_HEADER)]), strict=True)) | changes
