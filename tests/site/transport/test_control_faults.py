@@ -201,9 +201,7 @@ def test_a_message_on_which_the_broker_hangs_up_is_given_up_and_the_rest_is_take
     sender.transport.connect(PATIENCE_S)
     assert [sender.next_taken()[0] for _ in range(4)] == ["before", "bad", "bad", "after"]
     assert sender.transport.counts().reconnections > HANG_UPS
-    refusals = sender.told(Refused)
-    assert [(refusal.token, refusal.topics) for refusal in refusals] == [(None, ("bad",))] * 2
-    assert "hung up 3 times on end" in refusals[0].reason
+    assert [(refusal.token, refusal.topics) for refusal in sender.told(Refused)] == [(None, ("bad",))] * 2
 
 
 def test_after_a_hang_up_the_first_message_goes_alone_until_it_is_acknowledged(picky):
