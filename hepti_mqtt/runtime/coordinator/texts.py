@@ -227,7 +227,7 @@ class Generation:
             cached = stop
         return shapes
 
-    def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
+    def _next_rows(self, cached: int, total: int) -> tuple[int, int]:
         """Return the rows of the next run; a run with carried inputs computes the whole prompt."""
         if self.pictured is not None:
             return self.pictured.next_rows(cached, total)
