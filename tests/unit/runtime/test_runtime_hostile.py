@@ -33,8 +33,8 @@ class HostileSite:
         self.debounce = LastWillDebounce(self)  # type: ignore[arg-type]
         topics, self.own = self.decoder.topics, dict[str, bytes]()
         for name in DEVICES:
-            said = replace(caps(name, 1), public_key=keys.public_key(private_of(name)))
-            self.own[topics.caps(name)] = messages.encode_caps(said)
+            described = replace(caps(name, 1), public_key=keys.public_key(private_of(name)))
+            self.own[topics.caps(name)] = messages.encode_caps(described)
             self.own[topics.status(name)] = messages.encode_status(Status("online", 1))
         self.captured = dict(self.own)
         for name in DEVICES:

@@ -1,4 +1,4 @@
-"""What the rule is told of requests and loads."""
+"""The pace of requests and searches."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
 
 
 def test_what_background_work_takes_is_learned() -> None:
-    seen = SearchPace()
+    pace = SearchPace()
     for _ in range(20):
-        seen.record_search(3.0)
-        seen.record_run(1.6)
-    assert (seen.search_s, seen.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)
+        pace.record_search(3.0)
+        pace.record_run(1.6)
+    assert (pace.search_s, pace.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)
