@@ -172,6 +172,7 @@ class Searches:
             decision = group.search_history.learn(event.decision, search)
             if plans.active is not None and event.active is not None:
                 plans.active.reprice(event.active, decision.cluster)
+            self._price_recalled(group)
             out = self._move(group, search, decision, now)
         rules = SEARCHES[search.origin]
         if (
@@ -255,8 +256,17 @@ class Searches:
 
     # -- between searches -------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _price_recalled(group: PlanGroup) -> None:
+        """Price a recalled active plan by the candidates of a search during its load: the rule needs a price."""
+        record = group.plans.active
+        if record is not None and not record.is_priced:
+            for priced in group.search_history.candidates:
+                record.reprice(priced.candidate, priced.cluster)
+
     def judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Judge the active plan by the current estimates; want a search if a better plan may exist."""
+        self._price_recalled(group)
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans
