@@ -464,7 +464,7 @@ def test_an_ended_plan_is_renewed_with_its_weights_and_programs(end: str) -> Non
     assert not [c for c in out if isinstance(c, Load)]
     device.builds = False
     device(Subscribed(*again))
-    assert [m.transaction_id for m in device.said(messages.Ready)] == [1]
+    assert [m.transaction_id for m in device.messages_of(messages.Ready)] == [1]
     assert {order.shape for order in device.orders} <= {shape(5)}
     device.run_to_end(again, shape(3))
     device.tell(prepare(OTHER, shapes=(shape(3),)))
@@ -517,7 +517,7 @@ def test_plans_of_one_model_share_weights_and_plans_of_two_models_do_not() -> No
     device.session.memory_bytes = tight = int(1.9 * weights) + programs
     assert any(isinstance(c, Load) for c in device.tell(prepare(TWO, HALVES)))
     device.tell(prepare(OTHER, HALVES))
-    (other,) = device.said(messages.PrepareFailed)
+    (other,) = device.messages_of(messages.PrepareFailed)
     assert other.code == "memory"
     assert other.missing_bytes > 2 * weights + programs - tight - 1
 
@@ -755,12 +755,12 @@ def test_a_cancel_after_the_work_frame_of_the_next_run_costs_no_rows() -> None:
     device = prepared(spec=GPT2)
 
     def ask(at: int, *ids: int) -> int:
-        device.admission += 1
+        device.run_id += 1
         wanted = TokenBatch((len(ids),), cache=64)
         inputs, session = np.array([at, *ids], np.int32), frames.DecoderSession(1)
-        device(FrameIn(frames.decode(frames.encode_work(*ONE, device.admission, wanted, inputs, (session,)))))
+        device(FrameIn(frames.decode(frames.encode_work(*ONE, device.run_id, wanted, inputs, (session,)))))
         device.build()
-        return device.admission
+        return device.run_id
 
     ask(0, 5, 6, 7)
     device.run()
@@ -797,7 +797,7 @@ def test_cancels_of_unknown_runs_do_not_block_later_runs() -> None:
 def test_a_repeated_work_frame_runs_once() -> None:
     device = prepared()
     run_id = device.ask(shape(4))
-    device.admission -= 1
+    device.run_id -= 1
     assert device.ask(shape(4)) == run_id
     assert device.session.counters["duplicate"] == 1
     device.build()
@@ -812,9 +812,9 @@ def test_two_different_work_frames_with_one_run_id_fail_the_run(built: bool) -> 
     device.ask(shape(4), seed=0)
     if built:
         device.build()
-    device.admission -= 1
+    device.run_id -= 1
     run_id = device.ask(shape(4), seed=1)
-    (failed,) = device.said(messages.RunFailed)
+    (failed,) = device.messages_of(messages.RunFailed)
     assert (failed.run_id, failed.code) == (run_id, "wire")
     device.build()
     device.run()
@@ -838,10 +838,10 @@ def test_a_program_that_cannot_be_built_fails_only_the_runs_that_wait_for_it() -
     device(ProgramBuilt(device.orders.pop().number, ValueError("no")))
     assert device.build() == [shape(4)]
     assert device.ready()
-    assert [c.kind for c in device.complaints] == ["programs_failed"]
+    assert [c.kind for c in device.troubles] == ["programs_failed"]
     waiting, other = device.ask(shape(3)), device.ask(shape(4))
     device(ProgramBuilt(device.orders.pop().number, ValueError("no")))
-    (failed,) = device.said(messages.RunFailed)
+    (failed,) = device.messages_of(messages.RunFailed)
     assert (failed.run_id, failed.code) == (waiting, "device")
     device.run()
     assert device.done() == [other]
