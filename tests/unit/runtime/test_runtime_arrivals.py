@@ -1,4 +1,4 @@
-"""Frames of exchanges that are known take a shorter way to their slots, and have the effects of all others."""
+"""Frames of cached exchanges take a shorter path to their slots, with the same effects."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES = {
     "of another device": lambda f: [replace(f, source="d9")],
     "of a run that has yet to come": lambda f: [replace(f, run_id=77)],
     "of a run that is over": lambda f: [replace(f, run_id=1)],
-    "of an epoch that is not here": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
+    "of another plan version": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
     "of a model that is not here": lambda f: [replace(f, model="other")],
 }
 

@@ -25,7 +25,7 @@ ROUTES = ("broker", "mesh")
 
 
 class ObservedSite:
-    """A site whose planner's bag is looked at: tasks that were computed, leases, and packets."""
+    """A site that records computed tasks, run ids and packets."""
 
     def __init__(
         self,

@@ -226,13 +226,13 @@ def answers(sent, run_ids):
 def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     spec, fixed, requests = data.draw(questions())
     cluster = data.draw(sites(fixed.devices))
-    requests_ = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
-    times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(requests_), max_size=len(requests_)), label="asked")
+    lowered = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
+    times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(lowered), max_size=len(lowered)), label="asked")
     observed = []
     simulate_requests(
         NAMING,
         spec,
-        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(requests_, sorted(times), strict=True)],
+        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(lowered, sorted(times), strict=True)],
         cluster,
         in_flight=data.draw(st.integers(1, 3), label="in flight"),
         observe=observed.append,
@@ -240,7 +240,7 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     arrivals = [event for event in observed if isinstance(event, FrameArrival)]
     began = [event for event in observed if not isinstance(event, FrameArrival)]
     driven = {
-        name: Driven(spec, fixed, requests_, cluster, name, [a for a in arrivals if a.device == name])
+        name: Driven(spec, fixed, lowered, cluster, name, [a for a in arrivals if a.device == name])
         for name in fixed.devices
     }
     sent = {}
@@ -253,7 +253,7 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
         assert device.ran == [event[1:] for event in began if event[0] == name], name
         assert not device.session.counters["duplicate"], "one frame, one exchange"
         device.session.check()
-    for (shape, inputs, _), got in zip(requests_, answers(sent, range(1, len(requests_) + 1)), strict=True):
+    for (shape, inputs, _), got in zip(lowered, answers(sent, range(1, len(lowered) + 1)), strict=True):
         wanted = models.reference(spec, tensors(spec), inputs, shape)[1]
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=1e-5)
 

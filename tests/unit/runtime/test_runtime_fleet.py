@@ -76,7 +76,7 @@ def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
 
 
 def test_a_device_that_is_online_has_not_started_again_before_its_status_says_so() -> None:
-    """Caps and statuses can be forged; the device itself says at once what is right."""
+    """Caps and statuses can be forged; the device itself corrects them."""
     site = settled("a")
     for boot in (1, 2):
         site.event(interface.DeviceCaps("a", caps("a", boot)))

@@ -30,7 +30,7 @@ BLOCKS = len(models.graph(SPEC, SHAPE).blocks)
 
 
 class Changing(Swarm):
-    """A site whose plan changes from one to another while a request runs that is worth it."""
+    """A site with a change of plan during a run."""
 
     def __init__(self, seed: int = 0, first=EQUAL, after=UNEVEN, duplicates: float = 0.0) -> None:
         self.next_plan = after
@@ -58,13 +58,13 @@ class Changing(Swarm):
         return max((run.progress.block for run in running if run.progress is not None), default=-1)
 
     def change(self, block: int = 1) -> None:
-        """Let the plan change once the run is known to be in a block."""
+        """Change the plan after the run has reported a block."""
         self.run(60, until=lambda: self.progress >= block)
         self.decider = always(self.next_plan)
         self.tell_planner(interface.PinPlan(MODEL, Pins(strategy=self.next_plan.strategy)))
 
     def switched(self) -> bool:
-        """Return whether the run has been told to go on under another plan."""
+        """Return whether the run continues under another plan."""
         return any(frames.decode_continued(work) is not None for work in self.work)
 
     def finish(self) -> None:

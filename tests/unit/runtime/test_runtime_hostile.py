@@ -22,7 +22,7 @@ MUTATED = 1500
 
 
 class HostileSite:
-    """A keyed site behind its decoder and the debounce of wills; devices publish their own words again at once."""
+    """A keyed site behind its decoder and the debounce of wills; devices correct forged messages immediately."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A planner that starts again takes the plan of the one before, whose weights and Programs devices have kept."""
+"""A restarted planner recalls the plan of its predecessor, because devices have kept its weights and Programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recalled_from(site: Site) -> Recalled:
     return recalled
 
 
-def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
+def test_the_recalled_plan_is_prepared_immediately_and_priced_later() -> None:
     before = settled("a", "b", pins=ROW)
     site = restarted(recalled_from(before), "a", "b", pins=ROW)
     site.join("c")
@@ -98,19 +98,17 @@ def test_a_plan_that_loads_during_the_whole_search_is_compared_with_others(is_lo
 
 
 @pytest.mark.parametrize("why", ["a device is away", "other pins", "a plan that cannot be", "no record"])
-def test_where_it_cannot_be_had_a_search_begins_as_ever(why: str) -> None:
-    recalled_ = recalled_from(settled("a", "b", pins=ROW))
+def test_without_a_usable_recalled_plan_a_search_begins(why: str) -> None:
+    record = recalled_from(settled("a", "b", pins=ROW))
     pins: Pins | None = ROW
     if why == "a device is away":
         pins = None
     if why == "other pins":
         pins = Pins(strategy="single")
     if why == "a plan that cannot be":
-        shares = {kind: (*values, 1.0, 1.0) for kind, values in recalled_.plan.shares.items()}
-        recalled_ = replace_plan(recalled_, shares=shares, ranges={})
-    site = restarted(
-        None if why == "no record" else recalled_, *("a" if why == "a device is away" else "ab"), pins=pins
-    )
+        shares = {kind: (*values, 1.0, 1.0) for kind, values in record.plan.shares.items()}
+        record = replace_plan(record, shares=shares, ranges={})
+    site = restarted(None if why == "no record" else record, *("a" if why == "a device is away" else "ab"), pins=pins)
     search, site.searches = list(site.solves), True
     assert all(command.recalled for command in search) or why == "no record"
     for command in search:
@@ -123,11 +121,11 @@ def test_where_it_cannot_be_had_a_search_begins_as_ever(why: str) -> None:
     assert not site.errors
 
 
-def replace_plan(recalled_: Recalled, **changes: object) -> Recalled:
-    return Recalled(replace(recalled_.plan, **changes), recalled_.needs)  # type: ignore[arg-type]
+def replace_plan(record: Recalled, **changes: object) -> Recalled:
+    return Recalled(replace(record.plan, **changes), record.needs)  # type: ignore[arg-type]
 
 
-def test_a_record_is_read_only_where_it_is_of_the_same_model_and_makes_sense() -> None:
+def test_only_a_valid_record_of_the_same_model_is_recalled() -> None:
     site = settled("a")
     payload = record_of(site)
     assert site.plan is not None
@@ -184,7 +182,7 @@ def test_a_device_that_is_back_serves_before_others_have_its_weights(lost: str) 
     assert site.plan.division == before.division
 
 
-def test_a_device_that_has_started_again_has_kept_nothing() -> None:
+def test_a_device_that_has_restarted_does_not_recall_its_plan() -> None:
     site, _ = loading_elsewhere("cut off")
     site.searches = False
     site.join("b", boot=2)
@@ -193,7 +191,7 @@ def test_a_device_that_has_started_again_has_kept_nothing() -> None:
     assert site.plan.devices == ("a",)
 
 
-def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
+def test_a_late_device_has_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
     for name in "ab":  # of the 1.4 MB that a device needs
         site.session.fleet.member(name).reported_rates = LoadRates(receive_bytes_per_s=1e6)

@@ -235,10 +235,8 @@ def test_contradicting_answers_are_not_delivered_and_the_run_is_retried(what: st
 def test_a_run_of_a_session_with_parts_that_do_not_fit_is_retried() -> None:
     site = settled("a")
     batch = Batch(TokenBatch((3,), cache=8), np.zeros(4, np.int32))
-    request_ = Request(
-        RequestKey("m", "c", "r"), (batch,), None, 60.0, generation=Generation((1, 2, 3), 2, batch.shape)
-    )
-    site.event(interface.RequestArrived(request_))
+    text = Generation((1, 2, 3), 2, batch.shape)
+    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "r"), (batch,), None, 60.0, generation=text)))
     site.hear(part(site), part(site, width=SPEC.hidden + 1, part=1), site.done(1, "a", 1))
     assert list(site.work) == [1, 2, 3], "the second run began with the first part"
     assert not site.session.groups.default("m").runs.keys() & {1, 2}
@@ -370,9 +368,9 @@ def running(**options) -> tuple[Site, Plan]:
 
 def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Request:
     batches = tuple(Batch(TokenBatch((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-    request_ = Request(RequestKey("m", "c", name), batches, None, site.now + 60, wants_report=report)
-    site.event(interface.RequestArrived(request_))
-    return request_
+    arrived = Request(RequestKey("m", "c", name), batches, None, site.now + 60, wants_report=report)
+    site.event(interface.RequestArrived(arrived))
+    return arrived
 
 
 def output(site: Site, plan: Plan, run_id: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:

@@ -258,8 +258,8 @@ def test_requests_wait_for_a_busy_replica_that_finishes_them_sooner():
     shape, inputs = request(SPEC, (12,))  # takes as long as 64 tokens, half of the plan's shape
     queue = FairQueue()
     for number in range(8):
-        request_ = Request(RequestKey(MODEL, "c", f"r{number}"), (Batch(shape, inputs),), None, None)
-        queue.append([WorkItem(request_, 0)])
+        waiting = Request(RequestKey(MODEL, "c", f"r{number}"), (Batch(shape, inputs),), None, None)
+        queue.append([WorkItem(waiting, 0)])
         hand = next_assignment(0.0, loads(2.0, False), queue)
         assert hand == (None if number < 2 else Assignment(loads(0, True)[1].plan, 1)), number
     assert next_assignment(0.0, loads(0.0, True), queue) == Assignment(loads(0, True)[0].plan, 7)
@@ -288,10 +288,10 @@ def test_a_batch_gives_each_request_its_own_answer(family: str, data: st.DataObj
     spec = EVERY_FAMILY[family]
     weights = tensors(spec)
     want = data.draw(st.sampled_from(["task", "hidden"]))
-    batches = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
-    batches_ = [Batch(*request(spec, batch, want, seed=i)) for i, batch in enumerate(batches)]
-    whole = concatenate(batches_)
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
+    batches = [Batch(*request(spec, lengths, want, seed=i)) for i, lengths in enumerate(sizes)]
+    whole = concatenate(batches)
     output = models.reference(spec, weights, whole.inputs, whole.shape)[1]
     assert output.shape == spec.output_shape(whole.shape)
-    for batch_, own in zip(batches_, split_output(spec, batches_, output), strict=True):
-        np.testing.assert_allclose(own, models.reference(spec, weights, batch_.inputs, batch_.shape)[1], atol=TOLERANCE)
+    for batch, own in zip(batches, split_output(spec, batches, output), strict=True):
+        np.testing.assert_allclose(own, models.reference(spec, weights, batch.inputs, batch.shape)[1], atol=TOLERANCE)

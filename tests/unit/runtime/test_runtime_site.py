@@ -155,7 +155,7 @@ def tight(memory: int, decider: Callable[[Question], object]) -> Swarm:
 
 @pytest.mark.parametrize("room", ["for both", "for one"])
 def test_pins_hold_for_their_request_alone_whether_or_not_both_plans_fit(room):
-    """Budgets as the devices keep them; the planner's own plan stays, or makes room and comes back by itself."""
+    """The default plan stays, or is evicted and returns."""
     swarm = tight(int(needed(plan(SPEC, ROW, (1.0, 1.0))) * (2.5 if room == "for both" else 1.02)), divided(ROW))
     first = plan_of(swarm).version
     for i in range(6):
@@ -403,7 +403,7 @@ def test_a_peer_that_is_only_sent_to_concerns_the_epochs_under_which_it_reads():
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
-ASKED = {f"r{i}": request(SPEC, (12,), seed=i) for i in range(8)}
+REPLICA_REQUESTS = {f"r{i}": request(SPEC, (12,), seed=i) for i in range(8)}
 
 
 def replicas(options=None, devices=3, spec=SPEC, batching=ALONE) -> Swarm:
@@ -412,15 +412,15 @@ def replicas(options=None, devices=3, spec=SPEC, batching=ALONE) -> Swarm:
 
 
 def submit(swarm: Swarm) -> None:
-    for token, each in ASKED.items():
+    for token, each in REPLICA_REQUESTS.items():
         swarm.submit(token, *each)
 
 
 def answered(swarm: Swarm) -> dict[str, tuple[str, ...]]:
     """Return on which devices each request ran; all answers are right."""
-    for token, each in ASKED.items():
+    for token, each in REPLICA_REQUESTS.items():
         answer(swarm, token, *each)
-    return {token: swarm.answers[token][0][1][0].plan.devices for token in ASKED}
+    return {token: swarm.answers[token][0][1][0].plan.devices for token in REPLICA_REQUESTS}
 
 
 @pytest.mark.parametrize(("options", "devices", "parts"), [({}, 3, 3), ({"groups": "2"}, 4, 2)])
@@ -429,8 +429,7 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     submit(swarm)
     runs = list(answered(swarm).values())
     assert len(set(runs)) == parts
-    assert max(map(runs.count, runs)) < len(ASKED) / parts + 2  # nobody has much more than others
-    plan = swarm.planner.active_plan(MODEL)
+    assert max(map(runs.count, runs)) < len(REPLICA_REQUESTS) / parts + 2    plan = swarm.planner.active_plan(MODEL)
     assert {part.version for part in plan.replicas}.isdisjoint({plan.version})
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 

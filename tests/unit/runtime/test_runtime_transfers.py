@@ -36,7 +36,7 @@ def programs(family: str, name: str, devices: int = 2, lengths: tuple[int, ...] 
     chosen = plan(spec, (name, method.options[0]), (1.0,) * devices)
     chosen = replace(chosen, route="mesh").executables[0]
     parts = device_programs(spec, chosen, shape)
-    pools = {name: Workers(1) for name in parts}  # each is made for one thread
+    pools = {name: Workers(1) for name in parts}  # one pool per device
     chosen = {name: bound({name: part}, tensors(spec), pools[name])[name] for name, part in parts.items()}
     return chosen, inputs, pools
 

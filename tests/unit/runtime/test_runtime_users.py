@@ -1,4 +1,4 @@
-"""Several users' texts on a virtual clock: each has its share, and one who leaves leaves nothing behind."""
+"""Texts of several users on a virtual clock: fair shares, and no sessions left after a cancel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Site(Swarm):
         return 1e-5 * max(self.rows.get(run_id, 1), 4)
 
     def ask(self, client: str, number: int, prompt: int, most: int) -> str:
-        """Let a user ask for a text behind a prompt that begins like no other."""
+        """Let a user request a text with a unique prompt."""
         name = f"{client}-{number}"
         ids = np.random.default_rng([*name.encode()]).integers(0, SPEC.text.vocab, prompt)
         self.generate(name, SPEC, ids.astype(np.int32), most, client)

@@ -574,8 +574,8 @@ def changed(data, path, value):
     return data
 
 
-def analysed(data_=None, spec=None, shapes=(), in_flight=1):
-    message = messages.Prepare(1, data_ or HALVES.to_dict(), spec or SPEC.to_dict(), bytes(32), in_flight, shapes)
+def analysed(plan_data=None, spec=None, shapes=(), in_flight=1):
+    message = messages.Prepare(1, plan_data or HALVES.to_dict(), spec or SPEC.to_dict(), bytes(32), in_flight, shapes)
     return analyse(AnalysePrepare(messages.decode(messages.encode(message))), "d0", Topics("home")).result
 
 
@@ -632,8 +632,8 @@ def each(table: dict[str, tuple]) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(("path", "value"), each(ABSURD_SPECS))
 def test_an_absurd_spec_is_refused_before_anything_is_built(nothing_built, path, value):
     spec = FAMILIES["vit-classifier" if path.startswith("image") else "bert-embedding"]
-    data_ = plan(spec, ("row", {"variant": "kv"}), (1.0, 1.0)).to_dict()
-    assert isinstance(analysed(data_, changed(spec.to_dict(), path, value)), PlanError | WireError)
+    plan_data = plan(spec, ("row", {"variant": "kv"}), (1.0, 1.0)).to_dict()
+    assert isinstance(analysed(plan_data, changed(spec.to_dict(), path, value)), PlanError | WireError)
 
 
 @pytest.mark.parametrize(("path", "value"), each(ABSURD_PLANS))
@@ -658,8 +658,8 @@ def test_absurd_shapes_and_numbers_of_runs_are_refused(nothing_built):
 def test_the_number_of_analyses_is_limited():
     device = WorkerSession("d0", "home", 1 << 30)
     for number in range(MAX_BEING_ANALYSED + 1):
-        data_ = replace(HALVES, version=PlanVersion(1, number + 1)).to_dict()
-        (out,) = device.handle(MessageIn(messages.Prepare(number, data_, SPEC.to_dict(), bytes(32), 1)), 0.0)
+        plan_data = replace(HALVES, version=PlanVersion(1, number + 1)).to_dict()
+        (out,) = device.handle(MessageIn(messages.Prepare(number, plan_data, SPEC.to_dict(), bytes(32), 1)), 0.0)
         assert isinstance(out, AnalysePrepare) is (number < MAX_BEING_ANALYSED)
     assert isinstance(messages.decode(out.payload), messages.PrepareFailed)
 
