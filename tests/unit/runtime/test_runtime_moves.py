@@ -10,7 +10,8 @@ from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
 
 def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
     pace = RequestPace()
-    assert pace.period_s(5.0) == RULE.in_use_s    for number in range(60):
+    assert pace.period_s(5.0) == RULE.in_use_s
+    for number in range(60):
         pace.record_request(2.0 * number)
     assert pace.period_s(118.0) == pytest.approx(2.0, rel=0.1)
     assert pace.is_in_use(140.0)

@@ -429,7 +429,8 @@ def test_requests_that_wait_are_shared_among_all_replicas(options, devices, part
     submit(swarm)
     runs = list(answered(swarm).values())
     assert len(set(runs)) == parts
-    assert max(map(runs.count, runs)) < len(REPLICA_REQUESTS) / parts + 2    plan = swarm.planner.active_plan(MODEL)
+    assert max(map(runs.count, runs)) < len(REPLICA_REQUESTS) / parts + 2
+    plan = swarm.planner.active_plan(MODEL)
     assert {part.version for part in plan.replicas}.isdisjoint({plan.version})
     assert not any(host.session.counters["illegal_step"] for host in swarm.hosts.values())
 
