@@ -53,7 +53,7 @@ PROBED_PACKET_BYTES: Final = 4 << 20  # the largest packet that agents on MQTT 3
 RETURN_S: Final = 10.0  # requests wait this long for a device that has left
 TYPICAL_ROWS: Final = 128  # rows of the products that a device's speed is measured by
 FIRST_PROBES_S: Final = 2.5  # first link measurements of a device after it comes online
-UNHEARD_S: Final = 60.0  # like `RETURN_S`, if heartbeats stopped without a last will
+SILENT_RETURN_S: Final = 60.0  # like `RETURN_S`, if heartbeats stopped without a last will
 RECONNECT_S: Final = 3.0  # devices reconnect to a broker within this time after the planner
 QUARANTINE_S: Final = 10.0  # first quarantine of a device that hangs; doubled each time
 QUARANTINE_MAX_S: Final = 300.0
@@ -84,7 +84,7 @@ class Member:
     last_heartbeat_s: float = 0.0
     starting_s: float | None = None  #: begin of its startup, None if it is not starting
     left_s: float = -inf  #: when it was last lost
-    unheard: bool = False  #: it is offline only because heartbeats stopped
+    heartbeats_stopped: bool = False  #: it is offline only because heartbeats stopped
     refused: str = ""  #: why plans do not use it until it restarts
     wanted: bool = True  #: people let plans use it
     last_message_s: float = -inf  #: time of its last message about a run or a plan
@@ -128,7 +128,8 @@ class Member:
             return False
         if self.starting_s is not None:
             return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
-        return not self.usable and not self.refused and now - self.left_s < (UNHEARD_S if self.unheard else RETURN_S)
+        wait_s = SILENT_RETURN_S if self.heartbeats_stopped else RETURN_S
+        return not self.usable and not self.refused and now - self.left_s < wait_s
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -202,7 +203,7 @@ class Fleet:
             member.online_s = now
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
         member.farewell = status.reason if status.state == "offline" else ""
-        member.unheard = False
+        member.heartbeats_stopped = False
         if not member.online and not member.unreliable:
             member.quarantined_until_s = None
         since = member.starting_s
@@ -323,7 +324,7 @@ class Fleet:
             return "joined" if member.usable else None
         if not member.online and not member.farewell and member.caps is not None:
             # Heartbeats have their own connection, so the first one may come before the status.
-            member.online, member.unheard, member.online_s = True, False, now
+            member.online, member.heartbeats_stopped, member.online_s = True, False, now
             return "joined" if member.usable else None
         return None
 
@@ -415,7 +416,7 @@ class Fleet:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
         lost = [m for m in self.members.values() if m.usable and now - m.last_heartbeat_s > HEARTBEAT_TIMEOUT_S]
         for member in lost:
-            member.online, member.unheard = False, True
+            member.online, member.heartbeats_stopped = False, True
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
