@@ -102,12 +102,12 @@ def pieces(rng, data):
         return [data[:at], data[at:]]
     if kind == 2 and len(data) < 80:
         return [data[i : i + 1] for i in range(len(data))]
-    found, at = [], 0
+    parts, at = [], 0
     while at < len(data):
         nbytes = rng.choice((1, 2, 5, 100, STAGE, 3 * STAGE))
-        found.append(data[at : at + nbytes])
+        parts.append(data[at : at + nbytes])
         at += nbytes
-    return found
+    return parts
 
 
 def decoder_case(rng, buffers):
@@ -152,18 +152,23 @@ def at_once(data):
 
 def converse(parts):
     """Return a guest's answers, and (whether it broke a rule, was let in, is to go, reads this)."""
-    made, answers, broken = ClientSession(Anybody()), bytearray(), False
+    session, answers, broken = ClientSession(Anybody()), bytearray(), False
     try:
         for part in parts:
-            if made.over:
+            if session.over:
                 break
-            answers += made.feed(part)
+            answers += session.feed(part)
     except Malformed:
         broken = True
-    assert len(made.filters) <= MAX_FILTERS
-    assert all(name.startswith("x/") for name in made.filters)
-    assert made.version or not made.filters
-    return GIVEN_NAME.sub(b"client-N", bytes(answers)), (broken, made.version, made.over, frozenset(made.filters))
+    assert len(session.filters) <= MAX_FILTERS
+    assert all(name.startswith("x/") for name in session.filters)
+    assert session.version or not session.filters
+    return GIVEN_NAME.sub(b"client-N", bytes(answers)), (
+        broken,
+        session.version,
+        session.over,
+        frozenset(session.filters),
+    )
 
 
 def run(cases, seed):

@@ -168,15 +168,15 @@ class Site:
                 self.errors[name] = command.error
 
     def solve(self, command: interface.Solve) -> None:
-        asked = command.question
+        query = command.question
         try:
-            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
+            decision = price_plans(query, command.plans) if command.plans else self.decider(query)
         except HeptiError as error:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
-        active = command.active and self.pricer(asked, command.active)
+        active = command.active and self.pricer(query, command.active)
         if command.kind is SearchKind.HURRIED:
-            decision = with_loads(asked, decision, active)
+            decision = with_loads(query, decision, active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
@@ -240,19 +240,19 @@ class Site:
 
     def failed(self, device: str, code: str = "memory", missing: int = 10) -> messages.Prepare:
         """Let a device refuse the plan that it was asked to prepare last, which is returned."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
         self.event(
             interface.DeviceMessage(
-                device, messages.PrepareFailed(asked.transaction_id, plan.model, plan.version, code, "no", missing)
+                device, messages.PrepareFailed(prepare.transaction_id, plan.model, plan.version, code, "no", missing)
             )
         )
-        return asked
+        return prepare
 
-    def run_failed(self, device: str, admission: int, code: str) -> None:
+    def run_failed(self, device: str, run_id: int, code: str) -> None:
         """Let a device say that a run has failed."""
-        frame = self.work[admission]
-        failed = messages.RunFailed(frame.model, frame.plan_version, admission, code, "no")
+        frame = self.work[run_id]
+        failed = messages.RunFailed(frame.model, frame.plan_version, run_id, code, "no")
         self.event(interface.DeviceMessage(device, failed))
 
     def released(self) -> list[tuple[str, PlanVersion]]:
@@ -274,9 +274,9 @@ class Site:
         self.event(interface.RequestArrived(job))
         return job
 
-    def answer(self, admission: int) -> None:
+    def answer(self, run_id: int) -> None:
         """Let every device of a run report, the head with an output that names the length of each sequence."""
-        frame = self.work[admission]
+        frame = self.work[run_id]
         shape, _ = decode_work(frame)
         plans = [p for p in self.plans(frame.model) if p.version == frame.plan_version]
         output = np.repeat(np.array(shape.sizes, np.float32)[:, None], SPEC.hidden, axis=1)
@@ -334,9 +334,9 @@ class KeyedSite(Site):
 
     def ready_message(self, device: str) -> messages.Ready:
         """Return what a device says when it is ready with the plan that it was asked to prepare last."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
-        return messages.Ready(asked.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        return messages.Ready(prepare.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
 
     def say(self, device: str, message: messages.Message, channel: Channel | None) -> None:
         """Let a message come in the name of a device, sealed by a channel."""
@@ -355,9 +355,9 @@ class KeyedSite(Site):
 
     def frame_key(self, device: str) -> FrameKey:
         """Return the key of the last plan's frames, as a device knows it."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
-        return FrameKey(self.channels[device].wrapped(asked.key, plan.model, plan.version), asked.checked)
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        return FrameKey(self.channels[device].wrapped(prepare.key, plan.model, plan.version), prepare.checked)
 
     def give_answer(self, run_id: int, key: FrameKey, value: float) -> None:
         """Let every device of a run report, the root with an output of this value."""

@@ -37,10 +37,10 @@ SITE = "test"
 def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S, every: float = 0.02) -> Any:
     """Return what `holds` gives as soon as it is true; for what cannot be waited for otherwise."""
     until = time.monotonic() + timeout
-    while not (found := holds()):
+    while not (value := holds()):
         assert time.monotonic() < until, f"{what} did not come true within {timeout} s"
         time.sleep(every)
-    return found
+    return value
 
 
 def trust_measurement(threads: int = 1) -> None:
@@ -61,8 +61,8 @@ def foretold(ask: Callable[[], Answer]) -> Answer:
         answer = ask()
         return answer if answer.raw["forecast"] == "simulated" else None
 
-    found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
-    return found
+    answer_with_forecast: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
+    return answer_with_forecast
 
 
 def free_port() -> int:
@@ -211,9 +211,9 @@ class Voice:
 
     def next(self, topic: str | None = None) -> tuple[str, bytes]:
         """Return the next message, of one topic or of any."""
-        while (found := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
+        while (message := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
             pass
-        return found
+        return message
 
     def close(self) -> None:
         self.transport.close()

@@ -84,10 +84,10 @@ METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # anoth
 def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
-    found = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
-    if WORDS in found and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
-        found[WORDS] = found[HEAD] if found[WORDS].shape == found[HEAD].shape else found[HEAD].T
-    return found
+    arrays = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
+    if WORDS in arrays and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
+        arrays[WORDS] = arrays[HEAD] if arrays[WORDS].shape == arrays[HEAD].shape else arrays[HEAD].T
+    return arrays
 
 
 def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[TokenBatch, np.ndarray]:

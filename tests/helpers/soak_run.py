@@ -80,10 +80,10 @@ class Question:
     answer: NDArray[Any]
     atol: float
 
-    def right(self, found: Any) -> bool:
+    def right(self, answer: Any) -> bool:
         if self.model == "gpt":
-            return list(found.result["ids"]) == self.answer.tolist()
-        array = found.hidden if self.model == "bert" else found.embedding
+            return list(answer.result["ids"]) == self.answer.tolist()
+        array = answer.hidden if self.model == "bert" else answer.embedding
         return array.shape == self.answer.shape and bool(np.allclose(array, self.answer, atol=self.atol))
 
 
@@ -109,13 +109,13 @@ class Report:
     wrong: list[str]
 
     def __str__(self) -> str:
-        told = self.told
+        counts = self.told
         gone = ", ".join(f"{a} to {b} {n}" for (a, b), n in self.lost.items() if n) or "none"
         return "\n".join(
             [
                 table(self.held),
-                f"answers: {told.right} right, {len(told.wrong)} wrong, {told.lost} lost; errors around the stop: "
-                f"{dict(told.errors)}, others: {dict(told.unexplained)}",
+                f"answers: {counts.right} right, {len(counts.wrong)} wrong, {counts.lost} lost; "
+                f"errors around the stop: {dict(counts.errors)}, others: {dict(counts.unexplained)}",
                 f"frames over mesh: {self.frames}; lost with connections that the stop broke: {gone}",
                 *(f"WRONG: {what}" for what in self.wrong),
             ]
@@ -285,10 +285,10 @@ def _processes(site: Site, broker: EmbeddedBroker, hepti: Hepti) -> dict[str, He
     idle = {d["device"]: d["rss_idle_bytes"] for d in _online(hepti)}
     budget = {name: nbytes + MEMORY_MIB * MIB for name, nbytes in idle.items()}
     below = psutil.Process(keeper.pid).children()
-    found = {"broker": Held(below[0].pid if below else keeper.pid)}
+    processes = {"broker": Held(below[0].pid if below else keeper.pid)}
     for name, process in site.running.items():
-        found[name] = Held(process.pid, budget.get(name, float("inf")))
-    return found
+        processes[name] = Held(process.pid, budget.get(name, float("inf")))
+    return processes
 
 
 def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Load, say: bool) -> Report:
@@ -321,12 +321,12 @@ def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Lo
     load.count_mixed()
     total = frames(edges_of(_online(hepti)))
     wrong += [line for name, each in held.items() for line in each.wrong(name, what.flat)]
-    told = load.told
-    wrong += [f"{told.lost} requests were lost"] if told.lost else []
-    wrong += [f"{len(told.wrong)} requests were answered wrongly: {told.wrong[:3]}"] if told.wrong else []
-    wrong += [] if told.right else ["no request was answered"]
-    wrong += [f"{n} requests ended with {code} though nothing happened" for code, n in told.unexplained.items()]
-    return Report(told, held, total, lost, wrong)
+    counts = load.told
+    wrong += [f"{counts.lost} requests were lost"] if counts.lost else []
+    wrong += [f"{len(counts.wrong)} requests were answered wrongly: {counts.wrong[:3]}"] if counts.wrong else []
+    wrong += [] if counts.right else ["no request was answered"]
+    wrong += [f"{n} requests ended with {code} though nothing happened" for code, n in counts.unexplained.items()]
+    return Report(counts, held, total, lost, wrong)
 
 
 def _work(seconds: float, what: Soak, site: Site, held: Mapping[str, Held]) -> None:

@@ -178,14 +178,14 @@ class Swarm:
             self.notes.append(command)
 
     def _solve(self, command: planner_commands.Solve) -> None:
-        asked, active = command.question, command.active
+        query, active = command.question, command.active
         try:
-            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
+            decision = price_plans(query, command.plans) if command.plans else self.decider(query)
         except HeptiError as error:
             self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, None, error=error))
             return
-        is_there = active is not None and set(active.devices) <= set(asked.cluster.devices)
-        priced = simulate_plan(asked, active) if active is not None and is_there else None
+        is_there = active is not None and set(active.devices) <= set(query.cluster.devices)
+        priced = simulate_plan(query, active) if active is not None and is_there else None
         self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, decision, priced))
 
     def _tick(self) -> None:
@@ -340,9 +340,9 @@ class Swarm:
         self.after(0.01 + self.rng.random() * 0.2, attempt)
 
     def _part(self, host: Host, key: tuple[str, PlanVersion]) -> None:
-        for found in (host.admitted, host.joins):
-            for entry in [e for e in found if e[1] == key]:
-                del found[entry]
+        for parts in (host.admitted, host.joins):
+            for entry in [e for e in parts if e[1] == key]:
+                del parts[entry]
         host.hears = {(peer, of) for peer, of in host.hears if of != key}
 
     def _tell_host(self, name: str, host: Host, event: worker_session.WorkerEvent) -> None:

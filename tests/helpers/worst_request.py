@@ -103,9 +103,13 @@ def main() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
         tokenised = counted(texts)
-        found = desk.read_request(RawRequest("worst", "me", payload), 0.0)
+        outcome = desk.read_request(RawRequest("worst", "me", payload), 0.0)
         seconds = time.perf_counter() - begun
-        said = f"job of {found.batches[0].shape.size} tokens" if isinstance(found, Request) else found.payload.decode()
+        said = (
+            f"job of {outcome.batches[0].shape.size} tokens"
+            if isinstance(outcome, Request)
+            else outcome.payload.decode()
+        )
         mb = in_use_mb("VmHWM") - before
         print(
             json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload), "tokenised": sum(tokenised)})

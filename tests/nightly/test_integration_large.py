@@ -43,9 +43,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def ready(hepti: Hepti) -> dict[str, Any]:

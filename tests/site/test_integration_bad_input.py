@@ -28,25 +28,25 @@ AGENTS = {"a": "30MiB", "b": "30MiB"}  # enough for the tiny models, not for the
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("bad-input")
-    found = {
+    models = {
         "tiny": make_model("tiny-bert", directory / "tiny", seed=3),
         "vit": make_model("tiny-vit-classifier", directory / "vit", seed=4),
         "huge": make_model("minilm", directory / "huge", layers=1),
     }
     try:
-        yield from running_site(directory, found, AGENTS)
+        yield from running_site(directory, models, AGENTS)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE) as found:
+    with Hepti.connect(site.url, site=SITE) as client:
         for model in ("tiny", "vit"):
-            found.wait_ready(
+            client.wait_ready(
                 model, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
             )
-        yield found
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def expected(site: Site, ids: list[int]) -> np.ndarray:
 
 
 def counters(hepti: Hepti, device: str) -> dict[str, int]:
-    found = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=3.0)}
-    return found[device]["counters"] if found.get(device) else {}
+    heartbeats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=3.0)}
+    return heartbeats[device]["counters"] if heartbeats.get(device) else {}
 
 
 WRONG: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -190,6 +190,6 @@ def test_damaged_tiles_are_asked_for_again_and_whole_ones_never(site: Site, hept
     np.testing.assert_allclose(hepti.infer("tiny", ids=ids, **pins).embedding, expected(site, ids)[0], atol=TOLERANCE)
     hepti.infer("vit", image=Image.new("RGB", (8, 8)), **every_model_asks)
     poll(lambda: set(site.tiles("a")) >= set(damaged), "the damaged tiles have been replaced")
-    found = poll(lambda: (c := counters(hepti, "a")).get("cache_corrupt", 0) == len(damaged) and c, "damage counted")
+    counts = poll(lambda: (c := counters(hepti, "a")).get("cache_corrupt", 0) == len(damaged) and c, "damage counted")
     new = set(site.tiles("a")) - set(tiles)
-    assert found["tiles_received"] == len(damaged) + len(new)
+    assert counts["tiles_received"] == len(damaged) + len(new)

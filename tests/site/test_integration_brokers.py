@@ -39,11 +39,11 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE) as found:
-        found.wait_ready(
+    with Hepti.connect(site.url, site=SITE) as client:
+        client.wait_ready(
             "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
         )
-        yield found
+        yield client
 
 
 @pytest.mark.parametrize(("strategy", "variant"), [("block", None), ("row", "kv"), ("row", "heads")])

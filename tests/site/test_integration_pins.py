@@ -42,9 +42,9 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as found:
-        found.wait_ready("tiny", PATIENCE_S)
-        yield found
+    with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
+        client.wait_ready("tiny", PATIENCE_S)
+        yield client
 
 
 def test_pins_change_nobody_elses_answer(site: Site, hepti: Hepti, request: pytest.FixtureRequest) -> None:

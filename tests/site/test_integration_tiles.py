@@ -95,12 +95,12 @@ def online(hepti: Hepti) -> set[str]:
 def counted(hepti: Hepti) -> dict[str, Counter[str]]:
     """Return the counters of all devices, once each has sent a heartbeat."""
 
-    def told() -> dict[str, Counter[str]] | None:
+    def tile_counts() -> dict[str, Counter[str]] | None:
         beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d.get("heartbeat")}
         return {n: Counter(b["counters"]) for n, b in beats.items()} if beats.keys() == set(NAMES) else None
 
-    found: dict[str, Counter[str]] = poll(told, "heartbeats of all")
-    return found
+    counts: dict[str, Counter[str]] = poll(tile_counts, "heartbeats of all")
+    return counts
 
 
 def cached_bytes(site: Site, name: str) -> int:

@@ -45,11 +45,11 @@ def retained(url: str) -> set[str]:
     someone = Someone(BrokerUrl.parse(url))
     someone.read("#")
     someone.transport.publish("mark", b"", 1)
-    found = set()
+    topics = set()
     while (topic := someone.heard.get(timeout=20.0)[0]) != "mark":
-        found.add(topic)
+        topics.add(topic)
     someone.close()
-    return found
+    return topics
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,8 @@ def test_commands_options_and_values_are_completed(
     code, script, _ = run(capsys, "completion")
     assert code == 0
     words = " ".join(f"'{word}'" for word in typed.split(" "))
-    asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    shell_script = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", shell_script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == offered
 
 
@@ -215,13 +215,13 @@ def free_port() -> int:
 def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = tmp_path / "model"
     code, out, _ = run(capsys, "model", "--json", "make", "tiny-bert", "--out", str(directory), "--seed", "4")
-    made = json.loads(out)
-    assert (code, made["kind"], made["seed"], made["directory"]) == (0, "tiny-bert", 4, str(directory))
-    assert made["bytes"] == sum(f.stat().st_size for f in directory.iterdir())
+    summary = json.loads(out)
+    assert (code, summary["kind"], summary["seed"], summary["directory"]) == (0, "tiny-bert", 4, str(directory))
+    assert summary["bytes"] == sum(f.stat().st_size for f in directory.iterdir())
     code, out, _ = run(capsys, "model", "--json", "inspect", str(directory))
-    found = json.loads(out)
-    assert (code, found["architecture"], found["layers"], found["hidden"]) == (0, "BertModel", 3, 32)
-    assert found["parameters"] * 4 <= made["bytes"]
+    result = json.loads(out)
+    assert (code, result["architecture"], result["layers"], result["hidden"]) == (0, "BertModel", 3, 32)
+    assert result["parameters"] * 4 <= summary["bytes"]
     code, out, _ = run(capsys, "model", "--json", "verify", str(directory))
     assert (code, json.loads(out)["max_abs_err"] < 2e-4) == (0, True)
     for action in ("inspect", "verify"):  # and for people
@@ -244,13 +244,13 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     picture, layouts = tmp_path / "line.svg", tmp_path / "layouts.svg"
     common = ("simulate", "minilm", "--devices-file", str(site), "--tokens", "32")
     code, out, _ = run(capsys, *common, "--json", "--svg", str(picture), "--layout-svg", str(layouts))
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    best = found["candidates"][0]
+    best = result["candidates"][0]
     assert best["feasible"]
-    assert found["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
-    assert {c["strategy"] for c in found["candidates"]} >= {"single", "row/kv", "column", "block"}
-    assert 0.99 < found["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
+    assert result["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
+    assert {c["strategy"] for c in result["candidates"]} >= {"single", "row/kv", "column", "block"}
+    assert 0.99 < result["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
     assert "<svg" in picture.read_text()
     assert "<svg" in layouts.read_text("utf-8")
     code, out, _ = run(capsys, *common, "--explain", "--layer", "1:3", "--strategy", "row", "--variant", "heads")
@@ -258,7 +258,7 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert all(f"layer {layer}:" in out for layer in (1, 2))
     assert "row/heads" in out
     assert "row/kv" not in out
-    assert all(device in out for device in found["chosen"]["devices"])
+    assert all(device in out for device in result["chosen"]["devices"])
     assert {"broker", "mesh", "f16", "i8"} <= set(re.findall(r"\w+", out))
     assert ESCAPE not in out
 
@@ -308,15 +308,15 @@ def test_what_mixtures_need_of_four_boards_and_of_one(
     common = ("simulate", model, "--weights", "q4", "--devices-file", "four-pi5-8gb", "--json")
     code, out, err = run(capsys, *common)
     assert code == 0, err
-    found = json.loads(out)
-    name, best = next(iter(found["texts"].items()))
-    alone = found["texts"]["single"]
-    assert (len(found["chosen"]["devices"]), alone["feasible"]) == (boards, boards == 1)
+    result = json.loads(out)
+    name, best = next(iter(result["texts"].items()))
+    alone = result["texts"]["single"]
+    assert (len(result["chosen"]["devices"]), alone["feasible"]) == (boards, boards == 1)
     assert alone["needs_bytes"] >> 20 >= least_mib
     assert best["needs_bytes"] <= alone["needs_bytes"] / (boards - 0.8 if boards > 1 else 1)
     assert best["tokens_per_s"] >= alone["tokens_per_s"]
     assert 1e3 / best["tokens_per_s"] < best["first_token_ms"] < 60e3
-    assert name in {candidate["strategy"] for candidate in found["candidates"]}
+    assert name in {candidate["strategy"] for candidate in result["candidates"]}
 
 
 def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -335,10 +335,10 @@ def test_the_help_lists_all_boards(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("simulate", "tiny-llama", "--board", "pi4-2gb", "--tokens", "64")
     code, out, _ = run(capsys, *common, "--tokens-per-s", "1", "--json")
-    found = json.loads(out)
-    assert (code, found["boards"]) == (0, 1)
-    assert [row["boards"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8]
-    first = found["rows"][0]
+    result = json.loads(out)
+    assert (code, result["boards"]) == (0, 1)
+    assert [row["boards"] for row in result["rows"]] == [1, 2, 3, 4, 6, 8]
+    first = result["rows"][0]
     assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
     assert first["first_token_ms"] == pytest.approx(64e3 / first["prompt_tokens_per_s"])
     code, out, _ = run(capsys, *common)
@@ -415,8 +415,8 @@ def test_ids_that_are_none_are_told_so(ids: str) -> None:
 
 def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"spec": {"family": "new"}}
-    found = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    client = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
 
 
@@ -463,16 +463,16 @@ def test_an_error_ends_a_command_with_its_code(
 def test_a_user_who_names_a_time_waits_for_a_planner(
     monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def plan(*_: Any, **__: Any) -> dict[str, Any]:
-        asked.append(1)
-        if len(asked) < 4:
+        calls.append(1)
+        if len(calls) < 4:
             raise NetworkError("no planner answers")
         return {"spec": {"family": "new"}}  # and so it ends
 
-    found = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    client = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
 
 
@@ -530,11 +530,11 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
 def small_net(path: Path) -> Path:
     """Write a classifier of small pictures; the test is skipped without the package onnx."""
     onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    made = {"w": (4, 3, 3, 3), "v": (5, 4)}
+    shapes = {"w": (4, 3, 3, 3), "v": (5, 4)}
     rng = np.random.default_rng(0)
     weights = [
         onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in made.items()
+        for name, shape in shapes.items()
     ]
     nodes = [
         onnx.helper.make_node("Conv", ["x", "w"], ["c"]),
@@ -613,11 +613,11 @@ def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do(
 ) -> None:
     nine = tmp_path / "nine.yaml"
     nine.write_text("defaults: {gflops: 10}\ndevices: {" + ", ".join(f"d{i}: {{}}" for i in range(9)) + "}\n")
-    asked = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
-    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none", "--explain")
+    arguments = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
+    code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none", "--explain")
     assert code == 0
     assert "d4, d5, d6, d7, d8" in out
-    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
+    code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
     assert code == 0
     assert "task 0" in out
 

@@ -186,24 +186,26 @@ class Told:
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
     monkeypatch.setattr("device_agent.background.REPEAT_S", 0.001)
-    told = Told()
-    with told.starting() as starting:
+    messages = Told()
+    with messages.starting() as starting:
         starting.update("compiling kernels", 3, 23)
-        known = len(told.said)
-        while len(told.said) < known + 3:
+        count_before = len(messages.said)
+        while len(messages.said) < count_before + 3:
             pass
         starting.update("measuring")
-    assert told.said[0] == Status("starting", 7, version=__version__, term=1)
-    assert Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in told.said[known:]
-    assert told.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
+    assert messages.said[0] == Status("starting", 7, version=__version__, term=1)
+    assert (
+        Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in messages.said[count_before:]
+    )
+    assert messages.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
 
 
 def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
-    told = Told()
-    with caplog.at_level(logging.INFO, "test.starting"), told.starting() as starting:
+    messages = Told()
+    with caplog.at_level(logging.INFO, "test.starting"), messages.starting() as starting:
         for step in range(4):
             starting.update("compiling kernels", step, 23)
-            told.now += LOG_S / 2
+            messages.now += LOG_S / 2
         starting.update("measuring")
     assert len(caplog.messages) == 3
 

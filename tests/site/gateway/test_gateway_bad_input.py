@@ -32,8 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def port(site: Site) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
         site.start("gateway", "gateway", "--port", str(port), "--no-announce")
@@ -73,8 +73,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_answer(port: int, case: str) -> None:
     body, path, headers, status, code = CASES[case]
-    found, told = ask(port, body, path, headers)
-    assert (found, told["error"]["code"]) == (status, code)
+    found, error = ask(port, body, path, headers)
+    assert (found, error["error"]["code"]) == (status, code)
     assert ask(port)[0] == 200
 
 
@@ -94,9 +94,9 @@ def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
     texts = ["a warm room", "a door"]
     with Hepti.connect(site.url, site.name) as hepti:
         wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
-    status, found = ask(port, {"inputs": texts}, "/embed_all")
+    status, vectors = ask(port, {"inputs": texts}, "/embed_all")
     assert status == 200
-    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(found, wanted, strict=True))
+    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(vectors, wanted, strict=True))
 
 
 def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site: Site, port: int) -> None:

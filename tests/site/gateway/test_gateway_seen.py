@@ -74,8 +74,8 @@ def test_a_method_that_divides_neither_model_is_refused(site: Site) -> None:
 
 
 def test_one_text_by_every_interface(site: Site) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
     site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the start of gateway")
     messages = [{"role": "user", "content": QUESTION}]

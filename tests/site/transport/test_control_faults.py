@@ -155,14 +155,14 @@ def hurry(monkeypatch):
 
 @pytest.fixture
 def picky():
-    made = []
+    brokers = []
 
     def make(*arguments, **options):
-        made.append(Picky(*arguments, **options))
-        return made[-1]
+        brokers.append(Picky(*arguments, **options))
+        return brokers[-1]
 
     yield make
-    for broker in made:
+    for broker in brokers:
         broker.close()
 
 
@@ -185,10 +185,10 @@ class Sender:
     def told(self, kind):
         """Close, and return the states of one kind."""
         self.transport.close(timeout_s=0.1)
-        found = []
+        events = []
         while not self.states.empty():
-            found.append(self.states.get())
-        return [state for state in found if isinstance(state, kind)]
+            events.append(self.states.get())
+        return [state for state in events if isinstance(state, kind)]
 
 
 @pytest.mark.parametrize("protocol", [4, 5], ids=["3.1.1", "5"])

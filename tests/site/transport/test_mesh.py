@@ -126,11 +126,11 @@ def test_nothing_is_left_of_connections_and_meshes():
     before, threads = descriptors(), threading.active_count()
     a = Node("a")
     held = None
-    for epoch in range(20):
+    for number in range(20):
         b = Node("b")
         try:
             for key in range(3):
-                subscribe(b, a, ("bert", key), f"token {epoch} {key}")
+                subscribe(b, a, ("bert", key), f"token {number} {key}")
             pump((a, b), joined(b, 3))
             a.mesh.publish(topic("a"), bytes(10_000))
             pump((a, b), lambda b=b: b.messages)

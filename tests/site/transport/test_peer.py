@@ -89,13 +89,13 @@ def test_a_refused_filter_is_asked_for_again_on_the_same_connection(node, played
 def test_every_token_has_its_turn(node, played, clock):
     join(node, played, KEY, "first")
     join(node, played, OTHER, "second")
-    seen = []
+    order = []
     for _ in range(3):
         said = played.accept(node)
-        seen.append(b"first" if b"first" in said else b"second" if b"second" in said else b"")
+        order.append(b"first" if b"first" in said else b"second" if b"second" in said else b"")
         played.say(node, b"\x20\x02\0\x04")
         clock.now += BACKOFF_S[1]
-    assert seen == [b"second", b"first", b"second"]
+    assert order == [b"second", b"first", b"second"]
     assert {event.key for event in node.told(Refused)} == {KEY, OTHER}
 
 
@@ -271,7 +271,7 @@ def test_a_reader_on_a_slow_link_stays_while_its_kernel_takes_something(site):
     assert hangs_up(client), "it has taken nothing for as long as it may"
 
 
-def asked(node, played):
+def questions_of(node, played):
     """Let a second key ask on a connection that stands."""
     up(node, played)
     join(node, played, OTHER, names=["x/own"])
@@ -279,7 +279,7 @@ def asked(node, played):
 
 
 def test_who_falls_silent_before_it_answers_is_left(node, played, clock):
-    asked(node, played)
+    questions_of(node, played)
     clock.now += ANSWER_S - 1
     played.say(node, publish(topic("a"), b"before"))
     clock.now += ANSWER_S
@@ -305,7 +305,7 @@ def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us
 
 
 def test_what_came_while_the_thread_was_away_is_read_before_anything_is_late(node, played, clock):
-    asked(node, played)
+    questions_of(node, played)
     played.sock.sendall(ANSWER)
     clock.now += 2 * ANSWER_S
     node.mesh.wait(0)

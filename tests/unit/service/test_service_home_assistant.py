@@ -106,8 +106,8 @@ class Broker:
         return {name: json.loads(body) for name, body in self.kept.items() if name.endswith("/config")}
 
     def state(self, kind: Any, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
-        return found
+        state_of_entity: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
+        return state_of_entity
 
 
 def started(tasks: dict[str, str] = TASKS) -> Broker:
