@@ -38,10 +38,7 @@ def _unrolled(loop: re.Match[str]) -> str:
 
 
 def run_as_printed(
-    commands: list[tuple[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    commands: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run (page, line); each page is a walk of its own."""
     done = set()

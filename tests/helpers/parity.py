@@ -164,11 +164,7 @@ MOBILENETS = (
     {"tf_padding": False, "finegrained_output": False, "depth_multiplier": 0.5, "hidden_act": "relu"},
     {"output_stride": 8, "first_layer_is_expansion": False, "expand_ratio": 3.0, "image_size": 97},
 )
-CONVNEXTS = (
-    {},
-    {"layer_scale_init_value": 0.0},
-    {"hidden_act": "relu", "layer_norm_eps": 1e-3, "patch_size": 2},
-)
+CONVNEXTS = ({}, {"layer_scale_init_value": 0.0}, {"hidden_act": "relu", "layer_norm_eps": 1e-3, "patch_size": 2})
 EFFICIENTNETS = (
     {},
     {"hidden_act": "relu", "depthwise_padding": [1, 3], "squeeze_expansion_ratio": 0.5},

@@ -85,12 +85,7 @@ class Site:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        broker: EmbeddedBroker,
-        models: Mapping[str, Path],
-        login: str = "",
-        name: str = SITE,
+        self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], login: str = "", name: str = SITE
     ) -> None:
         self.directory, self.broker, self.models, self.name = directory, broker, models, name
         self.url = broker.url.replace("://", f"://{login}@") if login else broker.url
@@ -123,12 +118,7 @@ class Site:
         """Start `hepti ARGUMENTS`."""
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_hepti(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                cwd=self.directory,
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self.directory
             )
         self.running[name] = process
         return process
@@ -193,10 +183,7 @@ class Voice:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         states: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport = BrokerConnection(
-            BrokerUrl.parse(url),
-            f"voice-{uuid.uuid4().hex[:8]}",
-            on_message=self.hear,
-            on_state=states.put,
+            BrokerUrl.parse(url), f"voice-{uuid.uuid4().hex[:8]}", on_message=self.hear, on_state=states.put
         )
         self.transport.subscribe([(topic, 1) for topic in topics])
         self.transport.connect(PATIENCE_S)

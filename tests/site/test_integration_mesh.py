@@ -19,9 +19,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.transport.sockets import mesh_possible
 
-pytestmark = [
-    pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux"),
-]
+pytestmark = [pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")]
 
 IDS = list(range(5, 23))
 NAMES = ["a", "b", "c"]

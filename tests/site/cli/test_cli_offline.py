@@ -29,14 +29,8 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
 PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
-
-
 SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
-
-
 ESCAPE = "\x1b"
 
 
@@ -69,13 +63,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(
-            "nosuch",
-            "infer m",
-            "infer m --tokens 0",
-            "infer m --tokens 5 --text x",
-            "infer m --tokens 5 --repeat -1",
-        ),
+        *("nosuch", "infer m", "infer m --tokens 0", "infer m --tokens 5 --text x", "infer m --tokens 5 --repeat -1"),
         *(
             "infer m --tokens 5 --timeout 0",
             "infer m --tokens 5 --wire f64",
@@ -93,14 +81,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
                 "demo --port 1234",
             )
         ),
-        *(
-            "model",
-            "model make",
-            "simulate bert-base",
-            "broker --kind nosuch",
-            "devices --site a/b",
-            "devices",
-        ),
+        *("model", "model make", "simulate bert-base", "broker --kind nosuch", "devices --site a/b", "devices"),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
@@ -296,11 +277,7 @@ def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFi
 @pytest.mark.nightly  # a minute of processor for all
 @pytest.mark.parametrize(
     ("model", "boards", "least_mib"),
-    [
-        ("qwen3-30b-a3b", 4, 16_000),
-        ("gpt-oss-20b", 4, 11_000),
-        ("granite-3b-a800m", 1, 1_700),
-    ],
+    [("qwen3-30b-a3b", 4, 16_000), ("gpt-oss-20b", 4, 11_000), ("granite-3b-a800m", 1, 1_700)],
 )
 def test_what_mixtures_need_of_four_boards_and_of_one(
     capsys: pytest.CaptureFixture[str], model: str, boards: int, least_mib: int

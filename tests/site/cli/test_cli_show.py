@@ -106,12 +106,10 @@ CURVES = {
     "rowwise_bytes_per_s": 1e9, "op_overhead_s": 1e-6, "copy_bytes_per_s": 1e9,
 }  # fmt: skip
 
-
 BEAT = {
     "boot": 1, "seq": 1, "cpu_other": 0.1, "free_bytes": 1, "temperature_c": None, "round_trip_s": None,
     "bandwidth_bytes_per_s": None, "slowdown": 1.0, "rss_bytes": 0, "counters": {},
 }  # fmt: skip
-
 
 CAPS = {
     "cores": 1, "threads": 1, "memory_budget_bytes": 1 << 30, "rss_idle_bytes": 0, "largest_packet_bytes": 0,

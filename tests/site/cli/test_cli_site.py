@@ -250,10 +250,7 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
         assert "masks, tiny, vit" in err
 
 
-@pytest.mark.parametrize(
-    ("command", "ends"),
-    [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)],
-)
+@pytest.mark.parametrize(("command", "ends"), [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)])
 def test_a_site_without_a_planner_says_so(run: Any, monkeypatch: pytest.MonkeyPatch, command: str, ends: int) -> None:
     for module in ("infer", "show"):
         monkeypatch.setattr(f"hepti_mqtt.cli.{module}.PLANNER_S", 0.2)

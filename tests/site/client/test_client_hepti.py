@@ -105,10 +105,7 @@ def test_what_has_no_tokens_is_not_generated(hepti, want):
 def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
-    with (
-        Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone,
-        pytest.raises(NetworkError),
-    ):
+    with Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone, pytest.raises(NetworkError):
         alone.infer("m", text="x", timeout_s=0.01)
 
 

@@ -139,20 +139,10 @@ def test_nobody_leaves_a_will_for_another(closed):
 
 
 BROKER = Path(__file__).parents[3] / "broker"
-
-
 USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer", "ha": "home"}
-
-
 EVERYBODY = {PLANNER, *USERS}
-
-
 DEVICES = {"pi-1", "pi-2"}
-
-
 ANYTHING = "hepti/v1/home/anything"
-
-
 HOME, OTHER = Topics("home"), Topics("attic")
 
 

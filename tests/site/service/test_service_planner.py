@@ -76,13 +76,8 @@ def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, check
 
 
 HOME = Topics("home")
-
-
 CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
-
-
 BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
-
 
 EVERY_TOPIC = [
     HOME.status("a"),

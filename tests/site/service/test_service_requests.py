@@ -29,17 +29,11 @@ from hepti_mqtt.service import envelope as env
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import texts as service_texts
 from hepti_mqtt.service.answers import decode_output
-from hepti_mqtt.service.requests import (
-    MAX_SEQUENCES,
-    ModelInput,
-    read_input,
-    split_into_batches,
-)
+from hepti_mqtt.service.requests import MAX_SEQUENCES, ModelInput, read_input, split_into_batches
 from hepti_mqtt.service.texts import MAX_CHARACTERS, CharacterBudget
 from hepti_mqtt.service.written import WrittenText
 
 LIMIT = 20
-
 
 WRONG = {
     "id": (5, "Not A Topic", "a/b"),
@@ -54,7 +48,6 @@ WRONG = {
     "weights": ("int4", ["f32"]),
 }
 
-
 WRONG_TOGETHER = (
     {"strategy": "block", "options": {"variant": "kv"}},
     {"strategy": "two_d", "options": {"x": "3x2"}},
@@ -62,7 +55,6 @@ WRONG_TOGETHER = (
     {"strategy": "pipeline", "options": {"goal": "latency", "micro": "2"}},
     {"accuracy": 1e-3, "wire": "f32"},
 )
-
 
 BODIES = {
     "text": ("", " \n", 5, None, "bad \ud800 text"),
@@ -72,10 +64,7 @@ BODIES = {
     "images": (["aGVsbG8="],),
 }
 
-
 OPTIONS = {"truncate": ("yes",), "want": ("all", ["task"]), "top_k": (0, 1001, True), "temperature": (1,)}
-
-
 OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
 
 
@@ -124,7 +113,6 @@ def test_any_bytes_are_a_request_or_a_request_error(payload):
 
 
 TEXT = st.text("ab9-_/ é", max_size=6)
-
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -312,7 +300,6 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-
 
 KEYS = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "want", "top_k"])
 
@@ -599,11 +586,7 @@ def test_a_sequence_that_fits_no_run_is_an_error():
 
 
 MOST_MB = 256
-
-
 USUAL = ("megabytes-of-words", "wide-characters", "transparent")
-
-
 KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly) for kind in worst_request.WORST]
 
 

@@ -24,11 +24,7 @@ from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
 TOLERANCE = 5e-5
-
-
 PROMPT = np.random.default_rng(3).integers(5, 200, 9).tolist()
-
-
 DIVIDED = {"strategy": "decoder", "devices": ["a", "b"]}
 
 

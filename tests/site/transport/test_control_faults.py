@@ -30,9 +30,7 @@ CONNACK = b"\x20\x02\0\0"
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [b"\x20\x02\0\x01", b"\x20\x03\0\x84\0", None],
-    ids=["3.1.1 code", "5 code", "closes"],
+    "answer", [b"\x20\x02\0\x01", b"\x20\x03\0\x84\0", None], ids=["3.1.1 code", "5 code", "closes"]
 )
 def test_a_broker_of_the_old_version_is_spoken_to_in_the_old_version(fake, answer):
     broker = fake({5: answer, 4: CONNACK})
@@ -125,7 +123,7 @@ def test_a_topic_that_is_not_utf8_is_counted(fake):
 def test_refused_filters_and_publishes_are_told(fake):
     answers = {
         # CONNACK, then (before they are asked for) refusals of the first SUBSCRIBE and of the first PUBLISH.
-        5: b"\x20\x03\0\0\0",
+        5: b"\x20\x03\0\0\0"
     }
     broker = fake(answers)
     states = queue.SimpleQueue()

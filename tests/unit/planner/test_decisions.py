@@ -22,16 +22,7 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
-from hepti_mqtt.planner.decisions import (
-    RULE,
-    Border,
-    Option,
-    Situation,
-    decide,
-    goes_on,
-    load_share,
-    pays_to_hold,
-)
+from hepti_mqtt.planner.decisions import RULE, Border, Option, Situation, decide, goes_on, load_share, pays_to_hold
 from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
 from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.planner.refine import divided

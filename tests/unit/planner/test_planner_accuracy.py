@@ -25,8 +25,6 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = FAMILIES["bert-embedding"]
-
-
 TENSORS = tensors(SPEC)
 
 

@@ -22,8 +22,6 @@ from hepti_mqtt.strategies import STRATEGIES
 TINY = spec_of_kind("tiny-llama")
 SPEC = replace(TINY, layers=8, hidden=1024, heads=16, mlp=2048, max_tokens=512, block=replace(TINY.block, head_dim=64))
 SPEC = replace(SPEC, text=replace(SPEC.text, positions=512))
-
-
 LAYOUTS = ("", *STRATEGIES["decoder"].layouts)
 CONTEXT = 512
 

@@ -26,8 +26,6 @@ from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
-
-
 ROOM = 1 << 30
 
 

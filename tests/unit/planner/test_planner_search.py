@@ -468,11 +468,7 @@ def test_what_the_broker_does_not_carry_does_not_meet_its_packet_limit():
 
 
 SHALLOW = replace(spec_of_kind("bert-base"), layers=4)
-
-
 FOUR = load_site(settings.find_bundled_config("sites", Path("four-pi4")))
-
-
 ALL = tuple(FOUR.devices)
 
 

@@ -53,11 +53,7 @@ from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
 
 TOPICS = Topics("home")
-
-
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-
-
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 

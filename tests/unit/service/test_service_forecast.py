@@ -22,14 +22,8 @@ from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
 
 PATIENCE_S = 20.0
-
-
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-
-
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
-
-
 SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 

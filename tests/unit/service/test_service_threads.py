@@ -194,14 +194,8 @@ def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
 
 
 SPEC = FAMILIES["bert-embedding"]
-
-
 DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, 1e9) for n in ("a", "b")}
-
-
 CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
-
-
 QUESTION = Question(TopicNames("home", "m"), SPEC, CLUSTER, representative_shape(SPEC, 8), PlanVersion(1, 2))
 
 
