@@ -11,17 +11,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote
 
 import forked
 from broker_kinds import broker_of
 
 from device_agent.measure import measurement_file
-from hepti_mqtt.client import Answer
+from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
@@ -63,6 +63,16 @@ def foretold(ask: Callable[[], Answer]) -> Answer:
 
     answer_with_forecast: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
     return answer_with_forecast
+
+
+def wait_for_plans(hepti: Hepti, models: Iterable[str], devices: Collection[str]) -> None:
+    """Wait until the planner has searched a plan of each model with exactly these devices."""
+
+    def knows_all(record: Any) -> bool:
+        return {d for c in record["candidates"] for d in c["devices"]} == set(devices)
+
+    for model in models:
+        hepti.wait_ready(model, PATIENCE_S, knows_all)
 
 
 def free_port() -> int:
@@ -147,6 +157,12 @@ class Site:
         for name in list(self.running):
             self.kill(name)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def running_site(
     directory: Path,
@@ -163,17 +179,16 @@ def running_site(
     kind: of the broker, skipped where it cannot be had. planner: further arguments of it.
     """
     user, _, password = login.partition(":")
-    with broker_of(
-        kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
-    ) as broker:
-        site = Site(directory, broker, models, login)
-        try:
-            site.planner(*planner)
-            for name, memory in agents.items():
-                site.agent(name, memory)
-            yield site
-        finally:
-            site.close()
+    with (
+        broker_of(
+            kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
+        ) as broker,
+        Site(directory, broker, models, login) as site,
+    ):
+        site.planner(*planner)
+        for name, memory in agents.items():
+            site.agent(name, memory)
+        yield site
 
 
 class Voice:
@@ -204,6 +219,12 @@ class Voice:
 
     def close(self) -> None:
         self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class User(Voice):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hepti_mqtt.checkpoint import make_model
@@ -30,11 +29,6 @@ TEMPLATE = (
     "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% endfor %}"
     "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}the"
 )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def talker(directory: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from site_processes import ROOT
+from site_processes import ROOT, free_port
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -73,8 +73,7 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
 
 @NEEDS_MODEL
 def test_the_dashboard_of_the_demo_runs_until_it_is_interrupted(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     process = start_demo(tmp_path, "--dashboard", "--port", str(port))
     try:
         assert process.stdout is not None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -32,8 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def gateway(site: Site) -> tuple[int, int]:
     """Return the port and the process id of a gateway that serves."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("tiny", PATIENCE_S)
     process = site.start("gateway", "gateway", "--port", str(port))

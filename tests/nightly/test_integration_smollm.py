@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from collections.abc import Iterator
 
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, free_port, poll, running_site
 from smollm_prompts import ANSWERS, MOST, smollm
 
 from hepti_mqtt.client import Hepti
@@ -75,8 +74,7 @@ def test_an_answer_follows_a_schema_and_tools_are_refused_where_the_template_has
 
 
 def test_the_capital_of_france_at_the_gateway(site: Site, hepti: Hepti) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
     messages = [{"role": "user", "content": SAID[0]["prompt"]}]

@@ -1,4 +1,7 @@
-"""Every further family over a real broker and processes, under methods that are its own or of all transformers."""
+"""Families over a real broker and processes: one of each kind of input, and methods with exchanges of their own.
+
+Every method of every family is compared with the reference in tests/unit/strategies, without processes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site, wait_for_plans
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -19,22 +22,11 @@ from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
-# GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
-
 AGENTS = {"a": "300MiB", "b": "300MiB"}
 CASES = (
-    ("tiny-distilbert", "row", {"variant": "kv"}),
-    ("tiny-albert", "column", {}),
-    ("tiny-electra", "block", {}),
     ("tiny-modernbert", "row", {"variant": "heads"}),
-    ("tiny-embeddinggemma", "galaxy", {"exchange": "direct"}),
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
-    ("tiny-debert", "decoupled", {"original": "megatron"}),
-    ("tiny-convnet", "map_rows", {"cut": "none"}),
-    ("tiny-convnet", "fused_tiles", {"cut": "1"}),
     ("tiny-convnet", "fused_tiles", {"cut": "1", "owners": "leased"}),
-    ("tiny-convnet", "modnn", {}),
-    ("tiny-convnet", "coedge", {}),
     ("tiny-convnet", "edgeflow", {}),
     ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
 )
@@ -53,10 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
     with Hepti.connect(site.url, site=SITE, client_id="families") as client:
-        for kind in KINDS:
-            client.wait_ready(
-                kind, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
-            )
+        wait_for_plans(client, KINDS, AGENTS)
         yield client
 
 

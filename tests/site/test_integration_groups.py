@@ -79,9 +79,8 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
 
 @pytest.mark.parametrize(("shared", "broker"), [("lonely", None), (CLUSTER, "amqtt")])
 def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path: Path, groups, shared, broker):
-    with broker_of(broker) if broker else nullcontext(groups["left"].broker) as broker_of_group:
-        lonely = Site(tmp_path, broker_of_group, groups["left"].models, name="lonely")
-        try:
-            assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2
-        finally:
-            lonely.close()
+    with (
+        broker_of(broker) if broker else nullcontext(groups["left"].broker) as broker_of_group,
+        Site(tmp_path, broker_of_group, groups["left"].models, name="lonely") as lonely,
+    ):
+        assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2

@@ -27,14 +27,10 @@ def outer_address() -> str:
 
 def test_planner_and_agent_say_it_once(tmp_path: Path) -> None:
     model = make_model("tiny-bert", tmp_path / "model", seed=3)
-    with start_broker(address=outer_address()) as broker:
-        site = Site(tmp_path, broker, {"tiny": model})
-        try:
-            site.planner()
-            site.agent("a", "100MiB")
-            poll(lambda: "serves tiny" in site.log("planner"), "the planner's start")
-            poll(lambda: "is online" in site.log("a"), "the agent's start")
-            for name in ("planner", "a"):
-                assert site.log(name).count("OPEN BROKER") == 1
-        finally:
-            site.close()
+    with start_broker(address=outer_address()) as broker, Site(tmp_path, broker, {"tiny": model}) as site:
+        site.planner()
+        site.agent("a", "100MiB")
+        poll(lambda: "serves tiny" in site.log("planner"), "the planner's start")
+        poll(lambda: "is online" in site.log("a"), "the agent's start")
+        for name in ("planner", "a"):
+            assert site.log(name).count("OPEN BROKER") == 1

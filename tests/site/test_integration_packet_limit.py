@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -34,9 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
     with Hepti.connect(site.url, site=SITE) as client:
-        client.wait_ready(
-            "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {"a", "b"}
-        )
+        wait_for_plans(client, ["tiny"], "ab")
         yield client
 
 

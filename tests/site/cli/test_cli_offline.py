@@ -122,10 +122,10 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["devices", "plan", "infer m --tokens 3"])
-def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_port: int, command: str) -> None:
-    code, out, err = run(capsys, *command.split(), "--broker", f"mqtt://127.0.0.1:{free_port}")
+def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_tcp_port: int, command: str) -> None:
+    code, out, err = run(capsys, *command.split(), "--broker", f"mqtt://127.0.0.1:{free_tcp_port}")
     assert (code, out) == (3, "")
-    assert f"127.0.0.1:{free_port}" in err
+    assert f"127.0.0.1:{free_tcp_port}" in err
     assert len(err.splitlines()) == 1, "one sentence, not broken into lines where no terminal is"
     code, out, _ = run(capsys, *command.split(), "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "config")
@@ -135,12 +135,12 @@ def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_p
     "before", ["--broker URL", "--json --broker URL", "--broker=URL -v", "--site home --broker URL"]
 )
 def test_common_options_may_stand_before_the_command(
-    capsys: pytest.CaptureFixture[str], free_port: int, before: str
+    capsys: pytest.CaptureFixture[str], free_tcp_port: int, before: str
 ) -> None:
-    url = f"mqtt://127.0.0.1:{free_port}"
+    url = f"mqtt://127.0.0.1:{free_tcp_port}"
     code, out, err = run(capsys, *before.replace("URL", url).split(), "devices")
     assert code == 3
-    assert str(free_port) in (out if "--json" in before else err)
+    assert str(free_tcp_port) in (out if "--json" in before else err)
     assert run(capsys, "--nosuch", "devices")[0] == 2
     assert run(capsys, "--version")[1].startswith("hepti")
 
@@ -170,9 +170,9 @@ def test_commands_options_and_values_are_completed(
 
 
 def test_broker_and_site_come_from_the_environment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_tcp_port: int
 ) -> None:
-    monkeypatch.setenv("HEPTI_BROKER", f"mqtt://someone:secret@127.0.0.1:{free_port}")
+    monkeypatch.setenv("HEPTI_BROKER", f"mqtt://someone:secret@127.0.0.1:{free_tcp_port}")
     code, _, err = run(capsys, "devices")
     assert code == 3
     assert "secret" not in err
@@ -180,17 +180,6 @@ def test_broker_and_site_come_from_the_environment(
     code, _, err = run(capsys, "devices")
     assert code == 2
     assert "not/a-name" in err
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port on which nobody listens: it was free a moment ago, and nobody else asks for it."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

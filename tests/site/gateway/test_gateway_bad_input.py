@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -32,8 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def port(site: Site) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
         site.start("gateway", "gateway", "--port", str(port), "--no-announce")

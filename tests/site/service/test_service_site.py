@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site, wait_for_plans
 from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
+from hepti_mqtt.errors import ConfigError, PlanError, RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
@@ -31,7 +31,7 @@ DIVIDED = {"strategy": "decoder", "devices": ["a", "b"]}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
-    kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "gpt": "tiny-gpt2"}
+    kinds = {"tiny": "tiny-bert", "gpt": "tiny-gpt2"}
     models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
     yield from running_site(directory, {**models, "minilm": minilm()}, {"a": "700MiB", "b": "700MiB"})
 
@@ -104,27 +104,16 @@ def test_the_bytes_are_the_predicted_ones(ready: Hepti) -> None:
 
 
 def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
-    user = User(site.url)
-    try:
+    with User(site.url) as user:
         user.send("gpt", {"text": "the broker of the first room", "max_new_tokens": 5, "id": "mine"})
         answers = [user.answers.get(timeout=PATIENCE_S) for _ in range(5)]
         answers += [user.answers.get(timeout=PATIENCE_S)] if answers[-1][1].get("final") is False else []
-    finally:
-        user.close()
     *parts, answer = [data for _, data in answers]
     assert {topic for topic, _ in answers} == {user.topics.response("gpt", user.name, "mine")}
     assert [(p["request"], p["index"], p["final"]) for p in parts] == [("mine", i, False) for i in range(len(parts))]
     assert answer["id"] == "mine"
     text = "".join(p["text"] for p in parts)
     assert answer["result"] == {"ids": [p["token"] for p in parts], "text": text, "finish": "length"}
-
-
-def test_hidden_states_of_a_decoder_equal_the_reference(site: Site, ready: Hepti) -> None:
-    hidden = ready.infer("gpt", ids=PROMPT, want="hidden", timeout_s=PATIENCE_S).hidden
-    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
-        shape, inputs = models.single_sequence(checkpoint.spec, np.array(PROMPT, np.int32), "hidden")
-        expected_hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
-    np.testing.assert_allclose(hidden, expected_hidden, atol=TOLERANCE)
 
 
 def test_what_a_decoder_cannot_do_is_said(ready: Hepti) -> None:
@@ -185,13 +174,10 @@ def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site: Site
     most, use = 60, Topics(SITE).use("b")
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
     first = next(parts)["token"]
-    user = User(site.url)
-    try:
+    with User(site.url) as user:
         user.say(use, b"off")
         tokens, _, answer = tokens_of(parts, first)
         user.say(use, b"on")
-    finally:
-        user.close()
     assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
     poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
 
@@ -212,20 +198,14 @@ def hepti(site: Site) -> Iterator[Hepti]:
 @pytest.fixture(scope="module")
 def ready(site: Site, hepti: Hepti) -> Hepti:
     """Both agents are online, and every model has a plan whose search knew both."""
-
-    def knows_both(record: dict) -> bool:
-        return {d for c in record["candidates"] for d in c["devices"]} == {"a", "b"}
-
-    for name in site.models:
-        hepti.wait_ready(name, PATIENCE_S, knows_both)
+    wait_for_plans(hepti, site.models, "ab")
     return hepti
 
 
 @pytest.fixture(scope="module")
 def user(site: Site, ready: Hepti) -> Iterator[User]:
-    someone = User(site.url)
-    yield someone
-    someone.close()
+    with User(site.url) as someone:
+        yield someone
 
 
 def expected(site: Site, model: str, **request: object) -> tuple[np.ndarray, np.ndarray]:
@@ -306,37 +286,6 @@ def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, rea
     np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
     assert answer.raw["runs"] > 1
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
-
-
-def test_pictures_are_read_and_classified(site: Site, ready: Hepti) -> None:
-    from PIL import Image
-
-    pixels = np.random.default_rng(1).integers(0, 256, (40, 40, 3)).astype(np.uint8)
-    answer = ready.infer("vit", images=[Image.fromarray(pixels)] * 2, timeout_s=PATIENCE_S)
-    first, second = answer.labels
-    assert first == second
-    assert sum(entry["score"] for entry in first) <= 1 + 1e-6
-
-
-def test_what_the_site_says_of_itself(site: Site, ready: Hepti) -> None:
-    assert ready.models() == sorted(site.models)
-    devices = {d["device"]: d for d in ready.devices(wait_s=5.0)}
-    assert set(devices) == {"a", "b"}
-    assert all(d["status"] == "online" and d["heartbeat"]["boot"] == d["boot"] for d in devices.values())
-    assert {"threads", "isa", "memory_budget_bytes", "curves"} <= set(devices["a"])
-    record = ready.plan("tiny")
-    assert Path(record["directory"]) == site.models["tiny"]
-    assert {c["name"] for c in record["candidates"]} >= {"single"}
-    with pytest.raises(UnknownModelError):
-        ready.plan("nothing-such")
-
-
-def test_plain_mqtt_is_enough(user: User) -> None:
-    topic, answer = user.ask("tiny", {"text": "hello world"})
-    assert topic == user.topics.response("tiny", user.name, answer["id"])
-    assert len(answer["result"]["embedding"]) == 32
-    topic, answer = user.ask("tiny", {"text": "hello world", "id": "mine-1"})
-    assert topic == user.topics.response("tiny", user.name, "mine-1")
 
 
 def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
@@ -431,12 +380,3 @@ def test_requests_outlive_the_broker(site: Site, ready: Hepti) -> None:
     pending += _many(ready, 5)
     site.broker.start()
     _check(site, pending)
-
-
-def test_a_planner_that_ends_takes_back_what_is_retained(site: Site, ready: Hepti) -> None:
-    assert site.stop("planner") == 0
-    late = Hepti.connect(site.url, site=SITE)
-    with late:
-        late.devices(wait_s=1.0)  # whatever is retained has come by now
-        assert not late._session.records
-        assert [status.state for status in late._session.planners.values()] == ["offline"]

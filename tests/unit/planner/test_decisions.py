@@ -337,19 +337,21 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other_s", "here", "moved_s", "goes"),
+    ("active_s", "other_s", "sd", "layer", "moved_s", "goes"),
     [
-        (5.0, 4, 0.0, True),  # half the time, and twenty layers to come
-        (5.0, 4, 5.0, False),  # but the border takes longer than that wins
-        (5.0, 24, 0.0, False),  # it ends before it could
-        (10.0, 4, 0.0, False),  # nothing is won
-        (9.95, 4, 0.0, False),  # less than what it costs
+        (10.0, 5.0, 0.0, 4, 0.0, True),  # half the time, and twenty layers to come
+        (10.0, 5.0, 0.0, 4, 5.0, False),  # but the border takes longer than that wins
+        (10.0, 5.0, 0.0, 24, 0.0, False),  # it ends before it could
+        (10.0, 10.0, 0.0, 4, 0.0, False),  # nothing is won
+        (10.0, 9.95, 0.0, 4, 0.0, False),  # less than what it costs
+        (10.0, 9.0, 0.2, 4, 0.0, False),  # the other plan is only likely to be better
+        (1.1, 0.1, 0.0, 4, 0.0, False),  # a short run
     ],
 )
-def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: int, moved_s: float, goes: bool) -> None:
-    verdict = goes_on(option(10.0), option(other_s, "block"), Border.of_run(26, here, moved_s))
+def test_a_run_goes_on_where_its_rest_surely_takes_less(active_s, other_s, sd, layer, moved_s, goes) -> None:
+    verdict = goes_on(option(active_s), option(other_s, "block", sd=sd), Border.of_run(26, layer, moved_s))
     assert verdict.goes is goes
-    assert verdict.rest_s == pytest.approx(10.0 * (26 - here) / 26)
+    assert verdict.rest_s == pytest.approx(active_s * (26 - layer) / 26)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +365,3 @@ def test_a_run_goes_on_where_its_rest_surely_takes_less(other_s: float, here: in
 )
 def test_a_text_goes_on_where_its_rest_gains_more_than_its_rows_take(other_s, most, again, goes) -> None:
     assert goes_on(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).goes is goes
-
-
-def test_a_short_run_ends_under_its_plan() -> None:
-    assert not goes_on(option(1.1), option(0.1, "block"), Border.of_run(26, 4)).goes
-
-
-def test_a_run_stays_where_the_other_plan_is_only_likely_to_be_better() -> None:
-    assert not goes_on(option(10.0), option(9.0, "block", sd=0.2), Border.of_run(26, 4)).goes

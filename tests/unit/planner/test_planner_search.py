@@ -491,8 +491,9 @@ def planned(strategy: str, **options: str):
     return decide(question_of_four(*ALL, strategy=strategy, options=options, devices=ALL)).chosen.plan
 
 
-def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one():
-    last = planned("row", variant="kv")
+@pytest.mark.parametrize("variant", ["kv", "heads"])
+def test_the_devices_that_are_left_go_on_as_before_where_that_is_faster_than_one(variant):
+    last = planned("row", variant=variant)
     decision = decide_hurried(question_of_four(*ALL[:3]), last)
     assert decision.chosen.plan.method == last.method
     assert set(decision.chosen.plan.devices) == set(ALL[:3])
@@ -568,11 +569,6 @@ def test_one_device_answers_where_it_is_faster_or_the_others_cannot_go_on():
     assert decide_hurried(question_of_four(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
     other = planned("two_d", x="2")  # cannot be divided by three
     assert decide_hurried(question_of_four(*ALL[:3]), other).chosen.name == "single"
-
-
-def test_devices_that_hold_all_weights_go_on_with_other_heads():
-    last = planned("row", variant="heads")
-    assert decide_hurried(question_of_four(*ALL[:3]), last).chosen.name == "row/heads"
 
 
 @pytest.mark.parametrize("mbit", [10, 100, 940])

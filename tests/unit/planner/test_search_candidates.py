@@ -12,7 +12,7 @@ from hepti_mqtt.cost.profiles import Cluster, Link
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.planner import Candidate, Question, candidates, decide, decide_hurried
+from hepti_mqtt.planner import Candidate, Question, candidates, decide
 from hepti_mqtt.planner import search as search_module
 from hepti_mqtt.planner.candidates import THOROUGH
 from hepti_mqtt.planner.price import Budget, memory_needs
@@ -221,10 +221,3 @@ def test_memory_of_many_devices_with_plenty_is_worked_out_for_the_plan_that_is_c
     assert all(exact.needs[d] < n for d, n in bound.items())
     short = {d: replace(p, memory_bytes=1.5 * bound[d]) for d, p in devices.items()}
     assert memory_needs(replace(wanted, cluster=replace(site, devices=short)), chosen.plan) == exact
-
-
-def test_who_cannot_wait_gets_the_best_of_what_stands():
-    last = plan_of(*ALL, variant="kv")
-    decision = decide_hurried(question_on(boards(*ALL[:3])), last)
-    assert (decision.chosen.plan.devices, decision.chosen.name) == (ALL[:3], last.method)
-    assert {len(c.plan.devices) for c in decision.ranking} == {1, 3}
