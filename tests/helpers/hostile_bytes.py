@@ -46,7 +46,7 @@ SENT = [
 SMALL = [data for data in SENT if len(data) < 400]
 # Those behind which the next packet is heard.
 WHOLE = frozenset(data for data in SENT if len(plain_parse(data + b"\xb0\x02\0\x02", LIMIT)[0]) == 2)
-ASKED = [
+ANSWERED = [
     *(subscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"), ("x/a#",), ("",))),
     *(unsubscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"))),
     subscribe(*(f"x/{i}" for i in range(40))),
@@ -135,7 +135,7 @@ def session_case(rng):
     """Compare the answers to a stream in pieces with those to all of it."""
     first = rng.choice(CONNECTS)
     parts = [first if rng.random() < 0.7 else damage(rng, first)]
-    parts += [damage(rng, rng.choice(ASKED)) for _ in range(rng.randrange(4))]
+    parts += [damage(rng, rng.choice(ANSWERED)) for _ in range(rng.randrange(4))]
     data = b"".join(parts)
     (whole, state), (cut, cut_state) = at_once(data), converse(pieces(rng, data))
     # What was answered before the stream broke may be more where it came in pieces; nothing else may differ.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from closed_broker import ClosedSite, Someone, closed_broker
-from hostile_site import TEXTS, Asked, memory_mb
+from hostile_site import TEXTS, Counts, memory_mb
 from scripted_site import caps, heartbeat
 from site_processes import PATIENCE_S, SITE
 
@@ -110,7 +110,7 @@ def attack(site: ClosedSite, user: str, load: Load, rng: random.Random) -> Count
 
 def main(load: Load, seed: int = 0, users: tuple[str, ...] = ATTACKERS) -> dict[str, object]:
     """Build a closed site, let each user attack it, and return what became of the requests of another client."""
-    directory, counts = Path(tempfile.mkdtemp(prefix="hepti-roles-")), Asked()
+    directory, counts = Path(tempfile.mkdtemp(prefix="hepti-roles-")), Counts()
     path = make_model("tiny-bert", directory / "tiny", seed=3)
     with Checkpoint.open(path, "tiny") as checkpoint:
         expected = {}
@@ -136,7 +136,7 @@ def main(load: Load, seed: int = 0, users: tuple[str, ...] = ATTACKERS) -> dict[
 
 def _attacked(
     site: ClosedSite,
-    counts: Asked,
+    counts: Counts,
     expected: dict[str, np.ndarray],
     load: Load,
     rng: random.Random,

@@ -55,7 +55,7 @@ NOBODY = Start(0, 0)
 
 
 @dataclass
-class Asked:
+class Counts:
     """What became of the requests that went on meanwhile."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -235,7 +235,7 @@ def memory_mb(site: Site) -> dict[str, int]:
 
 def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.ndarray]) -> dict[str, object]:
     """Send everything; return what was sent, how it was answered, and how the site did."""
-    counts = Asked()
+    counts = Counts()
     clients = [threading.Thread(target=counts.run, args=(site.url, expected, name)) for name in ("one", "two")]
     try:
         for thread in clients:

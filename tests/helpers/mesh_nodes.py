@@ -27,7 +27,7 @@ class Node:
     def hear(self, peer, topic, payload):
         self.messages.append((peer, topic, bytes(payload)))
 
-    def told(self, kind):
+    def events_of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -55,4 +55,4 @@ def pump(nodes, until):
 
 
 def joined(reader, count=1):
-    return lambda: len(reader.told(Joined)) >= count
+    return lambda: len(reader.events_of(Joined)) >= count

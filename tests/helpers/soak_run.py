@@ -88,7 +88,7 @@ class Question:
 
 
 @dataclass
-class Told:
+class Tallied:
     """What became of the requests. errors: by code, of those that were under way while a peer was stopped or mended."""
 
     right: int = 0
@@ -102,14 +102,14 @@ class Told:
 class Report:
     """What came of a run. frames: that came over mesh. lost: with connections that a stop broke, by way."""
 
-    told: Told
+    counts: Tallied
     held: Mapping[str, Held]
     frames: int
     lost: Mapping[tuple[str, str], int]
     wrong: list[str]
 
     def __str__(self) -> str:
-        counts = self.told
+        counts = self.counts
         gone = ", ".join(f"{a} to {b} {n}" for (a, b), n in self.lost.items() if n) or "none"
         return "\n".join(
             [
@@ -126,7 +126,7 @@ class Load:
     """Clients that send one request after the other; `pause` lets the requests under way end."""
 
     def __init__(self, url: str, what: Soak, questions: Sequence[Question], mixed: Sequence[MixedClient]) -> None:
-        self.told, self._lock = Told(), threading.Lock()
+        self.counts, self._lock = Tallied(), threading.Lock()
         self.mixed = mixed
         self._what, self._questions = what, questions
         self._ending, self._going = threading.Event(), threading.Event()
@@ -192,24 +192,24 @@ class Load:
         with self._lock:
             if error is None:
                 if question.right(answer):
-                    self.told.right += 1
+                    self.counts.right += 1
                 else:
-                    self.told.wrong.append(f"{question.model} {question.body}")
+                    self.counts.wrong.append(f"{question.model} {question.body}")
             elif ended - begun >= ANSWER_S:
-                self.told.lost += 1
+                self.counts.lost += 1
             else:
                 self._count(begun, ended, error.code)
 
     def _count(self, begun: float, ended: float, code: str) -> None:
         near = any(begun < end and ended > start for start, end in self.disturbed)
-        (self.told.errors if near else self.told.unexplained)[code] += 1
+        (self.counts.errors if near else self.counts.unexplained)[code] += 1
 
     def count_mixed(self) -> None:
         """Add what the mixed clients noted; they are stopped."""
         for tally in {id(client.tally): client.tally for client in self.mixed}.values():
-            self.told.right += tally.right
-            self.told.lost += len(tally.lost)
-            self.told.wrong += [f"{tally.wrong} of the mixed clients"] if tally.wrong else []
+            self.counts.right += tally.right
+            self.counts.lost += len(tally.lost)
+            self.counts.wrong += [f"{tally.wrong} of the mixed clients"] if tally.wrong else []
         for client in self.mixed:
             for failure in client.failures:
                 self._count(*failure)
@@ -321,7 +321,7 @@ def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Lo
     load.count_mixed()
     total = frames(edges_of(_online(hepti)))
     wrong += [line for name, each in held.items() for line in each.wrong(name, what.flat)]
-    counts = load.told
+    counts = load.counts
     wrong += [f"{counts.lost} requests were lost"] if counts.lost else []
     wrong += [f"{len(counts.wrong)} requests were answered wrongly: {counts.wrong[:3]}"] if counts.wrong else []
     wrong += [] if counts.right else ["no request was answered"]

@@ -14,15 +14,15 @@ from hepti_mqtt.embedded_broker import start_broker
 
 
 def outer_address() -> str:
-    found = [
+    outer = [
         a.address
         for addresses in psutil.net_if_addrs().values()
         for a in addresses
         if a.family == socket.AF_INET and not a.address.startswith("127.")
     ]
-    if not found:
+    if not outer:
         pytest.skip("this machine has no address but the loopback one")
-    return found[0]
+    return outer[0]
 
 
 def test_planner_and_agent_say_it_once(tmp_path: Path) -> None:

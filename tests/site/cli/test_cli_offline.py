@@ -249,10 +249,10 @@ def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[
     assert out == run(capsys, *common)[1]
 
 
-KNOWN = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
+CATALOGUE = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
 
 
-@pytest.mark.parametrize("model", KNOWN)
+@pytest.mark.parametrize("model", CATALOGUE)
 def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFixture[str], model: str) -> None:
     common = ("simulate", model, "--devices-file", "two-n100-16gb", "--strategy", "single", "--json")
     steps = {}
@@ -286,7 +286,7 @@ def test_what_mixtures_need_of_four_boards_and_of_one(
 
 
 def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-0.6b"]))
+    (tmp_path / "config.json").write_text(json.dumps(CATALOGUE["qwen3-0.6b"]))
     common = ("--devices-file", "one-pi5-8gb", "--weights", "q4", "--json")
     by_name, by_file = (run(capsys, "simulate", name, *common) for name in ("qwen3-0.6b", str(tmp_path)))
     assert by_name == by_file
@@ -470,7 +470,7 @@ def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         body = request_body(args, checkpoint.spec)
         hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
-    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden + np.float32(0.5)))
+    hepti: Any = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=hidden + np.float32(0.5)))
     assert check(hepti, args, body, str(path), spec) == pytest.approx(0.5)
     with pytest.raises(ConfigError):
         check(hepti, args, body, tmp_path / "none.onnx", spec)
@@ -483,12 +483,12 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
     with Checkpoint.open(paths["bert"]) as checkpoint:
         body = request_body(args, checkpoint.spec)
         hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
-    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden))
+    hepti: Any = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=hidden))
     assert check(hepti, args, body, paths["bert"], spec) == 0
     for other in ("gpt2", "vit"):
         with pytest.raises(ConfigError):
             check(hepti, args, body, paths[other], spec)
-    hepti = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=np.zeros((5, 31), np.float32)))
+    hepti = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=np.zeros((5, 31), np.float32)))
     with pytest.raises(ConfigError):
         check(hepti, args, body, paths["bert"], spec)
 
@@ -566,8 +566,8 @@ def test_what_cannot_be_simulated_is_refused(
     many.write_text(
         f"defaults: {{gflops: 10{memory}}}\ndevices: {{{', '.join(f'd{i}: {{}}' for i in range(count))}}}\n"
     )
-    found, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
-    assert found == code
+    ended, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
+    assert ended == code
     assert bool(out) == ("--explain" in arguments)
     assert len(err.splitlines()) == 1 or code == 2
     assert "Traceback" not in err
@@ -606,7 +606,7 @@ def test_a_planner_ends_with_what_is_wrong_with_a_model(
 
 @pytest.mark.parametrize("arguments", [["--help"], ["agent", "--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
 def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path, arguments: list[str]) -> None:
-    arguments = [str(tmp_path / "made") if a == "OUT" else a for a in arguments]
+    arguments = [str(tmp_path / "model") if a == "OUT" else a for a in arguments]
     code = (
         "import sys\nfrom hepti_mqtt.cli.main import main\n"
         f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"

@@ -22,13 +22,13 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
 
-class Found:
+class Client:
     """A site that says what a test has it say."""
 
     def __init__(self, devices: list[dict], unused: dict[str, str] | None = None, record: dict | None = None) -> None:
         self._devices, self._unused, self._record = devices, unused or {}, record or {}
 
-    def __enter__(self) -> Found:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ def listed(
     **said: object,
 ) -> str:
     device = {"device": "a", "status": "online", "boot": 1, **CAPS}
-    client = Found([{**device, "heartbeat": None, **said}], unused)
+    client = Client([{**device, "heartbeat": None, **said}], unused)
     monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
     assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
     return capsys.readouterr().out
@@ -181,7 +181,7 @@ def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
     said = {"status": "online", "boot": 1, "curves": CURVES, **CAPS, "heartbeat": BEAT}
     plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
     record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
-    client = Found([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
+    client = Client([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
     monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
     return main(["plan", "m", "--explain", "--broker", "mqtt://nowhere"])
 

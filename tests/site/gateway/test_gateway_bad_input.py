@@ -18,7 +18,7 @@ from hepti_mqtt.client import Hepti
 FORM = "application/x-www-form-urlencoded"
 PAGE = "https://example.org/a.png"
 KEY = {"Authorization": "Bearer a-key", "Content-Type": "application/json"}
-ASKED = {"model": "tiny", "input": "a warm room"}
+REQUEST = {"model": "tiny", "input": "a warm room"}
 LARGE = 100 << 20
 PIECE = b" " * (1 << 20)
 
@@ -42,7 +42,7 @@ def port(site: Site) -> int:
 
 
 def ask(
-    port: int, body: Any = ASKED, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
+    port: int, body: Any = REQUEST, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
 ) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -54,16 +54,16 @@ def ask(
 
 
 CASES = {
-    "wrong key": (ASKED, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
-    "no key": (ASKED, "/v1/embeddings", {"Content-Type": "application/json"}, 401, "unauthorized"),
-    "unknown model": ({**ASKED, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
-    "unknown route": (ASKED, "/v1/other", KEY, 404, "not_found"),
+    "wrong key": (REQUEST, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
+    "no key": (REQUEST, "/v1/embeddings", {"Content-Type": "application/json"}, 401, "unauthorized"),
+    "unknown model": ({**REQUEST, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
+    "unknown route": (REQUEST, "/v1/other", KEY, 404, "not_found"),
     "broken JSON": (b'{"model": "tiny", "inp', "/v1/embeddings", KEY, 400, "bad_request"),
     "no Unicode": (b'{"model": "tiny", "input": "\xff"}', "/v1/embeddings", KEY, 400, "bad_request"),
     "half a character": (rb'{"model": "tiny", "input": "\ud800"}', "/v1/embeddings", KEY, 400, "bad_request"),
     "deep JSON": (b'{"input": ' + b"[" * 100_000, "/v1/embeddings", KEY, 400, "bad_request"),
     "a form": (b"input=x", "/v1/embeddings", {**KEY, "Content-Type": FORM}, 415, "media_type"),
-    "no form": (ASKED, "/v1/audio/transcriptions", KEY, 415, "media_type"),
+    "no form": (REQUEST, "/v1/audio/transcriptions", KEY, 415, "media_type"),
     "a picture's address": ({"input": [{"image": PAGE}]}, "/v1/classify", KEY, 400, "bad_request"),
     "an address elsewhere": ({"image": "http://example.org/a.png"}, "/infer", KEY, 400, "bad_request"),
 }  # fmt: skip
@@ -72,8 +72,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_answer(port: int, case: str) -> None:
     body, path, headers, status, code = CASES[case]
-    found, error = ask(port, body, path, headers)
-    assert (found, error["error"]["code"]) == (status, code)
+    got, error = ask(port, body, path, headers)
+    assert (got, error["error"]["code"]) == (status, code)
     assert ask(port)[0] == 200
 
 

@@ -80,11 +80,11 @@ def test_never_plain_where_one_side_wants_tls(device):
         a.mesh.admit("b", KEY, "secret", filters("a", "b"))
         plain.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
         a.mesh.join("b", KEY, Address(HOST, plain.mesh.port), "secret", filters("b", "a"))
-        pump((a, plain), lambda: a.told(Refused) and plain.told(Refused))
-        assert plain.told(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
-        assert a.told(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
+        pump((a, plain), lambda: a.events_of(Refused) and plain.events_of(Refused))
+        assert plain.events_of(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
+        assert a.events_of(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
         assert plain.mesh._by_fd == a.mesh._by_fd == {}
-        assert a.told(Joined) == []
+        assert a.events_of(Joined) == []
     finally:
         plain.mesh.close()
 

@@ -96,7 +96,7 @@ def test_every_token_has_its_turn(node, played, clock):
         played.say(node, b"\x20\x02\0\x04")
         clock.now += BACKOFF_S[1]
     assert order == [b"second", b"first", b"second"]
-    assert {event.key for event in node.told(Refused)} == {KEY, OTHER}
+    assert {event.key for event in node.events_of(Refused)} == {KEY, OTHER}
 
 
 def test_a_payload_is_timed_while_it_is_waited_for(node, played):
@@ -145,7 +145,7 @@ def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     assert played.sock.recv(4096) == b"\xe0\0"
     assert played.sock.recv(4096) == b""
     node.mesh.leave("a", KEY)
-    assert node.told(Lost) == []
+    assert node.events_of(Lost) == []
 
 
 def test_an_answer_to_a_key_that_has_left_is_no_matter(node, played):
@@ -163,7 +163,7 @@ def test_a_peer_that_listens_elsewhere_is_followed(nodes):
     pump((b, first), joined(b))
     subscribe(b, second)
     pump((b, first, second), joined(b, 2))
-    assert [event.reason for event in b.told(Lost)] == ["it moved to another address"]
+    assert [event.reason for event in b.events_of(Lost)] == ["it moved to another address"]
     assert second.mesh.publish(topic("a"), b"here") == 1
     pump((b,), lambda: b.messages)
 
@@ -173,7 +173,7 @@ def test_a_half_received_frame_is_dropped(node, played, clock):
     whole = publish(topic("a"), bytes(100_000))
     played.say(node, publish(topic("a"), b"whole") + whole[:50_000])
     played.hang_up()
-    pump((node,), lambda: node.told(Lost))
+    pump((node,), lambda: node.events_of(Lost))
     assert node.messages == [("a", topic("a"), b"whole")]
     clock.now += BACKOFF_S[0]
     played.accept(node)
@@ -209,7 +209,7 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
         pump((a, b), joined(b))
     finally:
         a.mesh.close()
-    pump((b,), lambda: b.told(Lost))
+    pump((b,), lambda: b.events_of(Lost))
 
 
 def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
@@ -284,7 +284,7 @@ def test_who_falls_silent_before_it_answers_is_left(node, played, clock):
     played.say(node, publish(topic("a"), b"before"))
     clock.now += ANSWER_S
     node.mesh.wait(0)
-    assert node.told(Lost) == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
+    assert node.events_of(Lost) == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
 
 
 def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us(node, played, clock):
@@ -300,7 +300,7 @@ def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us
         node.mesh.wait(0)
     played.sock.sendall(whole[90_000:] + ANSWER)
     pump((node,), joined(node, 2))
-    assert node.told(Lost) == []
+    assert node.events_of(Lost) == []
     assert node.messages == [("a", topic("a"), bytes(100_000))]
 
 

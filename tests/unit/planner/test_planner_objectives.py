@@ -208,21 +208,21 @@ devices:
 
 
 def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
-    def found(deadline, **options):
+    def outcome(deadline, **options):
         (tmp_path / "site.yaml").write_text(WATTS.format(deadline=deadline))
         cluster = load_site(tmp_path / "site.yaml")
         best = decide(question_of("tiny-vgg", cluster, strategy="coedge", options=options)).chosen
         return best.price.seconds * 1e3, best.price.joules(cluster)
 
-    fast_ms, fast_j = found(1000)
-    slow_ms, slow_j = found(1000, goal="energy")
+    fast_ms, fast_j = outcome(1000)
+    slow_ms, slow_j = outcome(1000, goal="energy")
     assert (slow_j < 0.5 * fast_j, slow_ms > fast_ms) == (True, True)  # all on the board that draws little
     between = (fast_ms + slow_ms) / 2
-    ms, joules = found(between, goal="energy")
+    ms, joules = outcome(between, goal="energy")
     assert ms <= between
     assert slow_j < joules < fast_j
     with pytest.raises(ConfigError):
-        found(0.01, goal="energy")
+        outcome(0.01, goal="energy")
 
 
 def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():

@@ -435,9 +435,9 @@ class Site:
     """The post of a planner that is not connected, and what it does. settled: packet ids of acknowledged requests."""
 
     def __init__(self, place, monkeypatch):
-        self.answers, self.asked, self.settled = Answers(), [], []
+        self.answers, self.requests, self.settled = Answers(), [], []
         url, decoder = BrokerUrl.parse("mqtt://127.0.0.1:1"), MessageDecoder("home")
-        self.post = RequestChannel(url, "p", place, self.answers, decoder, self.asked.append, lambda _state: None)
+        self.post = RequestChannel(url, "p", place, self.answers, decoder, self.requests.append, lambda _state: None)
         self.counters = decoder.counters
         monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
 
@@ -474,11 +474,11 @@ def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site
     """It would be computed again at every start and reconnection."""
     for packet, topic in enumerate((TOPIC, TOPIC, f"{TOPIC}2")):
         site.post.handle_delivery(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
-    assert (site.asked, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
+    assert (site.requests, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
     assert len(caplog.records) == 2, "once of each topic"
     assert all(topic in record.getMessage() for topic, record in zip((TOPIC, f"{TOPIC}2"), caplog.records, strict=True))
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
-    assert (len(site.asked), site.settled) == (1, [0, 1, 2])
+    assert (len(site.requests), site.settled) == (1, [0, 1, 2])
     for n in range(MAX_SUBJECTS + 10):
         site.post.handle_delivery(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
     assert len(caplog.records) == MAX_SUBJECTS, "they do not fill the log"
@@ -489,8 +489,8 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     key, counted = RequestKey("m", "me", "q"), "unacknowledged"
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        site.post.begin(site.asked[-1])
-    site.post.journal.record_waiting(site.asked[0], Asked(key, b""))
+        site.post.begin(site.requests[-1])
+    site.post.journal.record_waiting(site.requests[0], Asked(key, b""))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
     post_clock.now += 2 * post_module.LOST_S
@@ -504,8 +504,8 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
 def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
     """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
-    site.post.begin(site.asked[-1])
-    site.post.journal.record_waiting(site.asked[0], Asked(KEY, b""))
+    site.post.begin(site.requests[-1])
+    site.post.journal.record_waiting(site.requests[0], Asked(KEY, b""))
     post_clock.now += 2 * post_module.LOST_S
     site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))
     site.post.resend_due(post_clock.now)
@@ -527,7 +527,7 @@ def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
 def test_a_request_under_a_name_that_cannot_be_is_refused_where_its_sender_reads(site, caplog, topic, to):
     for packet in range(3):
         site.post.handle_delivery(Delivery(topic, b'{"id": "q1", "text": "a"}', Receipt(1, packet), repeated=False))
-    assert (site.asked, site.settled) == ([], [0, 1, 2])
+    assert (site.requests, site.settled) == ([], [0, 1, 2])
     assert [sent_to for sent_to, _, _ in site.answers.sent] == [to] * 3
     answer = json.loads(site.answers.taken(heard=True)[0])
     assert (answer["id"], answer["error"]["code"]) == ("q1", "bad_name")
