@@ -1,4 +1,4 @@
-"""A planner whose devices are scripted and generate: each token follows from those before it by a sum."""
+"""A planner with scripted devices that generate: each token is a sum of the previous tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = (3, 1, 4, 1)
 
 
 def following(ids: list[int]) -> int:
-    """Return the token that the scripted model has behind some ids."""
+    """Return the next token of the scripted model."""
     return (7 * sum(ids) + len(ids)) % SPEC.hidden
 
 
@@ -86,7 +86,7 @@ class Decoders(Site):
                 self.computed[run_id].add(device)
 
     def able(self) -> list[int]:
-        """Return the runs whose output can be sent."""
+        """Return the runs that all devices have computed."""
         return [a for a in self.work if self.computed[a] == set(self.plan_of(a).devices)]
 
     def output(self, run_id: int, forged: int | None = None, source: str = "", part: int = 0) -> None:
@@ -104,7 +104,7 @@ class Decoders(Site):
             self.event(interface.DeviceFrame(device, replace(done, body=b"")))
 
     def step(self, reported: bool = True) -> None:
-        """Let the last run that was asked for be computed and answered."""
+        """Let the devices compute and answer the last run."""
         last = max(self.work)
         self.compute(last)
         self.output(last)

@@ -147,7 +147,7 @@ def _longest(fault: Fault, at: float, end: float, answered_s: Sequence[float]) -
 
 
 def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True) -> Report:
-    """Run it with these models; raises AssertionError if a process ends by itself."""
+    """Run it with these models; raises AssertionError if a process ends unexpectedly."""
     all_questions = [question for name, model in served.items() for question in questions(model, name)]
     if what.mixed:
         served = {**served, **mixed_models(directory)}

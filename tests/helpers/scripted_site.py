@@ -114,7 +114,7 @@ class Site:
         self.errors: dict[str, HeptiError] = {}
         self.solves: list[interface.Solve] = []
         self.compute_us = 0  # of every device in every run; 0 says nothing
-        self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
+        self.mute: set[str] = set()  # devices that do not answer a probe
         self.probes: list[tuple[str, messages.Prepare]] = []
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
@@ -239,7 +239,7 @@ class Site:
             self.tick(seconds)
 
     def failed(self, device: str, code: str = "memory", missing: int = 10) -> messages.Prepare:
-        """Let a device refuse the plan that it was asked to prepare last, which is returned."""
+        """Let a device refuse its last Prepare; return the message."""
         prepare = self.prepares()[device]
         plan = Plan.from_dict(prepare.plan)
         self.event(
@@ -256,7 +256,7 @@ class Site:
         self.event(interface.DeviceMessage(device, failed))
 
     def released(self) -> list[tuple[str, PlanVersion]]:
-        """Return which devices were told to release which plans."""
+        """Return (device, plan version) of each Release."""
         return [(device, m.plan_version) for device, m in self.told if isinstance(m, messages.Release)]
 
     def submit(
@@ -298,7 +298,7 @@ class Site:
 
 
 def settled(*devices: str, models: Sequence[str] = (), **options: Any) -> Site:
-    """Return a site whose devices have joined and prepared its first plan."""
+    """Return a site of joined devices that have prepared the first plan."""
     site = Site(*models, **options)
     site.join(*devices)
     site.settle()
@@ -314,7 +314,7 @@ def private_of(device: str) -> bytes:
 
 
 class KeyedSite(Site):
-    """A site whose devices have joined and have agreed on a secret with the planner."""
+    """A site of joined devices that share a secret with the planner."""
 
     def __init__(self, *devices: str, **options: Any) -> None:
         super().__init__(secret=SECRET, **options)
@@ -333,7 +333,7 @@ class KeyedSite(Site):
         self.event(interface.DeviceCaps(device, said))
 
     def ready_message(self, device: str) -> messages.Ready:
-        """Return what a device says when it is ready with the plan that it was asked to prepare last."""
+        """Return the Ready message of a device for its last Prepare."""
         prepare = self.prepares()[device]
         plan = Plan.from_dict(prepare.plan)
         return messages.Ready(prepare.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
@@ -344,7 +344,7 @@ class KeyedSite(Site):
         self.event(interface.DeviceMessage(device, *messages.decode_sealed(payload)))
 
     def ready(self, *devices: str) -> None:
-        """Let devices be ready with what they were asked to prepare."""
+        """Let devices report Ready for their last Prepare."""
         for device in devices or self.prepares():
             self.say(device, self.ready_message(device), self.channels[device])
 

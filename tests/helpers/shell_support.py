@@ -49,7 +49,7 @@ class ListLoader:
 
 
 class NowBuilder:
-    """Builds at once what is posted."""
+    """Builds each posted order immediately."""
 
     def __init__(self, inbox, workers):
         self.inbox, self.workers = inbox, workers

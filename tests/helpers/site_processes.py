@@ -55,7 +55,7 @@ def trust_measurement(threads: int = 1) -> None:
 
 
 def foretold(ask: Callable[[], Answer]) -> Answer:
-    """Return an answer with an exact forecast: none waits for its own, but one after a pause finds it made."""
+    """Return an answer with an exact forecast: none waits for its own, but one after a pause includes it."""
 
     def simulated() -> Answer | None:
         answer = ask()
@@ -146,7 +146,7 @@ class Site:
         return process.wait(PATIENCE_S)
 
     def tiles(self, name: str) -> dict[str, Path]:
-        """Return what is in a device's tile cache, by SHA-256."""
+        """Return the files of a device's tile cache, by SHA-256."""
         files = (self.directory / f"device-{name}").rglob("tiles/??/*")
         return {file.name: file for file in files if len(file.name) == 64}
 

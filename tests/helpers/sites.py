@@ -73,7 +73,7 @@ FAMILIES |= {
 FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-qwen3", "tiny-gemma3")}
 # Towers that see for a decoder.
 FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-smolvlm.image", "tiny-gemma3-eyes.image")}
-# And those that only some methods divide.
+# Families that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 
 _ENCODER = models.graph(FAMILIES["bert-embedding"], TokenBatch((8,)))
@@ -104,7 +104,7 @@ def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 
 
 
 def served(spec: Spec, lengths: Sequence[int]) -> Sequence[int]:
-    """Return those lengths of which a device takes a request: a run has one picture."""
+    """Return the lengths that one run accepts: it has at most one picture."""
     return lengths[:1] if isinstance(spec.input_spec, ImageInput) else lengths
 
 
@@ -116,7 +116,7 @@ def plan(spec: Spec, method: tuple[str, Mapping[str, str]], weights: Sequence[fl
 
 
 def always(fixed: Plan) -> Callable[[Question], Decision]:
-    """Return a planner that always decides for `fixed`, under the epoch asked for."""
+    """Return a decider that always chooses `fixed`, under the plan version of the question."""
 
     def decider(question: Question) -> Decision:
         chosen = replace(fixed, version=question.plan_version)

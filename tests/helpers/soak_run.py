@@ -247,7 +247,7 @@ def _tokens(spec: Any, tensors: Any, prompt: Sequence[int], most: int, end: int 
 
 
 def run(what: Soak, directory: Path, say: bool = True) -> Report:
-    """Run it; raises AssertionError if a process ends by itself."""
+    """Run it; raises AssertionError if a process ends unexpectedly."""
     places = {name: make_model(kind, directory / name, 3, layers) for name, (kind, layers) in KINDS.items()}
     with start_broker() as broker:
         site = Site(directory, broker, places | mixed_models(directory))
@@ -340,7 +340,7 @@ def _work(seconds: float, what: Soak, site: Site, held: Mapping[str, Held]) -> N
 
 
 def _settled(hepti: Hepti) -> Any:
-    """Return what all devices tell of their peers, once two heartbeats say the same but for probes."""
+    """Return the peer counters of all devices, once two heartbeats agree except for probes."""
     first, again = edges_of(_online(hepti)), edges_of(_online(hepti))
     if set(first) != set(DEVICES) or set(again) != set(DEVICES):
         return None
@@ -348,7 +348,7 @@ def _settled(hepti: Hepti) -> Any:
 
 
 def _compare(hepti: Hepti, load: Load, lost: Mapping[tuple[str, str], int], when: str) -> list[str]:
-    """Return the ways whose ends count differently when nothing is under way."""
+    """Return the edges with different frame counts at both ends when no frame is under way."""
     load.pause()
 
     def equal() -> Any:

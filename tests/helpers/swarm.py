@@ -3,7 +3,7 @@
 Topics, frames and messages are the real bytes; only sockets and time are replaced. Per topic the order is kept, between
 topics it is not; packets of the data plane may come twice; a subscription takes effect late, and what was published
 before is lost; a device can be cut off at any moment and come back. Between peers that a plan introduces to each other
-frames go directly, in order and never twice, until their connection is cut; what is on it is lost then.
+frames go directly, in order and never twice, until their connection is cut; frames under way are lost then.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Swarm:
         self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), in_flight, secret=SECRET, checks=True)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
-        self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # frames of exchanges that were known
+        self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # decoded by cached exchanges
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
-        self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by admission
+        self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by run id
         self.errors: dict[object, list[HeptiError]] = {}
         self.notes: list[planner_commands.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
@@ -211,7 +211,7 @@ class Swarm:
         self.tell_planner(coordinator_interface.RequestArrived(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int, client: str = "user") -> None:
-        """Hand a request for `most` tokens behind `ids` to the planner."""
+        """Hand a request for `most` tokens after `ids` to the planner."""
         shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
         self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape), client)
 

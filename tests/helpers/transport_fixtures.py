@@ -53,7 +53,7 @@ def mosquitto():
 
 
 class Peer:
-    """A connected transport and what it has heard."""
+    """A connected transport, its messages and its states."""
 
     def __init__(self, url, *, connect=True, **options):
         self.messages = queue.SimpleQueue()

@@ -86,7 +86,7 @@ class Inline:
 
 
 class WalkedSite(Swarm):
-    """A planner process without connections, beside devices of the swarm; what comes for it by MQTT is recorded."""
+    """A planner process without connections, with devices of the swarm; it records MQTT messages for it."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         path = make_model(kind, directory / MODEL, seed=1)

@@ -1,4 +1,4 @@
-"""The real shape of BERT-Large over four devices of which none can hold it."""
+"""The real shape of BERT-Large over four devices, each too small for it."""
 
 from __future__ import annotations
 

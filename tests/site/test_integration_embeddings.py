@@ -1,4 +1,4 @@
-"""Three agents as processes, none of which has room for the table of words, answer what one device would."""
+"""Three agents as processes, each too small for the embedding table, answer as one device would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An open broker that others reach is told once by planner and agent."""
+"""Planner and agent warn once about an open broker that other machines reach."""
 
 from __future__ import annotations
 

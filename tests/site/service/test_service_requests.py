@@ -1,4 +1,4 @@
-"""Requests: the envelope, texts and token ids, how they are cut into runs, and what is refused."""
+"""Requests: the envelope, texts and token ids, how they are split into runs, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search as a command, whole or hurried where requests wait, and the retained record of what it found."""
+"""The search as a command, whole or hurried where requests wait, and the retained record of its plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 
 
 def settled(*names: str) -> Site:
-    """Return a site whose devices have a plan by a whole search."""
+    """Return a site with an active plan from a whole search."""
     site = Site(searches=False)
     site.join(*names)
     site.tick(1.1)

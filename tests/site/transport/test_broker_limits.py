@@ -1,4 +1,4 @@
-"""What a broker takes, keeps and lets in, found out at real brokers."""
+"""Limits of packets, queues and logins, measured at real brokers."""
 
 from __future__ import annotations
 

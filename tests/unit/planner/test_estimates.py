@@ -1,4 +1,4 @@
-"""Posteriors of measured quantities: noise that is learned, changes that are found, meters that are contradicted."""
+"""Posteriors of measured quantities: learned noise, detected changes, contradicted meters."""
 
 from __future__ import annotations
 

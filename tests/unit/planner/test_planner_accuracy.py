@@ -1,4 +1,4 @@
-"""Narrow numbers on the wire within an accuracy budget: what is measured is what devices do, and the budget is kept."""
+"""Narrow wire dtypes within an accuracy budget: measured errors are those of devices, and plans keep the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORS = tensors(SPEC)
 
 
 def question_for(**pins) -> Question:
-    """Ask for a division between two devices whose links are so slow that narrow numbers pay."""
+    """Return a question about two devices on links so slow that narrow wire dtypes pay."""
     slow = cluster(device("d0", 20.0), device("d1", 20.0), mbit=1.0)
     pins = {"strategy": "row", "options": {"variant": "kv"}, "devices": ("d0", "d1")} | pins
     return Question(TopicNames("home", "m"), SPEC, slow, representative_shape(SPEC, 16), PlanVersion(1, 1), **pins)
@@ -60,7 +60,7 @@ def decided(errors=None, **pins):
     ids=str,
 )
 def test_what_devices_answer_is_within_a_budget_that_allows_the_wire(family, method):
-    """Another input than those that were measured, and the compiled kernels."""
+    """The input differs from the measured ones, and kernels are compiled."""
     spec = EVERY_FAMILY[family]
     held, fixed = tensors(spec), plan(spec, method, (1.0, 2.0, 1.0))
     errors = wire_errors(spec, fixed, held)
@@ -104,7 +104,7 @@ def test_an_error_is_measured_once_for_all_searches():
 
 
 def side_by_side(accuracy: float, *gflops: float):
-    """Return the plan of two replicas of devices as slow as their links, what is known then, what was measured."""
+    """Return the plan of two replicas on slow links, the errors by key, and the measured plans."""
     slow = cluster(*(device(f"d{i}", speed) for i, speed in enumerate(gflops)), mbit=1.0)
     pins = {"strategy": "replicas", "options": {"groups": "2"}, "devices": None, "objective": "throughput"}
     errors, measured = {}, []
@@ -126,7 +126,7 @@ def test_a_replica_of_two_devices_beside_a_faster_one_alone_is_measured():
     narrow, _, _ = side_by_side(0.05, 0.02, 0.006, 0.006)
     assert [part.wire for part in narrow.replicas] == ["f32", "i8"]
     assert narrow.wire_error == narrow.replicas[1].wire_error > 0
-    assert narrow.wire == "i8", "what is said of all of it is the narrowest"
+    assert narrow.wire == "i8", "the whole plan names the narrowest"
 
 
 def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():

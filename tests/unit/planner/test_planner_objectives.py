@@ -1,4 +1,4 @@
-"""Objectives, replicas, CNNs and mixed sites: what the planner makes of them."""
+"""Plans for objectives, replicas, CNNs and mixed sites."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def question(speeds, rooms=None, spec=SPEC, **pins):
 
 
 def per_s(speed):
-    """Return the requests per second of one device by itself."""
+    """Return the requests per second of a single device."""
     load = decide(question([speed], strategy="single", requests=12)).chosen.price.load
     assert load is not None
     return load.requests_per_s
@@ -102,7 +102,7 @@ def test_a_decoupled_model_is_divided_as_it_was_made_for_where_links_are_slow():
 
 
 def test_least_memory_is_the_least_share_of_any_budget():
-    wide = replace(SPEC, hidden=256, mlp=1024)  # of which matrices are most, not Programs
+    wide = replace(SPEC, hidden=256, mlp=1024)  # its memory is mostly matrices, not Programs
     decision = decide(question((1, 1), spec=wide, objective="memory"))
     shares = [c.price.memory_share for c in decision.ranking]
     assert shares[0] == min(shares) < next(c.price.memory_share for c in decision.ranking if c.name == "single")

@@ -79,7 +79,7 @@ def two_pis(mbit: float, memory: float = 8e9) -> Cluster:
 
 @cache
 def on_a_good_network() -> Decision:
-    """Return what is chosen for four equal devices: several tests look at it."""
+    """Return the decision for four equal devices, which several tests share."""
     return decide(question(BASE, four_pis(940)))
 
 
@@ -260,7 +260,7 @@ def mesh_question(gflops: list[float], mbit: float, endpoints: bool, latency_s: 
 
 
 def both(query: Question) -> tuple[Decision, Decision]:
-    """Return what is found with and without comparing every method."""
+    """Return the decisions of an exhaustive and of a pruned search."""
     return decide(query), decide(replace(query, is_exhaustive=False))
 
 

@@ -197,7 +197,7 @@ def test_a_plan_that_the_question_forbids_does_not_stand():
 
 
 def test_larger_sets_are_looked_at_while_they_gain():
-    """Of many devices few sets are priced: each device beside the first ones costs the others frames."""
+    """Few sets of many devices are priced: each further device costs the others frames."""
     devices = {f"d{i:02}": device(f"d{i:02}", 0.2) for i in range(32)}
     site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 3e7, 3e7)), endpoints=frozenset(devices))
     pins = {"strategy": "row", "options": {"variant": "kv"}, "is_exhaustive": False}

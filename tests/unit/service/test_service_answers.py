@@ -73,7 +73,7 @@ def desk(checkpoints, forecasts):
 
 
 def foreseen(forecasts, answer):
-    """Return an Answer whose runs' forecasts are made."""
+    """Return an Answer after the forecasts of its runs are ready."""
     ready = []
     forecasts.call_when_ready(answer.stats, lambda: ready.append(True))
     assert forecasts.step()
@@ -97,7 +97,7 @@ def plan_for(checkpoint, number=1):
 
 
 def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
-    """Return the Answer of a job whose runs all ended."""
+    """Return the Answer of a request after all of its runs."""
     for place, chunk in enumerate(job.batches):
         plan = plans[place] if plans else plan_for(checkpoint)
         run = Run(

@@ -1,4 +1,4 @@
-"""Forecasts: made on a thread of their own, told at once."""
+"""Forecasts: computed on a thread of their own, looked up without waiting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def forecasts(spec, clock):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The (epoch, shape) of every forecast, in the order in which they are made."""
+    """The (plan number, shape) of every forecast, in order of simulation."""
     keys = []
     monkeypatch.setattr(
         module, "device_programs", lambda *a: keys.append((a[1].version.number, a[2])) or device_programs(*a)
