@@ -79,13 +79,8 @@ def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, check
 
 
 HOME = Topics("home")
-
-
 CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
-
-
 BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
-
 
 EVERY_TOPIC = [
     HOME.status("a"),
@@ -104,7 +99,7 @@ def test_every_kind_becomes_its_event():
     ready = messages.Ready(1, "m", PlanVersion(1, 1), 5, bytes(8))
     frame = frames.Frame("done", "m", PlanVersion(1, 1), 3, source="a", numbers=(1, 2, 3))
     status = protocol_messages.Status("online", 1)
-    known = {
+    examples = {
         (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
         (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
         (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
@@ -117,7 +112,7 @@ def test_every_kind_becomes_its_event():
         (HOME.plan("m"), b"x"): RetainedPlan("m", b"x"),
     }
     decoder = MessageDecoder("home")
-    for (topic, payload), event in known.items():
+    for (topic, payload), event in examples.items():
         assert decoder.decode(topic, payload) == event
     up = decoder.decode(HOME.reports("a"), frames.encode(frame))
     assert isinstance(up, interface.DeviceFrame)
@@ -367,29 +362,31 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     config = PlannerConfig(
         NOWHERE, "full", PlannerOptions({"bert": checkpoint.path}, home_assistant=None), state_dir=tmp_path
     )
-    made = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
-    yield made
-    made.control.close()
-    made.channel.close()
-    made.bulk.close()
+    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
+    yield new_planner
+    new_planner.control.close()
+    new_planner.channel.close()
+    new_planner.bulk.close()
 
 
 def waiting(inbox):
-    found = []
+    commands = []
     while not inbox.empty():
-        found.append(inbox.get())
-    return found
+        commands.append(inbox.get())
+    return commands
 
 
 def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
-    epoch, topics = PlanVersion(7, 1), unconnected.topics
+    version, topics = PlanVersion(7, 1), unconnected.topics
     will = Status("offline", 3)
-    output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
-    done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
+    output = frames.Frame(
+        "output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32)
+    )
+    done = frames.Frame("done", "bert", version, 5, source="a", numbers=(1, 2, 3))
     said = [
-        messages.Ready(1, "bert", epoch, 5, bytes(8)),
-        messages.PrepareFailed(1, "bert", epoch, "memory", "no room", 5),
-        messages.RunFailed("bert", epoch, 5, "device", "broken"),
+        messages.Ready(1, "bert", version, 5, bytes(8)),
+        messages.PrepareFailed(1, "bert", version, "memory", "no room", 5),
+        messages.RunFailed("bert", version, 5, "device", "broken"),
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
     for _ in range(SENDER_EVENTS + 2):
