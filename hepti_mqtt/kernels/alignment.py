@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute, SlotSpec, Work
 from numba import float32, int32, uint8
 
 from hepti_mqtt.kernels.base import Array, Check, Kernel
@@ -23,7 +24,6 @@ from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 MEDIAN: Final = 7  # rows of sound, as every published model has it
 _HALF: Final = MEDIAN // 2
@@ -209,4 +209,4 @@ def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return 9 * slots[op.reads[0]].shape[0] * slots[op.reads[1]].shape[0]
 
 
-ALIGN_TOKENS: Final = Kernel("align_tokens", _bind, _reference, _work, later=True, scratch_function=_scratch)
+ALIGN_TOKENS: Final = Kernel("align_tokens", _bind, _reference, _work, later=True, scratch_bytes=_scratch)

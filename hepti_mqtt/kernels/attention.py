@@ -38,6 +38,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.program import DTYPE_BYTES, Compute, Work
 from numba import float32, int32, uint16
 from numpy.typing import NDArray
 
@@ -60,10 +61,9 @@ from hepti_mqtt.kernels.base import (
 from hepti_mqtt.kernels.calls import Addresses, CacheWork, Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.codecs import from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, kernel, reads
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR
-from hepti_mqtt.program import DTYPE_BYTES, Compute, Work
 
 NO_SINKS: Final = np.zeros(0, np.float32)
 
@@ -454,25 +454,28 @@ def _reference_combine(op: Compute, _slots: Slots, reads: Arrays, _weights: Arra
 ATTENTION_COMBINE: Final = Kernel("attention_combine", _bind_combine, _reference_combine, rowwise)
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(int32, 1), INT, INT)
-def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+@helper
+def _append(state: Any, out: Any, new: Any, at: Any, copied: int) -> Any:
+    """Copy the state if it must be, and return the first new row."""
     first = at[0]
     if first < 0 or first + len(new) > len(out):
         raise ValueError
     if copied:
         out[:] = state
+    return first
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(int32, 1), INT, INT)
+def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+    first = _append(state, out, new, at, copied)
     for row in range(len(new)):
         out[first + row] = new[row, column : column + out.shape[1]]
 
 
 @kernel(reads(uint16, 2), fills(uint16, 2), reads(float32, 2), reads(int32, 1), INT, INT)
 def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
-    """Append rows as f16; beyond 65504 is infinity, as on the wire."""
-    first = at[0]
-    if first < 0 or first + len(new) > len(out):
-        raise ValueError
-    if copied:
-        out[:] = state
+    """Append rows as f16; values beyond 65504 become infinity, as on the wire."""
+    first = _append(state, out, new, at, copied)
     for row in range(len(new)):
         for i in range(out.shape[1]):
             out[first + row, i] = half_bits(new[row, column + i])
@@ -672,8 +675,7 @@ def _scratch_attention_at(op: Compute, slots: Slots) -> int:
     return 2 * op.attrs["head_dim"] * rows * wide if _kept(op, slots, 1) == "f16" else 0
 
 
-APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)
+APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows)
 ATTENTION_AT: Final = Kernel(
-    "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at,
-    scratch_function=_scratch_attention_at,
-)  # fmt: skip
+    "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at, scratch_bytes=_scratch_attention_at
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute, SlotSpec, Work
 from numba import float32
 from numpy.typing import NDArray
 
@@ -22,7 +23,6 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _MINUS_INF: Final = np.float32(-np.inf)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.storage import BLOCK
 from numba import float32, uint8
 from numpy.typing import NDArray
 
@@ -23,7 +24,6 @@ from hepti_mqtt.kernels.jit import INT, TABLE, fills, floats, helper, kernel, oc
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, KIND, VALID, panels_of
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
-from hepti_mqtt.storage import BLOCK
 
 _NEAR: Final = 1 << 19  # bytes of x that pass over a panel at a time, so that they stay in the second-level cache
 _GRAIN: Final = 1 << 15  # values of x that there must be for each thread; above it `choice` finds out

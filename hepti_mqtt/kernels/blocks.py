@@ -22,12 +22,12 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import STORAGES, Octets, Storage, StoredRows
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.pages import aligned_zeros
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import STORAGES, Octets, Storage, StoredRows
 
 VECTORS: Final = 2  # of a panel
 LANES: Final = TILE.lanes

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute
 from numba import float32, int32
 
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
@@ -22,7 +23,6 @@ from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative, from_bits
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.program import Compute
 
 _MINUS_INF: Final = np.float32(-np.inf)
 _BLOCK: Final = 64  # values that are looked at together

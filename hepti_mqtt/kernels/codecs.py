@@ -24,18 +24,18 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.plan import Range
+from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 from llvmlite import ir
-from numba import float32, int8, types, uint8, uint16
+from numba import float32, int8, uint8, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands
 from hepti_mqtt.kernels.cpu import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.elementary import HALF, ZERO, bits_of, from_bits, from_half
-from hepti_mqtt.kernels.jit import JIT, TABLE, exact, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.jit import JIT, TABLE, emitter, exact, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.plan import Range
-from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 
 if sys.byteorder != "little":
     raise ImportError("Hepti's wire formats are little-endian and this machine is not; no such machine is supported")
@@ -48,18 +48,12 @@ _LEVELS: Final = np.float32(127.0)
 _TINY: Final = np.float32(1e-35)
 
 
-def _emit_half_bits(_context: Any, _x: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
+def _emit_half_bits(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
 
-def _emit_from_half_bits(_context: Any, _bits: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
+def _emit_from_half_bits(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
 
 @exact
@@ -84,8 +78,8 @@ def _plain_from_half_bits(bits: Any) -> Any:
 
 half_bits, from_half_bits = _half_of, from_half
 if HALF_IN_HARDWARE or not JIT:
-    half_bits = lowered(_emit_half_bits, _plain_half_bits)
-    from_half_bits = lowered(_emit_from_half_bits, _plain_from_half_bits)
+    half_bits = lowered(emitter(1, _emit_half_bits, uint16, float32), _plain_half_bits)
+    from_half_bits = lowered(emitter(1, _emit_from_half_bits, float32, uint16), _plain_from_half_bits)
 
 
 @kernel(reads(float32, 1), fills(uint16, 1))
@@ -358,7 +352,7 @@ def _reference_assemble(op: Compute, slots: Slots, reads: Arrays, _weights: Arra
 
 
 def _work_of_result(op: Compute, slots: Slots) -> Work:
-    """Return what is read and written: each value of the result once, read as wide as it is there."""
+    """Return the bytes moved: each value of the result is read once, in its stored width, and written once."""
     to = slots[op.writes[0]]
     less = sum(
         math.prod(_extents(target)) * (DTYPE_BYTES[to.dtype] - DTYPE_BYTES[slots[op.reads[read]].dtype])

@@ -29,6 +29,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.program import Compute, Work
 from numba import float32
 from numpy.typing import NDArray
 
@@ -82,7 +83,6 @@ from hepti_mqtt.kernels.windows import (
     patches_of_bands,
     units_of,
 )
-from hepti_mqtt.program import Compute, Work
 
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
 TILES: Final = 192

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
-
 from hepti_mqtt.errors import ConfigError
 
 OVERRIDE: Final = "HEPTI_KERNELS_ISA"

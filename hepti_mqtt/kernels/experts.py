@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.program import Compute, Work
+from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 from numba import float32, uint8
 from numpy.typing import NDArray
 
@@ -32,8 +34,6 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, 
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import MR, NR, activate, activation_of, panel_of_rows, store
 from hepti_mqtt.kernels.weights import PackedMatrix
-from hepti_mqtt.program import Compute, Work
-from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 
 # Columns of the table of matrices: address of the first panel, bytes of a panel, address of the first bias, bytes
 # between biases of panels, place of the storage among `BLOCK_STORAGES`.
@@ -445,7 +445,5 @@ def _scratch(op: Compute, slots: Slots) -> int:
     return int(m * op.attrs["chosen"]) * (8 * k + 4 * n * (2 if op.kernel == "experts_up" else 1))
 
 
-EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_function=_scratch, by_matrix=True)
-EXPERTS_DOWN: Final = Kernel(
-    "experts_down", _bind_down, _reference_down, _work, scratch_function=_scratch, by_matrix=True
-)
+EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_bytes=_scratch, by_matrix=True)
+EXPERTS_DOWN: Final = Kernel("experts_down", _bind_down, _reference_down, _work, scratch_bytes=_scratch, by_matrix=True)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.plan import WeightDtype
 from llvmlite import ir
 from numba import float32
 from numpy.typing import NDArray
@@ -24,12 +25,11 @@ from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.ir_vectors import emit_sized
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, adjacent, panels_of
-from hepti_mqtt.kernels.quantised import F16, STORAGE, W8A8, quantise
-from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_gemv, dot_gemv, half_gemv, together
+from hepti_mqtt.kernels.quantised import F16, W8A8, quantise
+from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, KINDS, narrow_gemv, together
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, panels_at_once, plain_panels, store
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
-from hepti_mqtt.plan import WeightDtype
 
 _NR: Final = TILE.width
 
@@ -153,21 +153,10 @@ def _gemv_quantised(
         c, c_stride = sums.ctypes.data, 4 * columns
         if direct:
             c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
-        if dot:
-            dot_gemv(
-                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
-        elif storage == F16:
-            half_gemv(
-                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
-        else:
-            byte_gemv(
-                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
+        narrow_gemv(
+            storage, rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+            bias, 0, c, c_stride, 0, 0
+        )  # fmt: skip
         if not direct:
             tile = sums[: rows * columns]
             activate(tile, activation)
@@ -188,4 +177,5 @@ def bind_quantised(
     storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     calls = pool.bind(_gemv_quantised, parts, (m, storage))
-    return calls(STORAGE[storage], *arrays, table, activation, together(m, FORMS[storage]), alive=alive)
+    form = FORMS[storage]  # type: ignore[index]
+    return calls(KINDS.index(form.kind), *arrays, table, activation, together(m, form), alive=alive)

@@ -198,11 +198,11 @@ def lowered(emit: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     return numba.extending.intrinsic(emit) if JIT else np.errstate(all="ignore")(plain)
 
 
-def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void) -> Callable[..., Any]:
-    """Return what `lowered` takes for a function of `count` i64 arguments that returns a `result`."""
+def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void, kind: Any = INT) -> Callable[..., Any]:
+    """Return the intrinsic of a function of `count` arguments of a kind that returns a `result`, for `lowered`."""
 
     def emit(_context: Any, *_arguments: Any) -> Any:
-        return result(*[types.int64] * count), codegen
+        return result(*[kind] * count), codegen
 
     # Numba reads the number of arguments from the signature, and takes no *args.
     names = ["context", *(f"argument_{i}" for i in range(count))]
@@ -350,17 +350,14 @@ def _fetch(purpose: int) -> Any:
     """Return the function that asks for the cache line at an address."""
     byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
 
-    def emit(_context: Any, _address: Any) -> Any:
-        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
-            ask = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
-            address = builder.inttoptr(arguments[0], byte_pointer)
-            builder.call(ask, [address, *(ir.Constant(word, v) for v in (purpose, *_FIRST_LEVEL))])
-            return context.get_dummy_value()
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
+        prefetch = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
+        address = builder.inttoptr(arguments[0], byte_pointer)
+        builder.call(prefetch, [address, *(ir.Constant(word, v) for v in (purpose, *_FIRST_LEVEL))])
+        return context.get_dummy_value()
 
-        return types.void(types.int64), codegen
-
-    return lowered(emit, lambda _address: None)
+    return lowered(emitter(1, codegen), lambda _address: None)
 
 
 # Ask for the cache line at an address, which need not be valid, so that a later read or store does not wait for it.

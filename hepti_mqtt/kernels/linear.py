@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute, Work
+from hepti_mqtt.storage import BLOCK_STORAGES, Product
 from numba import float32
 from numpy.typing import NDArray
 
@@ -39,8 +41,6 @@ from hepti_mqtt.kernels.tile import (
     store,
 )
 from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
-from hepti_mqtt.program import Compute, Work
-from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
 # begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
@@ -201,4 +201,4 @@ def _scratch(op: Compute, slots: Slots) -> int:
     return by * slots[op.reads[0]].nbytes
 
 
-LINEAR: Final = Kernel("linear", _bind, _reference, _work, scratch_function=_scratch)
+LINEAR: Final = Kernel("linear", _bind, _reference, _work, scratch_bytes=_scratch)

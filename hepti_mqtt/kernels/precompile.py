@@ -38,7 +38,6 @@ _LONG: Final = (
     "linear_int8",
     "_conv2d",
     "quantise_rows",
-    "_linear_stream",
     "_linear",
 )
 _ROOT: Final = Path(__file__).parents[2]

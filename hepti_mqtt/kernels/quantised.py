@@ -24,11 +24,12 @@ from hepti_mqtt.kernels.cpu import DOT
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, TABLE, exact, fetch_to_write, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, panels_of
-from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
+from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, KINDS, dot_tile, widened_tile
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
-from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
+from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, blocks
 
+F16, W8A8 = KINDS.index("f16"), KINDS.index("w8a8")
 _MR_DOT: Final = FORMS["w8a8"].rows
 _NR_DOT: Final = FORMS["w8a8"].width
 _LANES: Final = FORMS["w8a8"].lanes
@@ -231,7 +232,7 @@ def linear_int8(
                 ahead = codes + steps * GROUP * _NR_DOT + share * steps * _LINE
                 fetch = _LINE if share >= 0 else 0
                 dot_tile(
-                    count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
+                    W8A8, count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
                     begin, begin_stride, c, c_stride, ahead, fetch
                 )  # fmt: skip
                 if final and not direct:
@@ -251,8 +252,6 @@ def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int) -
     linear_int8(codes, k, scales, zeros, out, residual, panels, activation, 0, len(panels), 0, m)
 
 
-F16, W8A32, W8A8 = range(3)
-STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
 _MR: Final = FORMS["f16"].rows
 _NR: Final = FORMS["f16"].width
 _VECTORS: Final = FORMS["f16"].vectors
@@ -298,16 +297,10 @@ def _linear_widened(
                     if final and direct:
                         c = out.ctypes.data + row * out_stride + 4 * column
                         c_stride = out_stride
-                    if storage == F16:
-                        half_tile(
-                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
-                            c, c_stride, 0, 0
-                        )  # fmt: skip
-                    else:
-                        byte_tile(
-                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
-                            c, c_stride, 0, 0
-                        )  # fmt: skip
+                    widened_tile(
+                        storage, count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin,
+                        begin_stride, c, c_stride, 0, 0
+                    )  # fmt: skip
                     if final and not direct:
                         tile = sums[i * _NR : (i + count) * _NR]
                         activate(tile, activation)
@@ -328,7 +321,8 @@ def bind(
     m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     stride = GROUP * -(-k // GROUP)
-    code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
+    form = FORMS[matrices[0].storage]  # type: ignore[index]
+    code, width = KINDS.index(form.kind), form.width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     if code != W8A8:
         return pool.bind(_linear_widened, parts, code)(code, *arrays, table, activation, alive=alive)

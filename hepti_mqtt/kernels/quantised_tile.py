@@ -66,7 +66,8 @@ def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool =
     )
 
 
-FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a32", "w8a8")}
+KINDS: Final[tuple[Kind, ...]] = ("f16", "w8a32", "w8a8")
+FORMS: Final = {kind: form(kind) for kind in KINDS}
 
 
 _ARGUMENTS: Final = 15
@@ -248,13 +249,19 @@ class QuantisedTileWriter(VectorWriter):
         return total
 
 
-def emit_quantised_tile(shape: Form, writer: type[QuantisedTileWriter] = QuantisedTileWriter) -> Callable[..., Any]:
-    """Return the Numba intrinsic that calls the tile of one of `writer.sizes`: rows, vectors."""
+def _tiles(
+    writer: type[QuantisedTileWriter], plain: Callable[[Form], Callable[..., None]], *kinds: Kind
+) -> Callable[..., Any]:
+    """Return the function that calls a tile: number of the kind, one of `writer.sizes`, then the writer's arguments."""
+    forms = {KINDS.index(kind): form(kind) for kind in kinds}
+    in_python = {number: plain(shape) for number, shape in forms.items()}
 
-    def write(module: ir.Module, name: str, rows: int, vectors: int) -> ir.Function:
-        return writer(module, name, shape, rows, vectors).write()
+    def write(module: ir.Module, name: str, number: int, rows: int, vectors: int) -> ir.Function:
+        return writer(module, name, forms[number], rows, vectors).write()
 
-    return emit_sized(f"hepti_{writer.prefix}{shape.kind}", writer.sizes(shape), _ARGUMENTS, write)
+    sizes = [(number, *size) for number, shape in forms.items() for size in writer.sizes(shape)]
+    emit = emit_sized(f"hepti_{writer.prefix}narrow", sizes, _ARGUMENTS, write)
+    return lowered(emit, lambda number, *arguments: in_python[number](*arguments))
 
 
 def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
@@ -297,27 +304,26 @@ def plain_tile(shape: Form) -> Callable[..., None]:
     return tile
 
 
-# Arguments: rows (1 to the form's), vectors (w8a8: 1 to the form's, else all), then those of `StorageTileWriter`.
-half_tile: Final = lowered(emit_quantised_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
-byte_tile: Final = lowered(emit_quantised_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))
-dot_tile: Final = lowered(emit_quantised_tile(FORMS["w8a8"]), plain_tile(FORMS["w8a8"]))
+# Tiles of f16 and w8a32, whose vectors are all of a panel's, and of w8a8, which has 1 to all of them.
+widened_tile: Final = _tiles(QuantisedTileWriter, plain_tile, "f16", "w8a32")
+dot_tile: Final = _tiles(QuantisedTileWriter, plain_tile, "w8a8")
 
 
-# By kind, how far ahead of its use a line is asked for, and for which cache: 0 passes by the second level, which keeps
-# what the interpreter needs between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
-# Bytes that need no widening leave the CPU time to find its loads by itself.
+# By kind, the bytes from a use to its prefetch, and the cache level: 0 passes by the second level, which keeps the
+# interpreter's data between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
+# Bytes without widening leave the CPU time to issue loads early.
 _GEMV_AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (6144, 0), "w8a32": (8192, 0)}
-# How many blocks ahead their scales and sums are asked for: what the loop waits for, it cannot hide.
+# Blocks between a prefetch of scales and sums and their use: the loop cannot hide a wait for them.
 _BLOCKS_AHEAD: Final = 2
 
 
 def together(rows: int, shape: Form) -> int:
-    """Return how many panels a tile of so many rows goes down at once; byte dot products wait for nothing."""
+    """Return the number of panels of a tile of so many rows; byte dot products need no second one."""
     return 1 if shape.kind == "w8a8" else panels_at_once(rows, shape.vectors, shape.lanes)
 
 
 class QuantisedGemvWriter(QuantisedTileWriter):
-    """Writes the tile of `StorageTileWriter` with steps for all of k, and scales, sums and zeros by block.
+    """Writes the tile of `QuantisedTileWriter` with steps for all of k, and scales, sums and zeros by block.
 
     Column scales and sums are [blocks, width], row scales and zeros one for each block, side by side. With more vectors
     than a panel has, it goes down several panels that lie one behind the other, as their scales and sums do.
@@ -431,7 +437,5 @@ def plain_gemv(shape: Form) -> Callable[..., None]:
     return stream
 
 
-# Arguments: rows (1 to the form's), vectors (all of a panel's, or of `together` panels), then those of the writer.
-half_gemv: Final = lowered(emit_quantised_tile(FORMS["f16"], QuantisedGemvWriter), plain_gemv(FORMS["f16"]))
-byte_gemv: Final = lowered(emit_quantised_tile(FORMS["w8a32"], QuantisedGemvWriter), plain_gemv(FORMS["w8a32"]))
-dot_gemv: Final = lowered(emit_quantised_tile(FORMS["w8a8"], QuantisedGemvWriter), plain_gemv(FORMS["w8a8"]))
+# Tiles of all kinds over all vectors of a panel, or of `together` panels.
+narrow_gemv: Final = _tiles(QuantisedGemvWriter, plain_gemv, *KINDS)

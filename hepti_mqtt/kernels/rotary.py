@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute
 from numba import float32, int32
 from numpy.typing import NDArray
 
@@ -35,7 +36,6 @@ from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.program import Compute
 
 _MOST_TABLES: Final = 8  # one for each theta, head size and longest sequence
 

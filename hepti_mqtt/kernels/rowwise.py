@@ -33,6 +33,7 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import Compute
 from numba import float32
 from numpy.typing import NDArray
 
@@ -55,7 +56,6 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, exact, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import NO_PARTS, Workers
 from hepti_mqtt.kernels.tile import activate, activation_of
-from hepti_mqtt.program import Compute
 
 # Elements that are summed and activated while they are in the first-level cache: a tenth of one of 32 KB.
 _BLOCK: Final = 1024

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+from hepti_mqtt.program import LINE_BYTES, Slot, lay_out
 from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
@@ -47,7 +48,6 @@ from hepti_mqtt.kernels.jit import (
 )
 from hepti_mqtt.kernels.threads import Parts, Workers
 from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
-from hepti_mqtt.program import LINE_BYTES, Slot, lay_out
 
 Array = NDArray[Any]
 

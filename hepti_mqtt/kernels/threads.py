@@ -71,42 +71,31 @@ _REST: Final = {"x86_64": _PAUSE, "amd64": _PAUSE, "aarch64": _ISB, "arm64": _IS
 _I64: Final = ir.IntType(64)
 
 
-def _emit_call(_context: Any, entry: Any, block: Any, part: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        function = builder.inttoptr(values[0], ir.FunctionType(_I64, [_I64, _I64]).as_pointer())
-        return builder.call(function, values[1:])
-
-    return types.int64(entry, block, part), codegen
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
 
 
-def _emit_get(_context: Any, address: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], _I64.as_pointer()), "acquire", 8)
-
-    return types.int64(address), codegen
+def _emit_call(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    function = builder.inttoptr(values[0], ir.FunctionType(_I64, [_I64, _I64]).as_pointer())
+    return builder.call(function, values[1:])
 
 
-def _emit_put(_context: Any, address: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.store_atomic(values[1], builder.inttoptr(values[0], _I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(address, value), codegen
+def _emit_get(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    return builder.load_atomic(_word(builder, values[0]), "acquire", 8)
 
 
-def _emit_swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        place = builder.inttoptr(values[0], _I64.as_pointer())
-        return builder.extract_value(builder.cmpxchg(place, values[1], values[2], "acq_rel", "acquire"), 1)
-
-    return types.boolean(address, old, new), codegen
+def _emit_put(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    builder.store_atomic(values[1], _word(builder, values[0]), "release", 8)
+    return context.get_dummy_value()
 
 
-def _emit_take(_context: Any, counter: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], _I64.as_pointer()), _I64(1), "monotonic")
+def _emit_swap(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    swapped = builder.cmpxchg(_word(builder, values[0]), values[1], values[2], "acq_rel", "acquire")
+    return builder.extract_value(swapped, 1)
 
-    return types.int64(counter), codegen
+
+def _emit_take(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    return builder.atomic_rmw("add", _word(builder, values[0]), _I64(1), "monotonic")
 
 
 def _of_system(name: str, count: int) -> Callable[..., Any]:
@@ -139,11 +128,12 @@ def _compiled_alone(*_arguments: Any) -> Any:
     raise NotImplementedError("parts are handed over by compiled code alone; without it the pool's queues carry them")
 
 
-_call: Final = lowered(_emit_call, _compiled_alone)
-_get: Final = lowered(_emit_get, _compiled_alone)
-_put: Final = lowered(_emit_put, _compiled_alone)
-_swap: Final = lowered(_emit_swap, _compiled_alone)  # whether the value was the old one and is the new one now
-_take: Final = lowered(_emit_take, _compiled_alone)  # the value, which is one more from then on
+_call: Final = lowered(emitter(3, _emit_call, types.int64), _compiled_alone)  # (entry, block, part)
+_get: Final = lowered(emitter(1, _emit_get, types.int64), _compiled_alone)  # (address)
+_put: Final = lowered(emitter(2, _emit_put), _compiled_alone)  # (address, value)
+# (address, old, new): whether the value was `old`; it is `new` then
+_swap: Final = lowered(emitter(3, _emit_swap, types.boolean), _compiled_alone)
+_take: Final = lowered(emitter(1, _emit_take, types.int64), _compiled_alone)  # (address): the value before adding 1
 _rest: Final = lowered(emitter(0, _emit_rest), _compiled_alone)
 _pass_on: Final = lowered(_of_system("sched_yield", 0), _compiled_alone)  # lets a thread that waits for this core run
 _core: Final = lowered(_of_system("sched_getcpu", 0), _compiled_alone)

@@ -16,6 +16,9 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
+from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.program import WeightRef
+from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 from numba import float32, int8, uint16
 from numpy.typing import NDArray
 
@@ -24,9 +27,6 @@ from hepti_mqtt.kernels.cpu import DOT, TILE
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, compile_all, compile_first, fills, helper, kernel, reads
 from hepti_mqtt.kernels.pages import aligned_zeros
-from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 
 NR: Final = TILE.width
 
@@ -106,11 +106,9 @@ def twin(weight: Weight) -> Weight:
     if isinstance(weight, np.ndarray):
         return weight.copy()
     panels = _aligned(weight.panels)
-    if isinstance(weight, PackedMatrix):
-        return replace(weight, panels=panels)
-    if isinstance(weight, BlockMatrix):
-        return replace(weight, panels=panels)
-    return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+    if isinstance(weight, NarrowMatrix):
+        return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+    return replace(weight, panels=panels)
 
 
 def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
@@ -335,12 +333,8 @@ def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
         return weight[first:last]
     width = PANELS[matrix.weight_dtype].width
     own = slice(first // width, -(-last // width))
-    if isinstance(weight, PackedMatrix):
-        return replace(weight, panels=weight.panels[own], columns=last - first)
-    if isinstance(weight, BlockMatrix):
-        return replace(weight, panels=weight.panels[own], columns=last - first)
-    scales, sums = weight.scales[own], weight.sums[own]
-    return replace(weight, panels=weight.panels[own], scales=scales, sums=sums, columns=last - first)
+    view = replace(weight, panels=weight.panels[own], columns=last - first)
+    return replace(view, scales=weight.scales[own], sums=weight.sums[own]) if isinstance(view, NarrowMatrix) else view
 
 
 def allocate(ref: WeightRef) -> WeightBuffer | BlockBuffer:

@@ -29,6 +29,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from hepti_mqtt.program import Compute, SlotSpec, Work
 from numba import float32
 from numpy.typing import NDArray
 
@@ -51,7 +52,6 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper,
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR, activate, activation_of
 from hepti_mqtt.kernels.weights import PackedMatrix
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 class Window(NamedTuple):
@@ -268,77 +268,52 @@ def units_of(matrix: PackedMatrix, bias: NDArray[np.float32], groups: Groups, de
 _MINUS_INF: Final = np.float32(-np.inf)
 
 
-@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, part=2, maps=True)
-def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
-    """Fill rows first..stop of out [y x, C] with the largest values in the patches of the image x [Y X C]."""
-    height, width, channels = window[0], window[1], window[2]
-    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
-    for pixel in range(first, stop):
-        best = floats(out.ctypes.data + 4 * channels * pixel, channels)
-        for c in range(channels):
-            best[c] = _MINUS_INF
-        y0 = pixel // across * window[5] - window[7]
-        x0 = pixel % across * window[6] - window[8]
-        for i in range(ky):
-            for j in range(kx):
-                y, column = y0 + i * dy, x0 + j * dx
-                if y < 0 or y >= height or column < 0 or column >= width:
-                    continue
-                values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
-                for c in range(channels):
-                    # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
-                    is_above = (values[c] > best[c]) | np.isnan(values[c])
-                    best[c] = values[c] if is_above else best[c]
-
-
-def _bind_max_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
-    window, parts = pooling(op, slots, weights, pool)
-    c, table = window.channels, window.table()
-    if not c:
-        return []
-    (x,), (out,) = operands(op, slots)
-    return pool.bind(_max_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table)
-
-
-def _reference_max_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
-    return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
-
-
-MAX_POOL2D: Final = Kernel("max_pool2d", _bind_max_pool2d, _reference_max_pool2d, pooling_work, later=True)
+_LARGEST, _MEAN, _MEAN_WITH_PAD = range(3)
 
 
 @kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, INT, part=2, maps=True)
-def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, stop: int) -> None:
-    """Fill rows first..stop of out [y x, C] with the means of the patches of the image x [Y X C]."""
+def _pool2d(x: Any, out: Any, window: Any, mode: int, first: int, stop: int) -> None:
+    """Fill rows first..stop of out [y x, C] with the largest values or means of patches of the image x [Y X C]."""
     height, width, channels = window[0], window[1], window[2]
     ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
     for pixel in range(first, stop):
-        total = floats(out.ctypes.data + 4 * channels * pixel, channels)
+        result = floats(out.ctypes.data + 4 * channels * pixel, channels)
         for c in range(channels):
-            total[c] = ZERO
+            result[c] = _MINUS_INF if mode == _LARGEST else ZERO
         y0 = pixel // across * window[5] - window[7]
         x0 = pixel % across * window[6] - window[8]
         count = 0
         for i in range(ky):
             for j in range(kx):
                 y, column = y0 + i * dy, x0 + j * dx
-                if 0 <= y < height and 0 <= column < width:
-                    count += 1
-                    values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                if y < 0 or y >= height or column < 0 or column >= width:
+                    continue
+                count += 1
+                values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                if mode == _LARGEST:
                     for c in range(channels):
-                        total[c] += values[c]
-        by = np.float32(1.0) / np.float32(ky * kx if count_pad else max(count, 1))
-        for c in range(channels):
-            total[c] *= by
+                        # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
+                        is_above = (values[c] > result[c]) | np.isnan(values[c])
+                        result[c] = values[c] if is_above else result[c]
+                else:
+                    for c in range(channels):
+                        result[c] += values[c]
+        if mode != _LARGEST:
+            by = np.float32(1.0) / np.float32(ky * kx if mode == _MEAN_WITH_PAD else max(count, 1))
+            for c in range(channels):
+                result[c] *= by
 
 
-def _bind_average_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+def _bind_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
-    c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
-    if not c:
-        return []
+    mode = _LARGEST if op.kernel == "max_pool2d" else _MEAN_WITH_PAD if op.attrs["count_pad"] else _MEAN
     (x,), (out,) = operands(op, slots)
-    return pool.bind(_average_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table, count_pad)
+    c = window.channels
+    return pool.bind(_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), window.table(), mode) if c else []
+
+
+def _reference_max_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
+    return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
 def _reference_average_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
@@ -349,9 +324,8 @@ def _reference_average_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights
     return [patches_of(op, reads[0], out, 0.0).sum(axis=(2, 3)) / counts]
 
 
-AVERAGE_POOL2D: Final = Kernel(
-    "average_pool2d", _bind_average_pool2d, _reference_average_pool2d, pooling_work, later=True
-)
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind_pool2d, _reference_max_pool2d, pooling_work, later=True)
+AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind_pool2d, _reference_average_pool2d, pooling_work, later=True)
 
 
 # Channels whose sums stay in the first-level cache.
