@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from hepti_mqtt.program import Compute, SlotSpec, Work
 from numba import float32, int32, uint8
 
 from hepti_mqtt.kernels.base import Array, Check, Kernel
@@ -24,6 +23,7 @@ from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
+from hepti_mqtt.program import Compute, SlotSpec, Work
 
 MEDIAN: Final = 7  # rows of sound, as every published model has it
 _HALF: Final = MEDIAN // 2
@@ -33,7 +33,7 @@ _INFINITY: Final = np.float32(np.inf)
 
 @helper
 def _attend(q: Any, kv: Any, width: int, column: int, d: int, scale: Any, weights: Any, sounds: int) -> None:
-    """Write the softmax of one row's scores over all keys, of which the first `weights` are kept."""
+    """Write the softmax of one row's scores over all keys to weights [sounds]."""
     top = -_INFINITY
     for key in range(sounds):
         score = ZERO

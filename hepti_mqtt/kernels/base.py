@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.blocks import BlockMatrix
@@ -17,6 +16,7 @@ from hepti_mqtt.kernels.jit import compile_all, compile_first
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
+from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Array = NDArray[Any]
 Arrays = Sequence[Array]

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from hepti_mqtt.program import Compute, Work
-from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 from numba import float32, uint8
 from numpy.typing import NDArray
 
@@ -34,6 +32,8 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, 
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import MR, NR, activate, activation_of, panel_of_rows, store
 from hepti_mqtt.kernels.weights import PackedMatrix
+from hepti_mqtt.program import Compute, Work
+from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 
 # Columns of the table of matrices: address of the first panel, bytes of a panel, address of the first bias, bytes
 # between biases of panels, place of the storage among `BLOCK_STORAGES`.
@@ -191,7 +191,7 @@ def _multiply_blocks(
             valid = min(WIDTH, n - p * WIDTH)
             for t in range(group, stop):
                 row, count = tiles[t, _FIRST], tiles[t, _COUNT]
-                # Addresses are read where they are used: an array of which nothing is read any more is freed.
+                # Addresses are read at their use: Numba frees an array after its last use.
                 left, of_words = taken.ctypes.data + of_row[0] * row, words.ctypes.data + 4 * of_row[1] * row
                 c, c_stride = sums.ctypes.data, 4 * WIDTH
                 if valid == WIDTH:

@@ -7,7 +7,7 @@ included, so that 0 stays exact), adds products of bytes in i32 without error, a
 scales of column and row. Its error is at most the sum over k of |x| scale_column / 2 + |w| scale_row / 2, and f32
 rounding. A row with a value that is not finite gives NaN in every column; magnitudes below 1e-35 count as 0.
 
-Each output depends on its row of x and its column alone: not on other rows, its tile or the threads.
+Each output depends only on its row of x and its column: not on other rows, its tile or the threads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MINUS_INFINITE: Final = np.uint32(0xFF800000)
 _LARGEST: Final = np.uint32(0x7FFFFFFF)
 # Blocks that are quantised at a time.
 _BATCH: Final = 16
-# What is taken from a code of 0 to 255 so that it is what the instruction takes.
+# Subtracted from codes 0 to 255 for an instruction with signed bytes.
 _OFFSET: Final = np.int32(128 if DOT.signed else 0)
 
 
@@ -157,9 +157,9 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
 
 @helper
 def _in_turn(turn: int, panels: int, chunks: int) -> Any:
-    """Return which panel comes at a turn, and for which chunk of rows.
+    """Return the panel and the chunk of rows of a turn.
 
-    All panels for the first _CHUNKS chunks, then for the next: each panel for one chunk after the other.
+    All panels for the first _CHUNKS chunks, then for the next ones: each panel for one chunk after the other.
     """
     group = turn // (_CHUNKS * panels)
     panel, chunk = divmod(turn - group * _CHUNKS * panels, min(_CHUNKS, chunks - group * _CHUNKS))
@@ -168,7 +168,7 @@ def _in_turn(turn: int, panels: int, chunks: int) -> Any:
 
 @helper
 def _fetch_rows(place: int, stride: int, rows: int, valid: int) -> None:
-    """Ask for the lines of `valid` values in some rows, so that storing them does not wait."""
+    """Prefetch the lines of `valid` values in some rows, so that stores do not wait."""
     for row in range(place, place + rows * stride, stride):
         for line in range(row, row + 4 * valid, _LINE):
             fetch_to_write(line)
@@ -204,7 +204,7 @@ def linear_int8(
         column, valid = panels[p, COLUMN], panels[p, VALID]
         vectors = -(-valid // _LANES)
         direct = plain and valid == vectors * _LANES
-        # Here, not before the loop: an array of which nothing is read any more is freed.
+        # Here, not before the loop: Numba frees an array after its last use.
         sums = -(-scratch.ctypes.data // _LINE) * _LINE
         for low in range(0, max(k, 1), BLOCK):
             depth = min(BLOCK, k - low)
@@ -259,7 +259,7 @@ _VECTORS: Final = FORMS["f16"].vectors
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
 _ROWS: Final = 384
-# Values to quantise of which there must be as many as these for each thread; above it `choice` finds out.
+# Values to quantise per thread at least; above it `choice` decides.
 _ROW_GRAIN: Final = 1 << 15
 
 

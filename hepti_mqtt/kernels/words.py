@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from hepti_mqtt.storage import BLOCK_STORAGES
 from numba import float32, int32, uint8
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from hepti_mqtt.kernels.calls import Call, Operand
 from hepti_mqtt.kernels.elementary import ZERO, from_half
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, PackedMatrix, Weight
+from hepti_mqtt.storage import BLOCK_STORAGES
 
 # Where a word lies: first word and number of words of the range, width of a panel, values or bytes of a panel; then of
 # f32 how far apart values are, of narrow storages their kind.
