@@ -175,5 +175,5 @@ def bind_quantised(
     storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     calls = pool.bind(_gemv_quantised, parts, (m, storage))
-    form = FORMS[storage]  # type: ignore[index]
+    form = FORMS[storage]
     return calls(KINDS.index(form.kind), *arrays, table, activation, together(m, form), alive=alive)

@@ -321,7 +321,7 @@ def bind(
     m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     stride = GROUP * -(-k // GROUP)
-    form = FORMS[matrices[0].storage]  # type: ignore[index]
+    form = FORMS[matrices[0].storage]
     code, width = KINDS.index(form.kind), form.width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     if code != W8A8:

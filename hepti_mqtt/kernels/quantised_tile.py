@@ -65,7 +65,7 @@ def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool =
 
 
 KINDS: Final[tuple[Kind, ...]] = ("f16", "w8a32", "w8a8")
-FORMS: Final = {kind: form(kind) for kind in KINDS}
+FORMS: Final[Mapping[str, Form]] = {kind: form(kind) for kind in KINDS}
 
 
 _ARGUMENTS: Final = 15

@@ -105,7 +105,7 @@ def twin(weight: Weight) -> Weight:
     panels = _aligned(weight.panels)
     if isinstance(weight, NarrowMatrix):
         return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
-    return replace(weight, panels=panels)
+    return replace(weight, panels=panels)  # type: ignore[arg-type]  # either matrix has panels
 
 
 def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
@@ -330,8 +330,9 @@ def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
         return weight[first:last]
     width = PANELS[matrix.weight_dtype].width
     own = slice(first // width, -(-last // width))
-    view = replace(weight, panels=weight.panels[own], columns=last - first)
-    return replace(view, scales=weight.scales[own], sums=weight.sums[own]) if isinstance(view, NarrowMatrix) else view
+    if isinstance(weight, NarrowMatrix):
+        weight = replace(weight, scales=weight.scales[own], sums=weight.sums[own])
+    return replace(weight, panels=weight.panels[own], columns=last - first)  # type: ignore[arg-type]
 
 
 def allocate(ref: WeightRef) -> WeightBuffer | BlockBuffer:
