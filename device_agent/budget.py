@@ -30,12 +30,14 @@ class Budget:
     """The one budget of all background work; time is an argument, in seconds of one clock.
 
     Without active runs, and while all of them wait for other devices, work is free. Otherwise it gets `share` of the
-    runs' time. throttled: work in pauses uses up the processor's quota, too, so pauses are not free, nor is the time in
-    which the next run is expected. `note` is for the thread that runs ops, other methods for any thread.
+    runs' time. quota_cores: cores of the processor's quota, None without a quota. Work in pauses uses up a quota, too,
+    so pauses are not free, nor is the time in which the next run is expected; and a second of the processor costs
+    1 / quota_cores seconds of a run. `note` is for the thread that runs ops, other methods for any thread.
     """
 
-    def __init__(self, throttled: bool = False) -> None:
-        self._throttled = throttled
+    def __init__(self, quota_cores: float | None = None) -> None:
+        self._throttled = quota_cores is not None
+        self._cores = min(quota_cores or 1.0, 1.0)  # cores of one thread
         #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
         self.share = BACKGROUND_SHARE
         #: Whether weights are loading: the compiling of unneeded kernels waits for the end of the load.
@@ -70,7 +72,7 @@ class Budget:
         """Charge the processor time of work that has just ended, unless it was free."""
         if not self._is_free(now):
             with self._lock:
-                self._left_s = self._refill(now) - seconds
+                self._left_s = self._refill(now) - seconds / self._cores
 
     def last_run_s(self, now: float) -> float:
         """Return the last time at which a run was active."""

@@ -174,12 +174,22 @@ def load_first() -> jit.Warm:
 
 
 def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
-    """Compile missing kernels in the background, one after the other, and load them.
+    """Load the remaining kernels, and compile missing ones in the background, one after the other.
 
-    Threads that need one of these kernels wait. tell, rest: of `fill_cache`.
+    Threads that need a kernel in compilation wait for it. tell, rest: of `fill_cache`; rest also gets the processor
+    seconds of each loaded kernel.
     """
+    jobs = _jobs("all")
+    for job in jobs:
+        if not job.dispatcher.signatures and job.done():
+            begun_s = time.thread_time()
+            with suppress(RuntimeError):  # another thread has just loaded it, and disabled its compilation
+                job.compile()
+            rest(time.thread_time() - begun_s)
     jit.compile_all(lambda: fill_cache("slowly", tell, rest=rest))
     tape.prepare()
+    for job in jobs:
+        job.dispatcher.disable_compile()
     return jit.warm()
 
 
