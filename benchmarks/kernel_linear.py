@@ -79,7 +79,7 @@ def ours(of: Data, storage: WeightDtype, pool: Workers) -> tuple[Contender, int]
     op, slots = Compute("linear", (0,), (1,), (), attrs), (SlotSpec(of.x.shape), SlotSpec(out.shape))
     matrix = _weight("w", of.w, "packed", storage)
     weights = [matrix, _weight("b", of.b[None], "plain", "f32")]
-    KERNELS["linear"].checked(op, slots, weights, pool)([of.x], [out])
+    KERNELS["linear"].bind(op, slots, weights, pool)([of.x], [out])
     stored = made_of(of.x, matrix.plain(), of.b) if isinstance(matrix, NarrowMatrix) else of
     bound = stored.rounding()
     if storage == "w8a8":

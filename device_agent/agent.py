@@ -80,17 +80,17 @@ class AgentDirectories(NamedTuple):
 def agent_directories(root: Path | None, site: str, device: str) -> AgentDirectories:
     """Return the directories of one device: below `root`, or in the user's own places.
 
-    The state's is made if it is missing, in a temporary place if it cannot be written. Raises BadNameError for names
-    that cannot stand in topics, ConfigError if no place can be written.
+    The state's directory is created, in a temporary place if its own cannot be written. Raises BadNameError for names
+    that are invalid in topics, ConfigError if no place can be written.
     """
     state = root if root is not None else platformdirs.user_state_path(APP) / "agents"
     cache = root if root is not None else platformdirs.user_cache_path(APP) / "agents"
     own = Path(check_name("site", site)) / check_name("device", device)
-    cached = cache / own / "tiles", cache / own / "kv"  # made by who writes them, and does without
+    cached = cache / own / "tiles", cache / own / "kv"  # created by their writers; an agent also works without
     try:
         return AgentDirectories(_writable(state / own), *cached)
     except OSError as exc:
-        try:  # a worn SD card is read-only; memory is not
+        try:  # a worn SD card is read-only; /tmp may be memory
             return AgentDirectories(_writable(_private_temporary() / own), *cached)
         except OSError:
             raise ConfigError(
@@ -100,7 +100,7 @@ def agent_directories(root: Path | None, site: str, device: str) -> AgentDirecto
 
 
 def _writable(path: Path) -> Path:
-    """Return a directory, made if missing; raises OSError if it cannot be written."""
+    """Create a directory and return it; raises OSError if it cannot be written."""
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "it cannot be written", str(path))
@@ -108,7 +108,7 @@ def _writable(path: Path) -> Path:
 
 
 def _private_temporary() -> Path:
-    """Return this user's own directory for temporary files; raises OSError if somebody else has it."""
+    """Return this user's own directory for temporary files; raises OSError if another user owns it."""
     path = Path(tempfile.gettempdir()) / f"{APP}-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.lstat().st_uid != os.geteuid() or path.is_symlink():
@@ -145,7 +145,7 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The agent: one device's process, from its installation files to its last word.
+# The agent: one device's process, from its first connection to its last status.
 
 
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -154,7 +154,7 @@ BACKOFF_S: Final = (0.2, 5.0)
 
 
 def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
-    """Be a device until a stop is requested; in the main thread SIGTERM and SIGINT do so, too.
+    """Run a device until a stop is requested; in the main thread SIGTERM and SIGINT request it, too.
 
     Raises ConfigError (names, options, environment, a second agent of the same name), RefusedError (credentials, access
     list), and without `retry` NetworkError if the broker is absent at the start.
@@ -359,7 +359,7 @@ class _Agent:
 
     def _transport(self, plane: Plane, on_message: OnMessage, on_state: OnState) -> BrokerConnection:
         config = self._config
-        # Two agents of one name must both stay connected until they have found out which of them ends.
+        # Two agents of one name must both stay connected until one of them has to stop.
         client_id = f"hepti-{config.site}-{config.device_id}-{plane}-{self._start.boot:08x}"
         name = f"hepti-{plane}"
         kind: type[BrokerConnection] = DataConnection if plane == "data" else BrokerConnection
@@ -369,7 +369,7 @@ class _Agent:
         return connection
 
     def _connect(self, planes: tuple[Plane, ...]) -> tuple[Plane, ...]:
-        """Connect planes once; return those for which no broker was there. Raises NetworkError without `retry`."""
+        """Connect planes once; return the planes without a broker. Raises NetworkError without `retry`."""
         for place, plane in enumerate(planes):
             try:
                 if plane == "control":
@@ -384,7 +384,7 @@ class _Agent:
         return ()
 
     def _claim_name(self) -> None:
-        """Follow the last start under our name; before the connection, whose will says so."""
+        """Claim the next start of this name; before the connection, because its will names the start."""
         if not self._start.term:
             topic, name = self._topics.status(self._config.device_id), f"hepti-{self._config.site}"
             name = f"{name}-{self._config.device_id}"
@@ -445,7 +445,7 @@ class _Agent:
         return limit
 
     def _announce_status(self) -> None:
-        """Publish that this device is online, and what is wrong with its cache."""
+        """Publish that this device is online, with the trouble of its cache."""
         status = self._status("online", self._cache.trouble)
         self._network.publish("control", self._topics.status(self._config.device_id), status, 1, True)
 
@@ -483,7 +483,7 @@ class _Agent:
                 "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes, share)), 1
             )
         except NetworkError as exc:
-            self._complaints.record("asks_lost", f"cannot ask for weights now: {exc}")  # asked again after a while
+            self._complaints.record("asks_lost", f"cannot request weights now: {exc}")  # they become overdue
 
     def _report_cached(self, tiles: CachedTiles) -> None:
         try:
@@ -495,7 +495,7 @@ class _Agent:
         return self._links is not None and self._links.send_tiles(peer, model, kind, body)
 
     def _counters(self, session: WorkerSession) -> Mapping[str, int]:
-        # Copies first, each in one step: other threads count meanwhile.
+        # Copies first, each in one step, because other threads count concurrently.
         kept = [dict(counters) for counters in (session.counters, self._complaints.counters, self._loader_counters)]
         if self._links is not None:
             kept.append({"compiled_frames": self._links.compiled_frames})

@@ -1,4 +1,4 @@
-"""Startup of a device: compiling kernels, and progress in the log and the retained status."""
+"""Compiling kernels at the start, with progress in the log and the retained status, and tuning in the background."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPILER_BYTES: Final = 300 << 20  # what one process that compiles needs at mos
 
 
 class StartupStatus:
-    """Says what the device is doing until the `with` block ends.
+    """Publishes the startup's progress until the `with` block ends.
 
     publish: carries a status to the site. clock: seconds that only grow.
     """
@@ -62,7 +62,7 @@ class StartupStatus:
         self._thread.join()
 
     def update(self, doing: str, done: int = 0, total: int = 0) -> None:
-        """Say what is done now, and how much of it is done already."""
+        """Publish the current activity and its progress."""
         status = replace(self._status, doing=doing, done=done, total=total)
         if status == self._status:
             return
@@ -83,7 +83,7 @@ class StartupStatus:
 
 
 def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
-    """Compile what f32 weights need in other processes, and load it."""
+    """Compile the kernels of f32 weights in other processes, and load them."""
     start = perf_counter()
     most = max(1, min(ceil(usable_cores()), free_memory() // COMPILER_BYTES))
     precompile.fill_cache(
@@ -102,7 +102,7 @@ def prepare_kernels(status: StartupStatus, log: logging.Logger) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Background tuning of an online agent: compile the remaining kernels, and measure again if requests contradict it.
+# Background tuning of an online agent: compiles the remaining kernels, and measures again if requests contradict it.
 
 
 POLL_S: Final = 1.0
@@ -114,7 +114,7 @@ REMEASURE_S: Final = 600.0  # before the next measurement; doubles each time, as
 
 
 class RemeasurePolicy:
-    """Decides when to repeat the self-measurement: requests have contradicted it for long. Time is an argument."""
+    """Decides when to repeat the self-measurement: after requests have contradicted it for MISMATCH_S."""
 
     def __init__(self) -> None:
         self._wrong_s = 0.0
@@ -195,7 +195,7 @@ class BackgroundTuning:
                     doubts.record_measurement(time.monotonic())
 
     def _rest(self, seconds: float) -> None:
-        """Take what a kernel has taken off the budget, and wait for the next one's turn."""
+        """Charge a kernel's seconds to the budget, and wait until the next one may be compiled."""
         self._budget.spend(seconds, time.perf_counter())
         while (pause_s := self._pause_s()) and not self._closing.wait(pause_s):
             continue
@@ -208,9 +208,9 @@ class BackgroundTuning:
         return not self._budget.loading and self._budget.is_unused(time.perf_counter())
 
     def _measure(self, force: bool) -> None:
-        """Measure with the memory that the weights leave free; a run in the meantime ends the measurement.
+        """Measure within the free memory; a run in the meantime ends the measurement.
 
-        Narrow weights are measured one storage at a time: an agent that starts on this machine waits for the lock.
+        Narrow weights are measured one storage at a time, because an agent that starts here waits for the lock.
         """
         workers = Workers(self._threads)
         memory_bytes = min(self._memory_bytes, free_memory())

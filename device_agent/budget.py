@@ -1,4 +1,4 @@
-"""What background work may take of a device: loads, Programs of plans to come, compiling, measuring again."""
+"""The budget of a device's background work: loads, Programs of coming plans, compiling, measuring again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import inf
 from typing import Final, NamedTuple
 
 BACKGROUND_SHARE: Final = 0.05  # of the time that runs take, unless the planner allows a load more
-KEPT_S: Final = 0.02  # of it, what may be saved up: some ten steps
-IN_USE_S: Final = 5.0  # after a run, as long as the next one is expected
-LOOK_S: Final = 0.02  # at most, until work that waits looks again
+KEPT_S: Final = 0.02  # most that may be saved up: some ten steps
+IN_USE_S: Final = 5.0  # longest time after a run in which the next one is expected
+LOOK_S: Final = 0.02  # longest pause of waiting work
 NICE: Final = 10
 
 
 class _State(NamedTuple):
-    """What the session thread does since `since_s`; served_s: of runs before. gap_s: between the last two of them."""
+    """The session thread's state since `since_s`; served_s: of earlier runs. gap_s: between the last two runs."""
 
     running: bool = False
     waiting: bool = True
@@ -29,27 +29,25 @@ class _State(NamedTuple):
 class Budget:
     """The one budget of all background work; time is an argument, in seconds of one clock.
 
-    While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `share` of the
-    time that they take. Else it goes on as it likes. quota_cores: what a quota of the processor leaves, None: no quota.
-    Work in pauses uses up a quota too, which is missing in the next op: pauses are not free then, nor is the time in
-    which the next run is expected. And a second of the processor takes 1 / quota_cores seconds of a run.
-
-    `note` is for the thread that runs ops, all else for any thread.
+    Without active runs, and while all of them wait for other devices, work is free. Otherwise it gets `share` of the
+    runs' time. quota_cores: cores of the processor's quota, None without a quota. Work in pauses uses up a quota, too,
+    so pauses are not free, nor is the time in which the next run is expected; and a second of the processor costs
+    1 / quota_cores seconds of a run. `note` is for the thread that runs ops, other methods for any thread.
     """
 
     def __init__(self, quota_cores: float | None = None) -> None:
         self._throttled = quota_cores is not None
-        self._cores = min(quota_cores or 1.0, 1.0)  #: that one thread may have
+        self._cores = min(quota_cores or 1.0, 1.0)  # cores of one thread
         #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
         self.share = BACKGROUND_SHARE
-        #: Whether weights are loading: kernels that nothing needs yet wait for the end of the load.
+        #: Whether weights are loading: the compiling of unneeded kernels waits for the end of the load.
         self.loading = False
-        self._state = _State()  # replaced as a whole, so that other threads see one that was there
+        self._state = _State()  # replaced as a whole, so that other threads read a consistent one
         self._lock = threading.Lock()
         self._left_s, self._counted_s = 0.0, 0.0
 
     def note(self, running: bool, waiting: bool, now: float) -> None:
-        """Note whether runs are under way, and whether all of them wait for somebody else."""
+        """Note whether runs are active, and whether all of them wait for other devices."""
         state = self._state
         if running != state.running:
             gap_s = now - state.since_s if running else state.gap_s
@@ -59,11 +57,11 @@ class Budget:
 
     @property
     def running(self) -> bool:
-        """Return whether runs are under way."""
+        """Return whether runs are active."""
         return self._state.running
 
     def pause_s(self, now: float) -> float:
-        """Return 0 if a step of background work may be done now, else after how many seconds to ask again."""
+        """Return 0 if a step of background work may begin now, else the seconds until the next try."""
         if self._is_free(now):
             return 0.0
         with self._lock:
@@ -71,18 +69,18 @@ class Budget:
         return 0.0 if left_s > 0 else min(max(-left_s / self.share, 1e-3), LOOK_S)
 
     def spend(self, seconds: float, now: float) -> None:
-        """Take the processor time of work that has ended now off the budget, unless it was free."""
+        """Charge the processor time of work that has just ended, unless it was free."""
         if not self._is_free(now):
             with self._lock:
                 self._left_s = self._refill(now) - seconds / self._cores
 
     def last_run_s(self, now: float) -> float:
-        """Return when a run was last under way."""
+        """Return the last time at which a run was active."""
         state = self._state
         return now if state.running else state.since_s
 
     def is_unused(self, now: float) -> bool:
-        """Return whether no run is under way or expected soon, so that work may take the whole device."""
+        """Return whether no run is active or expected soon, so that work may use the whole device."""
         return now - self.last_run_s(now) > IN_USE_S
 
     def _is_free(self, now: float) -> bool:
@@ -98,7 +96,7 @@ class Budget:
         return self._left_s
 
     def _served_s(self, state: _State, now: float) -> float:
-        """Return the time of runs so far; with a quota that between two of them counts too."""
+        """Return the time of runs so far; with a quota the time between two of them counts, too."""
         if state.running:
             return state.served_s + now - state.since_s
         between_s = min(now - state.since_s, _expected_s(state)) if self._throttled and state.since_s > -inf else 0.0
@@ -106,14 +104,14 @@ class Budget:
 
 
 def _expected_s(state: _State) -> float:
-    """Return for how long after a run the next one is expected: twice as long as the last one let wait."""
+    """Return for how long after a run the next one is expected: twice the last gap."""
     return min(2 * state.gap_s, IN_USE_S)
 
 
 def give_way() -> None:
-    """Let the calling thread, and what it starts, have the processor only as far as others leave it."""
+    """Lower the priority of the calling thread and its children."""
     if sys.platform != "linux":
-        return  # elsewhere a thread has no priority of its own
+        return  # other systems have no priority of a thread
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     with suppress(OSError):

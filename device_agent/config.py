@@ -1,4 +1,4 @@
-"""How an agent runs, from the options it was started with, and where its peers reach it."""
+"""An agent's configuration from its options, and the address at which peers reach it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEY: Final = "PRIVATE KEY-----"
 
 
 def _threads(wanted: int | None) -> int:
-    """Return how many threads compute: no more than there are cores, on which they would take turns."""
+    """Return the number of computing threads: at most one per core."""
     cores = os.cpu_count() or 1
     if wanted is not None and wanted > cores:
         logging.getLogger("hepti.agent").warning("--threads %d: this machine has %d cores, so %d", wanted, cores, cores)
@@ -34,7 +34,7 @@ def _threads(wanted: int | None) -> int:
 def local_address_toward(url: BrokerUrl) -> str | None:
     """Return the local address used to reach the broker; sends nothing.
 
-    None without a route, and for a link-local address of IPv6: another device cannot know by which of its own links.
+    None without a route, and for a link-local IPv6 address: another device cannot know through which of its links.
     """
     with suppress(OSError, UnicodeError):
         for family, _, _, _, place in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
@@ -79,38 +79,39 @@ CACHE_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """How an agent runs.
-
-    memory_bytes: budget for weights and live slots, beside what the idle agent takes; None for 80 % of what is free.
-    cache_dir: place of everything the device keeps on disk; None for the user's own directories.
-    cache_bytes: limit of the tile cache, 0 without one. retry: wait for a broker that is not there, for ever. watch:
-    also hears, on the loader's thread, how far the weights are. mesh: be an endpoint for what this device sends its
-    peers; mesh_host: where they reach it, None for its own address on the way to the broker; mesh_port: 0 for any that
-    is free. mesh_tls: certificate and key (PEM); without it a device whose broker's connection is encrypted is no
-    endpoint. metrics: where Prometheus reads, None for nowhere.
-    """
+    """An agent's configuration."""
 
     url: BrokerUrl
     site: str
     device_id: str
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    #: budget for weights and live slots, without the idle agent's memory; None for 80 % of the free memory
     memory_bytes: int | None = None
+    #: directory of all files of the device; None for the user's own directories
     cache_dir: Path | None = None
+    #: limit of the tile cache; 0 for none
     cache_bytes: int = CACHE_BYTES
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
+    #: wait forever for an absent broker
     retry: bool = True
+    #: called on the loader's thread with the progress of loads
     on_load_event: Callable[[LoadEvent], None] | None = None
+    #: whether peers read this device's tensors at an endpoint of its own
     mesh: bool = True
+    #: the endpoint's address; None for the local one on the route to the broker
     mesh_host: str | None = None
+    #: 0 for any free port
     mesh_port: int = 0
+    #: certificate and key (PEM); without it there is no endpoint if the broker's connection is encrypted
     mesh_tls: Path | None = None
+    #: address for Prometheus; None for none
     metrics: tuple[str, int] | None = None
 
     @classmethod
     def from_args(
         cls, args: argparse.Namespace, on_load_event: Callable[[LoadEvent], None] | None = None
     ) -> AgentConfig:
-        """Return what the arguments of `add_site_arguments` and `add_agent_arguments` say.
+        """Return the configuration of the arguments of `add_site_arguments` and `add_agent_arguments`.
 
         Raises ConfigError for a missing broker, a bad URL, name or size.
         """

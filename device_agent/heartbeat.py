@@ -24,17 +24,17 @@ from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.base import Inbox
 
-METERED: Final = frozenset({"linear", "conv2d"})  # what is priced by the time curves of matmuls
-IDLE_S: Final = 5.0  # without a sample, after which a device is as measured again ...
-SMALL_DEVIATION: Final = 1.5  # ... unless it was slower or faster by less: that is how it is, and stays true for ...
+METERED: Final = frozenset({"linear", "conv2d"})  # kernels that the time curves of matmuls price
+IDLE_S: Final = 5.0  # without samples, after which the slowdown is 1 again ...
+SMALL_DEVIATION: Final = 1.5  # ... unless it was within this factor; then it is kept for ...
 KEEP_SMALL_S: Final = 600.0
-DECAY: Final = 0.5  # part that earlier looks keep; by the work seen in them, as few ops say little
-SHORTEST_S: Final = 50e-6  # shorter ops say more about the interpreter than about the machine
+DECAY: Final = 0.5  # weight of earlier heartbeats' sums; each counts by its work
+SHORTEST_S: Final = 50e-6  # the time of shorter ops is mostly the interpreter's
 SAMPLES: Final = 8192
 OPS: Final = 8192
-FRAMES: Final = 64  # tensors; the first of a plan say more about caches than about the way
+FRAMES: Final = 64  # tensors before a fit: a plan's first ones find cold caches
 SMALL_BYTES: Final = 4096.0
-FRAME_DECAY: Final = 0.8  # part that earlier looks keep
+FRAME_DECAY: Final = 0.8  # weight of earlier heartbeats' sums
 MIN_COST_FRACTION: Final = 0.05
 
 Floats = npt.NDArray[np.float64]
@@ -42,11 +42,11 @@ Sample = tuple[Op, tuple[SlotSpec, ...], float]
 
 
 class FrameCostFit:
-    """What frames cost: seconds = p * frames + q * bytes, by least squares over the last few looks.
+    """A fit of the time of frames: seconds = p * frames + q * bytes, by least squares over recent heartbeats.
 
-    A network card, TLS or a link that is shaped cuts a frame into packets: its bytes cost many times what loopback
-    shows, and the rest of it about as much. One ratio for both priced plans of large frames too low. Where all frames
-    are alike, as those of one plan often are, loopback decides how much of the time is the frame's.
+    A network card, TLS or a shaped link cuts a frame into packets: a byte costs many times its price on loopback, a
+    frame about the same. One ratio for both priced plans with large frames too low. If all frames have one size, as in
+    many plans, the prices on loopback divide the time between frame and bytes.
     """
 
     def __init__(self) -> None:
@@ -54,33 +54,33 @@ class FrameCostFit:
         self._seconds = np.zeros(2)  # ... and with the seconds
 
     def observe(self, frames: float, nbytes: float, seconds: float) -> None:
-        """Add what was seen between two looks."""
-        seen = np.array([frames, nbytes], np.float64)
-        self._sums = FRAME_DECAY * self._sums + np.outer(seen, seen)
-        self._seconds = FRAME_DECAY * self._seconds + seconds * seen
+        """Add the frames, bytes and seconds since the last heartbeat."""
+        amounts = np.array([frames, nbytes], np.float64)
+        self._sums = FRAME_DECAY * self._sums + np.outer(amounts, amounts)
+        self._seconds = FRAME_DECAY * self._seconds + seconds * amounts
 
     def cost(self, profile: DeviceProfile) -> FrameCost | None:
         """Return the fit; None before anything was added."""
         if not self._sums.any():
             return None
         expected = np.array(default_frame_cost(profile))
-        # As if FRAMES small ones had been seen that cost what is expected of them.
+        # The prior: FRAMES small frames at the expected cost.
         weights = (FRAMES * np.array([1.0, SMALL_BYTES])) ** 2
-        found = np.linalg.solve(self._sums + np.diag(weights), self._seconds + weights * expected)
-        if found.min() < 0:  # one would be more than all of the time: it is all
-            kept = int(found.argmax())
-            found = np.zeros(2)
-            found[kept] = self._seconds[kept] / self._sums[kept, kept]
-        frame_s, byte_s = map(float, np.maximum(found, MIN_COST_FRACTION * expected))
+        costs = np.linalg.solve(self._sums + np.diag(weights), self._seconds + weights * expected)
+        if costs.min() < 0:  # the other cost then explains all of the time
+            kept = int(costs.argmax())
+            costs = np.zeros(2)
+            costs[kept] = self._seconds[kept] / self._sums[kept, kept]
+        frame_s, byte_s = map(float, np.maximum(costs, MIN_COST_FRACTION * expected))
         return FrameCost(frame_s, byte_s)
 
 
 class Meter:
-    """Compares observed with predicted seconds of matmuls, those of convolutions too.
+    """Compares observed with predicted seconds of matmuls and convolutions.
 
-    The session thread only appends to `samples` (op, slots of its Program, seconds), one other thread calls
-    `update_slowdown` and does all the arithmetic, so that a step costs the session thread one append. frames_s: how
-    long the session thread was busy with frames from and to peers, which it adds up. curves: as measured.
+    The session thread only appends to `samples` (op, slots of its Program, seconds) and adds to `frames_s`, its seconds
+    of work for frames from and to peers. The heartbeat's thread calls `update_slowdown`, which does the arithmetic.
+    curves: the last measurement.
     """
 
     def __init__(self, curves: dict[str, Any]) -> None:
@@ -92,15 +92,15 @@ class Meter:
         self._fit = FrameCostFit()
         self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        # By identity: ops live as long as their templates, and are kept here so that no other takes their place.
+        # By identity; the op is kept so that no other one gets its id.
         self._predicted: dict[int, tuple[Op, float]] = {}
         self._observed_s = self._expected_s = 0.0  # recent, decaying
-        self._seen_s = -inf
+        self._sampled_s = -inf
 
     def set_curves(self, curves: dict[str, Any]) -> None:
-        """Compare with another measurement from now on; any thread may call it."""
+        """Replace the measurement to compare with; any thread may call it."""
         self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
-        self._predicted, self._seen_s = {}, -inf
+        self._predicted, self._sampled_s = {}, -inf
 
     def update_slowdown(self, now: float) -> float:
         """Return the recent ratio of observed to predicted time, smoothed over seconds; 1.0 after an idle period.
@@ -116,21 +116,20 @@ class Meter:
                 observed += seconds
                 predicted += expected
         is_modest = 1 / SMALL_DEVIATION < self.last_slowdown < SMALL_DEVIATION
-        if now - self._seen_s > (KEEP_SMALL_S if is_modest else IDLE_S):
+        if now - self._sampled_s > (KEEP_SMALL_S if is_modest else IDLE_S):
             self._observed_s = self._expected_s = 0.0
         if predicted:
             self._observed_s = DECAY * self._observed_s + observed
             self._expected_s = DECAY * self._expected_s + predicted
-            self._seen_s = now
+            self._sampled_s = now
         self.last_slowdown = self._observed_s / self._expected_s if self._expected_s else 1.0
         return self.last_slowdown
 
     def frame_cost(self, frames: int, nbytes: int) -> FrameCost | None:
         """Return the recent cost of a mesh frame and of each of its bytes.
 
-        None before there were enough of them. frames, nbytes: of tensors that came and went since the start, each
-        receiver counted. Probes between two looks do not count: they meet an idle device, and were reported as half of
-        what tensors cost.
+        None before FRAMES tensors. frames, nbytes: tensors sent and received since the start, per receiver. The time of
+        probes does not count: they meet an idle device, and cost half as much as tensors.
         """
         now = (self.frames_s, frames, nbytes)
         if frames == self._frames_looked[1]:
@@ -143,9 +142,8 @@ class Meter:
         return self._fit.cost(self._profile)
 
     def _expected(self, op: Op, slots: tuple[SlotSpec, ...]) -> float:
-        known = self._predicted.get(id(op))
-        if known is not None:
-            return known[1]
+        if (predicted := self._predicted.get(id(op))) is not None:
+            return predicted[1]
         seconds = self._profile.seconds(*works(op, slots)) if isinstance(op, Compute) else 0.0
         if len(self._predicted) >= OPS:
             self._predicted.clear()
@@ -154,7 +152,7 @@ class Meter:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The quiet thread: a heartbeat and a probe every second, so that a long kernel never looks like a dead device.
+# The thread of heartbeats and probes. Its own, so that a long kernel never looks like a dead device.
 
 
 HEARTBEAT_S: Final = 1.0
@@ -192,7 +190,7 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="hepti-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, the first time; later calls publish a heartbeat at once: the planner waits for one."""
+        """Start the thread; a later call publishes a heartbeat immediately, because the planner waits for one."""
         self._soon.set()
         if self._thread.ident is None:
             self._thread.start()
@@ -206,7 +204,7 @@ class HeartbeatThread:
 
     def publish_heartbeat(self, now: float) -> None:
         """Publish one heartbeat and the probes that are due; `now` by time.perf_counter()."""
-        slowdown = self._meter.update_slowdown(now)  # also while disconnected: an old value would be doubted later
+        slowdown = self._meter.update_slowdown(now)  # also while disconnected, so that samples do not grow old
         if not self._network.is_connected():
             return  # a device must be reachable on every plane
         links = self._links

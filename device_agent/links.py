@@ -1,4 +1,4 @@
-"""This device's own endpoint and the peers that it hears directly, as the session thread uses them."""
+"""This device's mesh endpoint and its connections to peers, for the session thread."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from hepti_mqtt.transport.mesh import Mesh
 from hepti_mqtt.transport.peer import MESH_VERSION, Address, Dropped, Joined, Lost, MeshEvent, Refused
 from hepti_mqtt.transport.sockets import MeshTls, mesh_possible
 
-# The largest frame there is, behind the longest topic: a plan's requests may be of any size.
+# The largest frame after the longest topic: a plan's requests may have any size.
 LARGEST_BYTES: Final = 2 + MAX_TOPIC_BYTES + frames.frame_bytes(frames.MAX_BODY_BYTES)
 
-TILES: Final = "tiles"  # the last part of a key under which peers exchange tiles
+TILES: Final = "tiles"  # the last part of the key of a connection for tiles
 TILE_LAYER: Final = 0
 NO_VERSION: Final = PlanVersion(0, 0)
 TileInput = PeerMessageIn | TileIn | TilePeerChanged
@@ -48,10 +48,10 @@ LinkEvent = TensorArrival | FrameIn | PeerJoined | PeerRefused | PeerLost | Peer
 
 
 class MeshLinks:
-    """Carries mesh commands out, and returns what has come as events of the session; for the session thread alone.
+    """Executes mesh commands, and returns arrivals as events of the session; for the session thread alone.
 
-    Listens on `host` and `port` (0: any that is free); raises OSError if it cannot. Frames are views of the buffers
-    that they came in. on_tiles: gets what peers send of tiles; the loader's thread takes it.
+    Listens on `host` and `port` (0: any free port); raises OSError if it cannot. Frames are views of receive buffers.
+    on_tiles: takes peers' messages about tiles, for the loader's thread.
     """
 
     def __init__(
@@ -77,33 +77,33 @@ class MeshLinks:
         self.mesh = Mesh(host, port, user=device, on_message=self._message, on_event=self._event, tls=tls)
 
     def endpoint(self, address: str) -> Endpoint:
-        """Return what peers need to connect to this device at `address`."""
+        """Return the endpoint by which peers connect to this device at `address`."""
         return Endpoint(address, self.mesh.port, self._fingerprint)
 
     @property
     def tensor_traffic(self) -> tuple[int, int]:
-        """Return the frames and bytes that came and went, each receiver counted; no probes."""
+        """Return the frames and bytes sent and received, per receiver, without probes."""
         (count, nbytes), (more, more_bytes) = self._traffic, self.mesh.channels.traffic
         return count + more, nbytes + more_bytes
 
     @property
     def compiled_frames(self) -> int:
-        """Return how many of these frames compiled code has sent and received; from any thread."""
+        """Return how many of these frames compiled code sent and received; from any thread."""
         return self.mesh.channels.traffic[0]
 
     @property
     def has_peers(self) -> bool:
-        """Return whether anything may come from a peer."""
+        """Return whether frames may arrive from a peer."""
         return bool(self._joined)
 
     def wait(self, timeout_s: float | None) -> list[LinkEvent]:
-        """Wait for what comes from peers, until woken or for `timeout_s`, and return it."""
+        """Wait for frames and events from peers, until woken or for `timeout_s`, and return them."""
         self.mesh.wait(timeout_s)
         arrived, self._arrived = self._arrived, []
         return arrived
 
     def publish(self, command: Publish) -> None:
-        """Send a message to those who read it, header and body as they lie."""
+        """Send a message to its readers without copying header or body."""
         readers = self.mesh.publish(command.topic, command.payload, command.body)
         count, nbytes = self._traffic
         self._traffic = count + readers, nbytes + readers * (len(command.payload) + command.body.nbytes)
@@ -111,19 +111,19 @@ class MeshLinks:
             self._complaints.record("mesh_unread", f"no peer reads {command.topic}: the reader is disconnected")
 
     def admit(self, command: AllowPeers) -> None:
-        """Let peers in."""
+        """Admit peers as readers."""
         key = (command.model, command.plan_version)
         for peer in command.peers:
             filters = self._topics.activations_from(command.model, self._device, peer.device)
             self.mesh.admit(peer.device, key, peer.token_in, filters)
-            if peer.token_out:  # each hears the other: they exchange tiles, whatever the plan's route
+            if peer.token_out:  # both read each other: they exchange tiles on any of the plan's routes
                 place = Address(peer.endpoint.host, peer.endpoint.port, peer.endpoint.fingerprint)
                 topic = self._topics.activation(command.model, TILE_LAYER, peer.device, self._device)
                 self.mesh.join(peer.device, (*key, TILES), place, peer.token_out, (topic,), LARGEST_BYTES)
         self._admitted[key] = self._admitted.get(key, frozenset()).union(peer.device for peer in command.peers)
 
     def join(self, command: JoinPeers) -> None:
-        """Hear peers."""
+        """Connect to peers as their reader."""
         key = (command.model, command.plan_version)
         self._joined[key] = self._joined.get(key, frozenset()).union(peer.device for peer in command.peers)
         for peer in command.peers:
@@ -132,7 +132,7 @@ class MeshLinks:
             self.mesh.join(peer.device, key, place, peer.token_out, filters, LARGEST_BYTES)
 
     def leave(self, command: LeavePeers) -> None:
-        """End what a plan was admitted and joined for."""
+        """End a plan's admissions and connections."""
         key = (command.model, command.plan_version)
         for peer in self._joined.pop(key, ()):
             self.mesh.leave(peer, key)
@@ -143,13 +143,13 @@ class MeshLinks:
                 self._on_tiles(TilePeerChanged(peer, command.model, is_joined=False))
 
     def send_tiles(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
-        """Send a message of the loader to a peer; return whether the peer reads it. Safe from any thread."""
+        """Send the loader's message to a peer; return whether the peer reads it. Safe from any thread."""
         frame = Frame(kind, model, NO_VERSION, 0, source=self._device, shape=(len(body),), body=body)
         topic = self._topics.activation(model, TILE_LAYER, self._device, peer)
         return bool(self.mesh.publish(topic, *frames.encode_parts(frame)))
 
     def probe(self, now: float, busy: bool) -> None:
-        """Probe the peer whose turn it is, of those that this device hears and that hear it."""
+        """Probe the next of the peers that read this device's frames and send it theirs."""
         models = self._mutual_peers()
         due = self.probes.due(now, models, busy)
         if due is not None:
@@ -157,7 +157,7 @@ class MeshLinks:
             self._send_probes(models[peer], peer, payloads)
 
     def probe_large(self, peer: str, now: float) -> bool:
-        """Send a peer a large probe, if one is due; return whether it was."""
+        """Send a peer a large probe if it is due; return whether it was."""
         model = self._mutual_peers().get(peer)
         due = [] if model is None else self.probes.probers()[peer].due_large_probe(now, busy=True)
         if model is not None:
@@ -165,7 +165,7 @@ class MeshLinks:
         return bool(due)
 
     def _mutual_peers(self) -> Mapping[str, str]:
-        """Return the peers that this device hears and that hear it, with a model of which they do."""
+        """Return the peers connected in both directions, each with a model of such a plan."""
         return {
             peer: key[0] for key, peers in self._joined.items() for peer in peers & self._admitted.get(key, frozenset())
         }
@@ -175,11 +175,11 @@ class MeshLinks:
             self.mesh.publish(self._topics.activation(model, 0, self._device, peer), payload)
 
     def peer_stats(self) -> Mapping[str, PeerStats]:
-        """Return the traffic of each peer, at most MAX_PEERS of them. Thread-safe."""
-        found = self.mesh.stats()
-        now = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
-        newest = list(found)[::-1]
-        told = [*(name for name in newest if name in now), *(name for name in newest if name not in now)]
+        """Return the traffic of at most MAX_PEERS peers, current and newest ones first. Thread-safe."""
+        stats = self.mesh.stats()
+        current = frozenset[str]().union(*list(self._joined.values()), *list(self._admitted.values()))
+        newest = list(stats)[::-1]
+        names = sorted(newest, key=lambda name: name not in current)[:MAX_PEERS]
         return {
             name: PeerStats(
                 e.frames_in,
@@ -194,7 +194,7 @@ class MeshLinks:
                 e.timed_us,
                 e.trouble[:MAX_TROUBLE],
             )
-            for name, e in ((name, found[name]) for name in told[:MAX_PEERS])
+            for name, e in ((name, stats[name]) for name in names)
         }
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class MeshLinks:
             self._arrived.append(arrived)
 
     def _decode_frame(self, peer: str, topic: str, payload: memoryview) -> FrameIn | None:
-        """Read and check a whole frame; return it if it is a tensor that may come from there."""
+        """Read and check a whole frame; return it if it is a tensor of its sender."""
         try:
             parsed, frame = self._topics.parse(topic), frames.decode(payload)
             if frame.kind == "probe" and parsed.kind == "activation" and (frame.source, parsed.source) == (peer, peer):
@@ -220,10 +220,10 @@ class MeshLinks:
             if frame.kind in get_args(MessageKind) and (frame.source, frame.model) == (peer, parsed.model):
                 self._on_tiles(self._tile_input(peer, parsed.model, frame))
                 return None
-            # What a peer may publish is its own: neither topic nor frame may name another source.
-            said = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
-            if parsed.kind != "activation" or said != ("tensor", parsed.model, parsed.layer, peer, peer):
-                raise WireError(f"the frame says {said}, which is not what its topic and its sender say")
+            # A peer publishes in its own name only: topic and frame must name it as the source.
+            claim = (frame.kind, frame.model, frame.layer, frame.source, parsed.source)
+            if parsed.kind != "activation" or claim != ("tensor", parsed.model, parsed.layer, peer, peer):
+                raise WireError(f"the frame's header {claim} contradicts its topic or its sender")
         except WireError as exc:
             self._complaints.record("bad_payload", f"dropped {len(payload)} bytes of {peer} on {topic[:200]!r}: {exc}")
             return None
@@ -246,10 +246,10 @@ class MeshLinks:
 
     def _event(self, event: MeshEvent) -> None:
         match event:
-            case Joined(peer, (str(model), PlanVersion() as epoch)):
-                self._arrived.append(PeerJoined(peer, model, epoch))
-            case Refused(peer, (str(model), PlanVersion() as epoch), reason):
-                self._arrived.append(PeerRefused(peer, model, epoch, reason))
+            case Joined(peer, (str(model), PlanVersion() as plan_version)):
+                self._arrived.append(PeerJoined(peer, model, plan_version))
+            case Refused(peer, (str(model), PlanVersion() as plan_version), reason):
+                self._arrived.append(PeerRefused(peer, model, plan_version, reason))
             case Joined(peer, (str(model), PlanVersion(), _)):
                 self._on_tiles(TilePeerChanged(peer, model, is_joined=True))
             case Lost(peer, reason):
@@ -260,7 +260,7 @@ class MeshLinks:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The mesh endpoint that an agent opens, as its options and the broker's URL say.
+# Opening the mesh endpoint from the agent's options and the broker's URL.
 
 
 def open_links(
@@ -293,23 +293,23 @@ def open_links(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Large probes in the pauses between runs: a device that serves without a rest has no second in which it is idle.
+# Large probes in the pauses between runs: a busy device is never idle for a second.
 #
-# Without them nobody notices a link that fails while requests follow each other. One large probe at a time, so that it
-# has this device's links to itself, and each path no more often than when the device is idle: at once only if runs wait
-# for others much longer than before, or if another path has become slower.
+# Without them a link that slows down under continuous requests stays unnoticed. One large probe is in flight at a time,
+# so that it has this device's links to itself. Each path has its usual interval; it is probed immediately only if runs
+# wait much longer for peers than before, or if another path has slowed down.
 
 
 APART_S: Final = 0.3  # at least between two probes
 BROKER_PATH: Final = ""
-REMEMBERED_RUNS: Final = 8  # recent runs, whose waits say which one is long
-LONG_WAIT_RATIO: Final = 1.5
-LONG_WAIT_S: Final = 0.02  # and by so much at least: what is shorter comes and goes
+REMEMBERED_RUNS: Final = 8  # recent runs, for the median wait
+LONG_WAIT_RATIO: Final = 1.5  # a long wait is over so many times the median ...
+LONG_WAIT_S: Final = 0.02  # ... and this: shorter ones vary without a cause
 LONG_WAITS: Final = 2  # in a row
 
 
 class IdleProbes:
-    """Probes the broker's way and those to peers, in turn; for the session thread. links: None without mesh."""
+    """Probes the paths to the broker and to peers, in turn; for the session thread. links: None without mesh."""
 
     def __init__(self, network: Network, links: MeshLinks | None) -> None:
         self._network, self._links = network, links
@@ -318,7 +318,7 @@ class IdleProbes:
         self._waits: deque[float] = deque(maxlen=REMEMBERED_RUNS)
 
     def on_idle(self, now: float, waited_s: float | None) -> None:
-        """Probe if due, now that no run is active; waited_s: idle time here in the run that just ended, if any.
+        """Probe if due, while no run is active; waited_s: this device's idle time in the run that just ended, if any.
 
         now: by time.perf_counter().
         """
@@ -343,8 +343,9 @@ class IdleProbes:
 
     def _waits_longer(self, waited_s: float) -> bool:
         """Return whether runs have begun to wait much longer than recent ones."""
-        known = len(self._waits) == REMEMBERED_RUNS
-        self._long = self._long + 1 if known and waited_s > LONG_WAIT_RATIO * median(self._waits) + LONG_WAIT_S else 0
+        is_full = len(self._waits) == REMEMBERED_RUNS
+        is_long = is_full and waited_s > LONG_WAIT_RATIO * median(self._waits) + LONG_WAIT_S
+        self._long = self._long + 1 if is_long else 0
         if self._long < LONG_WAITS:
             if not self._long:
                 self._waits.append(waited_s)
@@ -354,6 +355,6 @@ class IdleProbes:
         return True
 
     def _bandwidth_fell(self, probers: Mapping[str, Prober]) -> bool:
-        """Return whether a way has fallen since the last look: all of them share this device's link."""
+        """Return whether a path's bandwidth has fallen since the last call: all paths share this device's link."""
         before, self._falls = self._falls, sum(prober.bandwidth_drops for prober in probers.values())
         return self._falls > before

@@ -1,4 +1,4 @@
-"""Weight loader: packed weights from the disk cache, or from tiles of the cache, of peers or of the planner.
+"""Weight loader: reads packed weights from the disk cache, or packs tiles from the cache, peers or the planner.
 
 `LoadJob` is one load, `WeightLoader` a state machine with the time as an argument, `LoaderThread` gives it a thread.
 """
@@ -40,48 +40,48 @@ from hepti_mqtt.runtime.worker.tile_sources import (
     Windows,
 )
 
-MANIFESTS: Final = 4  # that are kept in memory
+MANIFESTS: Final = 4  # kept in memory
 
 
 @dataclass(slots=True)
 class LoadJob:
-    """A load and how far it is."""
+    """A load and its progress."""
 
     load: Load
-    #: The manifest's bytes, if they came while another load was under way.
+    #: The manifest's bytes, if they arrived during another load.
     early_manifest: bytes | None = None
     manifest: Manifest | None = None
     #: When the manifest was last requested.
     manifest_asked_s: float = inf
     buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
-    #: The matrices that each tile is a part of, in the order in which tiles are taken.
+    #: The matrices of each tile, in the order in which tiles are taken.
     destinations: dict[bytes, tuple[WeightRef, ...]] = field(default_factory=dict)
-    #: Where tiles lie in the matrices of which some have come: of all at once they would take as much as many weights.
+    #: Tile locations of started matrices: those of all matrices would take as much memory as many weights.
     places: dict[WeightRef, dict[bytes, list[TileLocation]]] = field(default_factory=dict)
-    #: Matrices whose packed copy is in the cache and not read yet, with its key.
+    #: Matrices with an unread packed copy in the cache, and its key.
     packed: deque[tuple[WeightRef, bytes]] = field(default_factory=deque)
-    #: Matrices that are made from several tiles, so that a packed copy is worth its file.
+    #: Matrices of several tiles: a packed copy is worth a file.
     tiled: list[WeightRef] = field(default_factory=list)
-    #: The tiles, the packed copies and the manifest, which the cache may not remove for this load.
+    #: Tiles, packed copies and the manifest: the cache must not evict them for this load.
     pinned: frozenset[bytes] = frozenset()
     #: Number of each tile in this order.
     order: dict[bytes, int] = field(default_factory=dict)
     missing: set[bytes] = field(default_factory=set)
-    #: Missing tiles that are taken nearly in order: all or none.
+    #: Missing tiles, if they must be taken nearly in order; else empty.
     ordered_missing: deque[bytes] = field(default_factory=deque)
-    #: Tiles in the cache that are not read yet.
+    #: Unread tiles in the cache.
     on_disk: deque[bytes] = field(default_factory=deque)
     sources: TileSources | None = None
     weights: dict[WeightRef, Weight] = field(default_factory=dict)
     done_bytes: int = 0
-    #: Bytes of the tiles; before the manifest is there, of the weights.
+    #: Bytes of the tiles; until the manifest arrives, of the weights.
     total_bytes: int = 0
     hash_mismatches: int = 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all matrices are there."""
+        """Return whether all matrices are complete."""
         return not self.missing and not self.packed
 
     def limit(self) -> int | None:
@@ -91,7 +91,7 @@ class LoadJob:
         return self.order[self.ordered_missing[0]] + TILES_AHEAD if self.ordered_missing else None
 
     def may_accept(self, digest: bytes) -> bool:
-        """Return whether a missing tile may be taken now: where order matters, if few older ones are missing."""
+        """Return whether a missing tile may be taken now: if order matters, only while few older ones are missing."""
         limit = self.limit()
         return limit is None or self.order[digest] < limit
 
@@ -105,13 +105,11 @@ class LoadJob:
     ) -> None:
         """List the packed matrices to read and the missing tiles; raises ModelError for another model's manifest.
 
-        held: matrices that are there. first: position in the manifest at which this device begins. is_cached: whether
-        the cache has the packed matrix of a key.
+        held: resident matrices. first: position in the manifest at which this device begins. is_cached: whether the
+        cache has the packed matrix of a key.
         """
         if manifest.model != self.load.model:
-            raise ModelError(
-                f"the manifest is that of model {manifest.model}, not {self.load.model}; restart the planner"
-            )
+            raise ModelError(f"the manifest is of model {manifest.model}, not {self.load.model}; restart the planner")
         self.manifest = manifest
         needed: list[WeightRef] = []
         for ref in dict.fromkeys(self.load.matrices.values()):
@@ -139,11 +137,11 @@ class LoadJob:
         self.missing = set(self.destinations)
         self.pinned = frozenset((self.load.manifest, *self.destinations, *(key for _, key in self.packed)))
         self.order = {digest: number for number, digest in enumerate(self.destinations)}
-        # Only blocks in int8 are held wide until they are complete; all else takes its tiles as they come.
+        # Only int8 blocks are held wide until they are complete; other storages take tiles in any order.
         self.ordered_missing = deque(self.destinations if any(loading_bytes(ref) for ref in self.buffers) else ())
 
     def write_tile(self, digest: bytes, data: bytes | memoryview) -> None:
-        """Put a tile into the weights that it is part of."""
+        """Write a tile into its weights."""
         assert self.manifest is not None
         for ref in self.destinations[digest]:
             if ref not in self.places:
@@ -159,16 +157,15 @@ class LoadJob:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The state machine. Loads run one after the other and take their tiles nearly in order, so that memory while loading is
-# the weights themselves, the few tiles under way, and the int8 blocks of which a part is missing
-# (`cost.memory.loading_overhead_bytes`).
+# The state machine. Loads run one after the other and take their tiles nearly in order, so that a load's memory is the
+# weights, the few tiles in flight, and incomplete int8 blocks (`cost.memory.loading_overhead_bytes`).
 
 
 PROGRESS_S: Final = 0.5
 CACHED_S: Final = 2.0  # between two reports of cached tiles during a load
 MAX_MISMATCHES: Final = 3
 RATE_BYTES: Final = 16 << 20
-MAX_REMEMBERED: Final = 1 << 16  # hashes once requested: a late answer to them is no damaged tile
+MAX_REMEMBERED: Final = 1 << 16  # hashes of earlier requests: a late answer to them is no damaged tile
 
 LoadEvent = Loaded | LoadFailed | LoadProgress
 
@@ -181,7 +178,7 @@ class Rate:
         self._nbytes, self._seconds = 0.0, 0.0
 
     def record(self, nbytes: int, seconds: float) -> None:
-        """Take some bytes and the time that they took."""
+        """Add bytes and their seconds."""
         self._nbytes, self._seconds = self._nbytes + nbytes, self._seconds + seconds
         if self._nbytes >= RATE_BYTES and self._seconds > 0:
             self.per_s = self._nbytes / self._seconds
@@ -189,11 +186,11 @@ class Rate:
 
 
 class WeightLoader:
-    """Makes matrices resident, of which the weights of plan versions are views; the session says which of them stay.
+    """Makes matrices resident; weights of plan versions are views of them. The session lists the matrices to keep.
 
-    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: sends a TileAsk to the planner. peers: those that can be
-    asked for tiles. is_busy: whether runs are under way, which share the link. report: tells the planner what is in the
-    cache. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, of these
+    emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: (model, hashes, share) sends RequestTiles to the
+    planner. is_busy: whether runs are active, which share the link. report: sends a report of cached tiles to the
+    planner. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, its part
     `tile_bytes_from_peers`; `tiles_cached`, `packed_cached`, `tile_bytes_cached` of both; `tiles_mismatched`,
     `tiles_unneeded`.
     """
@@ -220,14 +217,14 @@ class WeightLoader:
         self._held: dict[Place, Weight] = {}
         self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
         self._requested_before: set[bytes] = set()
-        #: Matrices without a packed copy in the cache, and the tiles of the last load, which need not make room for it.
+        #: Matrices to be saved as packed copies.
         self._unsaved: deque[Place] = deque()
         self._last_report_s = self._last_cached_s = float("-inf")
 
-    # -- what the session wants ----------------------------------------------------------------------------------
+    # -- orders of the session -----------------------------------------------------------------------------------
 
     def load(self, load: Load, now: float) -> None:
-        """Begin, or queue, a load, and say so."""
+        """Begin or queue a load, and report its progress."""
         self._keep(load.keep)
         new = {m for m in load.matrices.values() if (load.manifest, m) not in self._held}
         self._jobs.append(job := LoadJob(load, total_bytes=max(weights_bytes(new), 1)))
@@ -237,7 +234,7 @@ class WeightLoader:
             self._emit_progress(job)
 
     def unload(self, unload: Unload, now: float) -> None:
-        """Cancel the load of a plan version, or give up weights that are not to be kept."""
+        """Cancel the load of a plan version, and drop weights that are not to be kept."""
         key = (unload.model, unload.plan_version)
         active = self._jobs[0] if self._jobs else None
         self._jobs = deque(j for j in self._jobs if (j.load.model, j.load.plan_version) != key)
@@ -251,7 +248,7 @@ class WeightLoader:
     def _keep(self, places: Collection[Place]) -> None:
         self._held = {place: weight for place, weight in self._held.items() if place in places}
 
-    # -- what the network says -----------------------------------------------------------------------------------
+    # -- messages of the network ---------------------------------------------------------------------------------
 
     def on_tile(self, body: bytes | memoryview, source: str, now: float) -> None:
         """Accept a tile or a manifest from the planner or a peer."""
@@ -288,7 +285,7 @@ class WeightLoader:
         self.peers.note(self._jobs[0].load.model, digest)
 
     def on_peer_message(self, peer: str, model: str, kind: MessageKind, body: bytes, now: float) -> None:
-        """Take what a peer says of tiles."""
+        """Handle a peer's message about tiles."""
         job = self._jobs[0] if self._jobs and self._jobs[0].load.model == model else None
         match kind:
             case "wanted":
@@ -302,7 +299,7 @@ class WeightLoader:
         self._go_on(now)
 
     def on_peer(self, peer: str, model: str | None, now: float, *, is_joined: bool) -> None:
-        """Take that a peer can be asked for tiles of a model, or for those of no model any more."""
+        """Add or remove a peer that exchanges tiles of a model; None: of all models."""
         job = self._jobs[0] if self._jobs and model in (None, self._jobs[0].load.model) else None
         if is_joined and model is not None:
             self.peers.join(peer, model)
@@ -321,7 +318,7 @@ class WeightLoader:
             self._report_cached(model)
 
     def request_again(self, now: float) -> None:
-        """Request again what the planner owes, and report cached tiles, after the connection or the planner is back."""
+        """Repeat open requests to the planner and report cached tiles, after the connection or the planner is back."""
         self.report_caches()
         job = self._jobs[0] if self._jobs else None
         if job is None:
@@ -337,7 +334,7 @@ class WeightLoader:
 
     @property
     def has_cached(self) -> bool:
-        """Return whether `step` has something to read from disk."""
+        """Return whether `step` can read a matrix or a tile from disk."""
         job = self._jobs[0] if self._jobs else None
         return job is not None and (bool(job.packed) or (bool(job.on_disk) and job.may_accept(job.on_disk[0])))
 
@@ -362,23 +359,23 @@ class WeightLoader:
             self._counters["tiles_cached"] += 1
             self._counters["tile_bytes_cached"] += len(data)
             self._fail_on_error(job, lambda: self._accept(job, digest, data, now), now)
-            if job.ordered_missing:  # else nothing else may be requested now
+            if job.ordered_missing:  # the limit of requests has moved
                 self._go_on(now)
         return self.has_cached
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether `save` has something to write, and no load is under way."""
+        """Return whether `save` can write a matrix, and no load is active."""
         return bool(self._unsaved) and not self._jobs
 
     def save(self) -> None:
-        """Keep the packed copy of one matrix in the cache, if no tile has to make room for it."""
+        """Store the packed copy of one matrix in the cache, if no tile has to make room for it."""
         manifest, matrix = place = self._unsaved.popleft()
         if (weight := self._held.get(place)) is not None:
             self._cache.put_packed(packed_key(manifest, matrix), weight)
 
     def retry_if_due(self, now: float) -> None:
-        """Ask others for tiles that are overdue, and the planner again; the next load first if it has no manifest."""
+        """Repeat overdue requests at other sources; without a manifest, begin the next load first."""
         if now < self.deadline():
             return
         job = self._jobs[0]
@@ -388,7 +385,7 @@ class WeightLoader:
             if again is not None:
                 self._request(job, PLANNER, [again])
             self._go_on(now)
-        elif len(self._jobs) > 1:  # perhaps nobody has it: a forged Prepare
+        elif len(self._jobs) > 1:  # no manifest: the Prepare may be forged
             self._jobs.rotate(-1)
             self._begin(now)
         else:
@@ -396,7 +393,7 @@ class WeightLoader:
             self._request_manifest(job, now)
 
     def deadline(self) -> float:
-        """Return when `retry_if_due` has something to do; infinity if never."""
+        """Return the time of the next retry; infinity if there is none."""
         if not self._jobs:
             return inf
         job = self._jobs[0]
@@ -408,21 +405,21 @@ class WeightLoader:
         return max(self._jobs[0].load.share, BACKGROUND_SHARE) if self._jobs else BACKGROUND_SHARE
 
     def fail_current(self, error: HeptiError, now: float) -> None:
-        """Give up the load that is under way."""
+        """Fail the active load."""
         if self._jobs:
             self._fail(self._jobs[0], error, now)
 
     @property
     def is_loading(self) -> bool:
-        """Return whether a load is under way."""
+        """Return whether a load is active."""
         return bool(self._jobs)
 
-    # -- the load under way --------------------------------------------------------------------------------------
+    # -- the active load -----------------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
         job, self._last_cached_s = self._jobs[0], now
-        known = job.load.manifest in self._manifests
-        data = b"" if known else job.early_manifest or self._cache.get(job.load.manifest)
+        is_decoded = job.load.manifest in self._manifests
+        data = b"" if is_decoded else job.early_manifest or self._cache.get(job.load.manifest)
         if data is None:
             self._request_manifest(job, now)
         else:
@@ -433,7 +430,7 @@ class WeightLoader:
         self._request(job, PLANNER, [job.load.manifest])
 
     def _take_manifest(self, job: LoadJob, data: bytes | memoryview, now: float) -> None:
-        """List the tiles that are needed, where each of them goes and who has it."""
+        """List the needed tiles with their destinations and sources."""
         digest, model = job.load.manifest, job.load.model
         manifest, tiles = self._map(digest, data)
         self._record.manifests.pop(model, None)
@@ -458,7 +455,7 @@ class WeightLoader:
             self._go_on(now)
 
     def _map(self, digest: bytes, data: bytes | memoryview) -> tuple[Manifest, TileMap]:
-        """Return the manifest of a hash and the map of its tiles; raises WireError for data that is no manifest."""
+        """Return the manifest of a hash and the map of its tiles; raises WireError if the data is no manifest."""
         if digest not in self._manifests:
             manifest = Manifest.decode(bytes(data))
             self._manifests[digest] = manifest, TileMap(manifest)
@@ -467,7 +464,7 @@ class WeightLoader:
         return self._manifests[digest]
 
     def _report_cached(self, model: str) -> None:
-        """Tell the planner which tiles of a model are in the cache."""
+        """Report to the planner which tiles of a model are in the cache."""
         digest = self._record.manifests.get(model, b"")
         data = b"" if digest in self._manifests else self._cache.get(digest)
         if data is None:
@@ -488,7 +485,7 @@ class WeightLoader:
         self._finish_or_report(job, now)
 
     def _read_packed(self, job: LoadJob, now: float) -> None:
-        """Take one packed matrix from the cache; begin again, with tiles in its place, if it is damaged."""
+        """Read one packed matrix from the cache; if it is damaged, begin the load again with tiles."""
         matrix, key = job.packed.popleft()
         weight = self._cache.get_packed(key, matrix)
         if weight is None:
@@ -510,11 +507,11 @@ class WeightLoader:
             self._report_progress(now)
 
     def _go_on(self, now: float) -> None:
-        """Request the next tiles of the load under way."""
+        """Request the next tiles of the active load."""
         job = self._jobs[0] if self._jobs else None
         if job is not None and job.sources is not None:
             windows = WHOLE_LINK
-            if self._is_busy():  # the planner keeps to the share that a request names
+            if self._is_busy():  # the planner limits itself to a request's share
                 windows = Windows(BUSY_WINDOW, BUSY_WINDOW if self.share == BACKGROUND_SHARE else PLANNER_WINDOW)
             for source, digests in job.sources.requests(now, windows, job.limit()).items():
                 self._request(job, source, digests)
@@ -532,7 +529,7 @@ class WeightLoader:
     def _mismatch(self, job: LoadJob, now: float, source: str = PLANNER) -> None:
         self._counters["tiles_mismatched"] += 1
         if source != PLANNER:
-            return  # others are asked
+            return  # another source gets the request
         job.hash_mismatches += 1
         if job.hash_mismatches >= MAX_MISMATCHES:
             error = WireError(
@@ -571,7 +568,7 @@ class WeightLoader:
         if now - self._last_report_s < PROGRESS_S:
             return
         self._last_report_s = now
-        for job in self._jobs:  # also those that wait, or the planner would give them up
+        for job in self._jobs:  # waiting ones too, or the planner would give them up
             self._emit_progress(job)
         if now - self._last_cached_s >= CACHED_S:
             self._last_cached_s = now
@@ -581,7 +578,7 @@ class WeightLoader:
         self._emit(LoadProgress(job.load.model, job.load.plan_version, job.done_bytes, job.total_bytes))
 
     def _fail_on_error(self, job: LoadJob, act: Callable[[], None], now: float) -> None:
-        """Run `act`; an error ends this load with a LoadFailed and leaves the others alone."""
+        """Run `act`; an error fails this load only."""
         try:
             act()
         except HeptiError as exc:
@@ -594,10 +591,10 @@ class WeightLoader:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The weight loader's thread, and what is posted to it.
+# The weight loader's thread, and its inputs.
 
 
-QUEUED_BYTES: Final = 64 << 20  # tiles that wait for the loader's thread; more than the windows only if unrequested
+QUEUED_BYTES: Final = 64 << 20  # of tiles waiting for the thread; more than the windows only if unrequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,7 +607,7 @@ class TileIn:
 
 @dataclass(frozen=True, slots=True)
 class PeerMessageIn:
-    """What a peer says of tiles of a model; a tile itself is a `TileIn`."""
+    """A peer's message about tiles of a model; a tile itself is a `TileIn`."""
 
     peer: str
     model: str
@@ -620,7 +617,7 @@ class PeerMessageIn:
 
 @dataclass(frozen=True, slots=True)
 class TilePeerChanged:
-    """A peer can be asked for tiles of a model, or not any more; model None: of all models."""
+    """A peer exchanges tiles of a model from now on, or no longer; model None: of all models."""
 
     peer: str
     model: str | None
@@ -638,8 +635,8 @@ Input = Load | Unload | ReadCaches | TileIn | PeerMessageIn | TilePeerChanged | 
 class LoaderThread:
     """Runs a `WeightLoader` in its own thread; `post` is safe from any thread.
 
-    What comes over the network, or goes to peers, is done tile by tile as the budget allows. Cached tiles cost no link
-    and little time, so they are read without a pause. read_caches: reports saved KV caches.
+    Tiles from the network and to peers are handled one by one as the budget allows. Cached tiles cost no link and
+    little time, so they are read without a pause. read_caches: reports saved KV caches.
     """
 
     def __init__(
@@ -661,7 +658,7 @@ class LoaderThread:
         self._thread = threading.Thread(target=self._run, name="hepti-loader", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the planner has a report of the cached tiles before it knows that the device is online."""
+        """Report the cached tiles, so that the planner has the report before the device is online; start the thread."""
         self._loader.report_caches()
         self._thread.start()
 
@@ -672,7 +669,7 @@ class LoaderThread:
             self._thread.join()
 
     def post(self, item: Input) -> None:
-        """Hand over work; tiles and messages beyond `QUEUED_BYTES` are dropped and counted, and requested later."""
+        """Queue an input; tiles and messages beyond `QUEUED_BYTES` are dropped, counted, and requested again later."""
         if isinstance(item, TileIn | PeerMessageIn):
             with self._lock:
                 if self._queued_bytes + len(item.body) > QUEUED_BYTES:
@@ -690,7 +687,7 @@ class LoaderThread:
                 self._abandon(exc)
 
     def _next(self) -> Input | Literal["stop"] | None:
-        """Return what was posted, None once there is work to go on with."""
+        """Return the next input, or None if other work is due first."""
         if self._loader.has_cached:
             timeout_s = 0.0
         elif self._arrived or self._loader.peers.has_requests or self._loader.has_unsaved:
@@ -704,7 +701,7 @@ class LoaderThread:
             return None
 
     def _abandon(self, cause: Exception) -> None:
-        """Fail the current load; never raises, because this thread must go on."""
+        """Fail the current load; never raises, because the thread must continue."""
         try:
             self._log.exception("the weight loader failed")
             error = ModelError(f"the weight loader failed: {cause!r}; see the agent's log")
@@ -731,7 +728,7 @@ class LoaderThread:
                 loader.on_peer(peer, model, now, is_joined=is_joined)
             case RequestAgain():
                 loader.request_again(now)
-            case None if not self._arrived:  # else what was requested has come
+            case None if not self._arrived:  # else requested tiles have arrived
                 loader.retry_if_due(now)
         self._timed(loader.read_rate, "tile_bytes_cached", lambda: loader.step(now))
         loader.peers.report_if_due(now)
@@ -742,7 +739,7 @@ class LoaderThread:
             self._budget.spend(time.thread_time() - begun_s, time.perf_counter())
 
     def _timed(self, rate: Rate, counter: str, act: Callable[[], object]) -> None:
-        """Act, and measure the rate of the bytes that it counts if no run takes the processor."""
+        """Run `act`, and record the rate of the bytes that it counts, unless a run took the processor."""
         before, begun_s, was_running = self._counters[counter], time.perf_counter(), self._budget.running
         act()
         nbytes = self._counters[counter] - before
@@ -750,7 +747,7 @@ class LoaderThread:
             rate.record(nbytes, time.perf_counter() - begun_s)
 
     def _exchange(self, now: float) -> None:
-        """Take one tile that has come and answer one request of a peer, or keep one packed matrix."""
+        """Take one received tile, and answer one request of a peer or save one packed matrix."""
         if self._arrived:
             tile = self._arrived.popleft()
             with self._lock:

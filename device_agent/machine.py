@@ -1,4 +1,4 @@
-"""How large this machine's caches are."""
+"""This machine: the size of its caches, the memory and cores that this process may use, and its health."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import psutil
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
 
-UNKNOWN_BYTES: Final = 4 << 20  # where the system does not tell; boards have less
+UNKNOWN_BYTES: Final = 4 << 20  # if the system does not say; boards have less
 _CPU: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def last_level_cache_bytes(directory: Path = _CPU) -> int:
-    """Return the size in bytes of the largest cache that the first core has, as Linux tells it."""
+    """Return the bytes of the first core's largest cache, as Linux reports it."""
     sizes = [UNKNOWN_BYTES] if not directory.is_dir() else []
     for path in directory.glob("index*/size"):
         try:
@@ -33,7 +33,7 @@ def last_level_cache_bytes(directory: Path = _CPU) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the system lets this process have: the memory and the cores of its control groups, not those of the machine.
+# The memory and cores that this process's control groups allow, not those of the machine.
 
 
 SYSTEM: Final = Path("/")
@@ -42,15 +42,14 @@ LOADING_BYTES: Final = 8 << 20  # tiles under way while weights are loaded
 
 
 def free_memory(root: Path = SYSTEM) -> int:
-    """Return the bytes that are free for this process: of the machine, and in each control group that it is in."""
+    """Return the bytes free for this process: the least of the machine's and of each of its control groups."""
     return min([int(psutil.virtual_memory().available), *(max(free, 0) for free in _free_in_groups(root))])
 
 
 def memory_budget(memory_bytes: int | None, free_bytes: int) -> int:
-    """Return the bytes for weights and live slots together, beside what the idle agent takes.
+    """Return the bytes for weights and live slots together; the idle agent's memory is not part of them.
 
-    It is what was asked for, as far as that is free. The tiles under way while weights are loaded come out of the same
-    budget. Raises ConfigError if nothing is left.
+    At most the free bytes, less the tiles in flight during a load. Raises ConfigError if nothing is left.
     """
     whole = int(FREE_MEMORY_FRACTION * free_bytes) if memory_bytes is None else min(memory_bytes, free_bytes)
     if whole <= LOADING_BYTES:
@@ -88,9 +87,9 @@ def core_capacities(root: Path = SYSTEM) -> list[int]:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """Yield what is left in each control group: its limit less what it uses, but for files that can be let go.
+    """Yield the free bytes of each control group: its limit less its use, without reclaimable file pages.
 
-    Beyond memory.high nothing is killed, but slowed down until it gives memory back: as good as a limit.
+    memory.high counts as a limit: beyond it the kernel slows a process down until it gives memory back.
     """
     names = (
         ("memory.max", "memory.current"),
@@ -105,13 +104,13 @@ def _free_in_groups(root: Path) -> Iterator[int]:
 
 
 def _inactive_files(stat: Path) -> int:
-    found = dict.fromkeys(("inactive_file", "total_inactive_file"), 0)
+    values = dict.fromkeys(("inactive_file", "total_inactive_file"), 0)
     with suppress(OSError, ValueError):
         for line in stat.read_text().splitlines():
             name, _, value = line.partition(" ")
-            if name in found:
-                found[name] = int(value)
-    return max(found.values())
+            if name in values:
+                values[name] = int(value)
+    return max(values.values())
 
 
 def _quota(group: Path) -> float | None:
@@ -136,11 +135,11 @@ def _groups(root: Path, controller: str) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # Version 2 lies beside the hierarchies of version 1 where a system has both.
+        # A system with both versions mounts version 2 as `unified`, next to the hierarchies of version 1.
         names = (controllers, controller) if controllers else ("unified",)
         top = next((mount / name for name in names if (mount / name).is_dir()), mount)
         inner = top / path.lstrip("/")
-        # In a container the path may be the host's: its own group is then the top of what is mounted.
+        # In a container the path may be the host's; its own group is then the mount's root.
         out += [d for d in (inner, *inner.parents) if d.is_relative_to(top) and d.is_dir()]
     return out
 
@@ -152,19 +151,19 @@ def _number(path: Path) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How the machine is doing: CPU that others use, memory, temperature.
+# The machine's health: CPU time of other processes, memory, temperature.
 
 
 BROKERS: Final = ("mosquitto", "amqtt", "nanomq", "rmqttd", "vernemq", "emqx")
-SEARCH_S: Final = 30.0  # at most so often all processes are looked through, which takes a small computer 0.1 s
-WINDOW_S: Final = 0.5  # the system counts CPU time in steps of 10 ms, so that a shorter look says nothing
-TEMPERATURE_EVERY: Final = 5  # looks
+SEARCH_S: Final = 30.0  # between two searches through all processes; one takes a small computer 0.1 s
+WINDOW_S: Final = 0.5  # the system counts CPU time in steps of 10 ms: shorter windows are noise
+TEMPERATURE_EVERY: Final = 5  # samples
 THERMAL: Final = ("cpu_thermal", "cpu-thermal", "soc_thermal", "coretemp", "k10temp", "zenpower", "acpitz")
 _BUSY: Final = ("user", "nice", "system", "irq", "softirq", "steal")
 
 
 class CpuTimes(NamedTuple):
-    """Seconds since some start: the clock, all cores' busy time, and of that our own and a local broker's."""
+    """Seconds: a monotonic clock, all cores' busy time, and this process's and a local broker's parts of it."""
 
     clock_s: float
     busy_s: float
@@ -173,7 +172,7 @@ class CpuTimes(NamedTuple):
 
 
 class HealthSample(NamedTuple):
-    """One look at the machine; cpu_other is 0..1 of all cores, without this process and a local broker."""
+    """A sample of the machine's health; cpu_other: 0..1 of all cores, without this process and a local broker."""
 
     cpu_other: float
     free_bytes: int
@@ -182,18 +181,18 @@ class HealthSample(NamedTuple):
 
 
 def cpu_other(before: CpuTimes, after: CpuTimes, cores: int) -> float:
-    """Return the part of all cores, 0..1, that others used between two looks."""
+    """Return the part of all cores, 0..1, that other processes used between two samples."""
     window_s = (after.clock_s - before.clock_s) * cores
     if window_s <= 0:
         return 0.0
     ours = after.own_s - before.own_s
-    # A broker that has restarted has less time than before: then it counts as nothing for once.
+    # A restarted broker has less time than before; it then counts as 0.
     broker = max(after.broker_s - before.broker_s, 0.0)
     return min(max((after.busy_s - before.busy_s - ours - broker) / window_s, 0.0), 1.0)
 
 
 class HealthMonitor:
-    """Looks at the machine whenever `sample` is called; not thread safe."""
+    """Samples the machine's health; not thread safe."""
 
     def __init__(self, url: BrokerUrl) -> None:
         self._process = psutil.Process()
@@ -207,7 +206,7 @@ class HealthMonitor:
         self._temperature_c: float | None = None
 
     def sample(self) -> HealthSample:
-        """Return what is now; cpu_other since the last look, or the look before where that was just now."""
+        """Return a new sample; cpu_other is that of a window of at least WINDOW_S."""
         after = self._times()
         if after.clock_s - self._before.clock_s >= WINDOW_S:
             self._share = cpu_other(self._before, after, self._cores)
@@ -232,24 +231,24 @@ def is_this_machine(host: str) -> bool:
     """Return whether a broker's host is this machine."""
     with suppress(OSError, UnicodeError):
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-        own = {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
+        own = {a.address.split("%")[0] for interface in psutil.net_if_addrs().values() for a in interface}
         return bool(addresses & own) or any(a.startswith("127.") or a == "::1" for a in addresses)
     return False
 
 
 def local_brokers() -> list[psutil.Process]:
     """Return the processes of this machine that look like an MQTT broker."""
-    found = []
+    brokers = []
     for process in psutil.process_iter(["name", "cmdline"]):
         info: dict[str, Any] = process.info
         words = [info["name"] or "", *(info["cmdline"] or [])[1:3]]  # a broker in Python is `python -m its.module`
         if any(word.rsplit("/", 1)[-1].startswith(BROKERS) or "embedded_broker.child" in word for word in words):
-            found.append(process)
-    return found
+            brokers.append(process)
+    return brokers
 
 
 def temperature_c() -> float | None:
-    """Return the CPU's temperature, or None where the system does not tell."""
+    """Return the CPU's temperature, or None if the system does not report it."""
     try:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Self-measurement: how fast this device computes and exchanges frames, in the terms of its profile."""
+"""Self-measurement: the times of ops and frames on this device, as the curves of its profile."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from hepti_mqtt.transport.sockets import mesh_possible
 _TOPIC: Final = "x/m/0/near/far"
 _PATIENCE_S: Final = 0.5
 _TRIES: Final = 4
-PEERS: Final = 3  # frames that follow each other, as in an exchange of four devices: the first finds cold caches
+PEERS: Final = 3  # frames in a row, as in an exchange of four devices; the first one finds cold caches
 
 
 class LoopbackMesh:
-    """Two endpoints on loopback, one of which reads from the other; raises OSError if they cannot be opened."""
+    """Two endpoints on loopback; the second reads from the first. Raises OSError if they cannot be opened."""
 
     def __init__(self) -> None:
         self._events: list[object] = []
@@ -77,11 +77,11 @@ class LoopbackMesh:
         self._stack.close()
 
     def echo(self, body: NDArray[np.uint8]) -> None:
-        """Send an array `PEERS` times, and receive it, as a tape does; raises TimeoutError if it does not come."""
+        """Send an array `PEERS` times on a tape, and receive it; raises TimeoutError if it does not arrive."""
         tape, arrays = self._tapes.get(body.size) or self._tapes.setdefault(body.size, self._tape(body))
         peers = Peers(1, self._far.channels.wake, int(1e3 * _PATIENCE_S))
         if tape.run(arrays, peers=peers) < len(tape.calls):
-            raise TimeoutError("a frame does not come back")
+            raise TimeoutError("a frame did not arrive")
 
     def _tape(self, body: NDArray[np.uint8]) -> tuple[Tape, list[NDArray[np.uint8]]]:
         """Return a tape that exchanges an array, and its arrays."""
@@ -98,27 +98,27 @@ class LoopbackMesh:
 
 
 def _ignore(*_: object) -> None:
-    """Take a message that comes when nothing is measured."""
+    """Drop a message outside a measurement."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Self-measurement: what this device tells the planner about its speed, in the terms of `cluster.profile_from_caps`.
+# The measurement, in the terms of `cost.reported.profile_from_caps`.
 
 
 Curves = dict[str, Any]
 
 SHAPES: Final = ((384, 384), (384, 1536), (1024, 1024), (1024, 4096))
 ROWS: Final = (1, 8, 32, 128)
-_MIDDLE: Final = 2  # the shape in which narrower storages are measured
+_MIDDLE: Final = 2  # index of the shape in which narrow storages are measured
 REPEATS: Final = 3
-WINDOW_S: Final = 0.06  # several periods of a CPU quota: a short op fits into what one period allows at full speed
-BUDGET_S: Final = 2.0  # larger shapes are left out when they would take the measurement beyond that
-CHAIN: Final = 512  # ops of a run, which takes as long beside them as some hundred ops
+WINDOW_S: Final = 0.06  # several periods of a CPU quota: within one period a short op runs at full speed
+BUDGET_S: Final = 2.0  # for all shapes; larger ones are left out beyond it
+CHAIN: Final = 512  # ops of a run: its begin and end take as long as some hundred ops
 FRAME_SIZES: Final = (256, 1 << 20)
 MESH_SIZES: Final = (256, 1 << 16)
-MAX_COLD_BYTES: Final = 64 << 20  # of weights, however large the caches are: making them takes time
+MAX_COLD_BYTES: Final = 64 << 20  # of weights for any size of caches: packing them takes time
 TRIES: Final = 3  # to measure a small and a large frame until the large one takes longer
-MAX_DRIFT: Final = 1.25  # a cached measurement that is off by more is made again
+MAX_DRIFT: Final = 1.25  # a cached measurement that is off by more is repeated
 
 OUTLIER_RATIO: Final = 4.0  # times as long as any other run
 _PIECE: Final = 1 << 14  # of a frame: less than any connection holds back
@@ -138,10 +138,10 @@ def load_or_measure(
     """Return the curves and whether they come from the cache, `file`; the caller holds the compile lock.
 
     A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, if one
-    quick matmul takes about as long as it did then, and not with `force`. One written since `trusted_since_s` (Unix
-    time) needs no such check: a neighbour has just made it, and while others start the check would often fail.
+    quick matmul takes about as long as before, and not with `force`. One written since `trusted_since_s` (Unix time)
+    needs no such check: another agent has just measured, and while agents start the check would often fail.
     with_narrow_weights: their kernels must be ready. check: called before each point and before a result is cached; it
-    raises if the device is needed for something else. most_storages: of narrow weights that are added to a cached
+    raises if the device is needed for something else. most_storages: narrow storages that are added to a cached
     measurement.
     """
     key = {
@@ -190,7 +190,7 @@ def _written_since(file: Path, since_s: float | None) -> bool:
 
 
 def has_narrow_curves(curves: Curves) -> bool:
-    """Return whether curves are those of every storage of weights, and of activations in int8 where they may be so."""
+    """Return whether curves cover every storage of weights, and int8 activations for the storages that allow them."""
     return set(map(_product, curves["linear"])) >= set(PRODUCTS)
 
 
@@ -203,9 +203,9 @@ def measure(
 ) -> Curves:
     """Return time curves and rates of this device; takes about 5 s at most. Kernels must be warm.
 
-    Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
-    memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
-    check: called before each point. Raises HeptiError if two measurements in a row are implausible.
+    Weights come from memory, not from a cache, as in a model: between two uses of a matrix all others are used.
+    memory_bytes: shapes with weights of more than a quarter of it are left out. narrow: with narrow weights. check:
+    called before each point. Raises HeptiError if two measurements in a row are implausible.
     """
     with suppress(ValueError):  # as after a stall of seconds
         return _measured(workers, memory_bytes, narrow, check)
@@ -234,7 +234,7 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool, check: Callable
         **_frames(forget),
         **_mesh_frames(forget),
     }
-    del forget  # its weights: those of one measurement at a time are enough
+    del forget  # free its weights before the next measurement
     if narrow:
         linear += list(chain.from_iterable(_narrow(curves, workers, memory_bytes, check)))
     profile_from_caps("self", curves, memory_bytes, 1.0)
@@ -242,32 +242,32 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool, check: Callable
 
 
 def _narrow(curves: Curves, workers: Workers, memory_bytes: int, check: Callable[[], None]) -> Iterator[list[Curves]]:
-    """Measure the curves of narrow weights that are missing, and yield those of one storage after the other."""
-    known = list(map(_product, curves["linear"]))
-    whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
-    for storage, products in groupby((one for one in PRODUCTS if one not in known), attrgetter("weights")):
+    """Measure the missing curves of narrow weights; yield those of one storage after the other."""
+    measured = list(map(_product, curves["linear"]))
+    whole, n = SHAPES[min(_MIDDLE, measured.count(Product()) - 1)]
+    for storage, products in groupby((each for each in PRODUCTS if each not in measured), attrgetter("weights")):
         k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
         weights, of_storage = _ColdMatmul(k, n, memory_bytes, storage), []
         for product in products:
             points = _linear_points(weights, workers, check, product.rounded)
             x = {"x": "i8"} if product.rounded else {}
             of_storage.append({"k": k, "n": n, "points": points, "storage": storage, **x})
-        del weights  # those of one measurement at a time are enough
+        del weights  # before the next storage's
         yield of_storage
 
 
 def _expected(measured: Curves, k: int, n: int) -> float:
-    """Return how long measuring [k, n] will take, by what another shape took."""
+    """Return the seconds that measuring [k, n] will take, scaled from another shape."""
     area = k * n / (measured["k"] * measured["n"])
     return float(sum(max(WINDOW_S, (1 + REPEATS) * seconds * area) for _, seconds in measured["points"]))
 
 
 def _cached(path: Path, key: Curves) -> Curves | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        curves: Curves = found["curves"]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        curves: Curves = stored["curves"]
         profile_from_caps("self", curves, 0.0, 1.0)
-        return curves if found["key"] == key else None
+        return curves if stored["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -288,9 +288,9 @@ def _matrix(k: int, n: int, storage: WeightDtype | BlockStorage = "f32") -> Weig
 
 
 class _ColdMatmul:
-    """Weights [k, n] several times, together more than the caches hold, and what multiplies by each of them in turn.
+    """Copies of weights [k, n], together larger than the caches, and products with each of them in turn.
 
-    memory_bytes: a quarter of it is not exceeded while more than one is left.
+    memory_bytes: several copies take at most a quarter of it.
     """
 
     def __init__(self, k: int, n: int, memory_bytes: int, storage: WeightDtype | BlockStorage = "f32") -> None:
@@ -300,7 +300,7 @@ class _ColdMatmul:
             rng.standard_normal((ref.rows[1], n), np.float32) for ref in self._refs
         ]
         if storage in BLOCK_STORAGES:
-            kind = STORAGES[storage]  # any bytes will do whose scales are normal numbers
+            kind = STORAGES[storage]  # any bytes with scales that are normal numbers
             values[0] = StoredRows(kind, np.full((n, kind.row_bytes(k)), 0x11, np.uint8))
         nbytes = sum(map(weight_bytes, self._refs))
         most = min(2 * last_level_cache_bytes(), MAX_COLD_BYTES, memory_bytes // 4)
@@ -309,7 +309,7 @@ class _ColdMatmul:
         self._k, self._n = k, n
 
     def run(self, rows: int, workers: Workers, rounded: bool = False) -> Callable[[], None]:
-        """Return what multiplies `rows` rows, rounded to int8 first or not, by the next of the matrices."""
+        """Return a function that multiplies `rows` rows, `rounded` to int8 or not, by the next matrix."""
         attrs = {"bias": True, "activation": None, "residual": False, **({"x": "i8"} if rounded else {})}
         op = Compute("linear", (0,), (1,), self._refs, attrs)
         slots = (SlotSpec((rows, self._k)), SlotSpec((rows, self._n)))
@@ -338,7 +338,7 @@ def _linear_points(
 
 
 def monotone(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the points [rows, seconds] made monotone: fewer rows never take longer, which removes disturbances."""
+    """Return points [rows, seconds] in which fewer rows never take longer; removes disturbances."""
     out: list[list[float]] = []
     for rows, seconds in reversed(points):
         out.append([rows, min(seconds, out[-1][1]) if out else seconds])
@@ -358,11 +358,11 @@ def _arrays(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Any], list[Any
 
 
 def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], object] | None = None) -> float:
-    """Return the mean time of runs within a window, the first of which does not count; threads: that a run keeps busy.
+    """Return the mean time of runs within a window, without the first run; threads: that a run keeps busy.
 
-    Where the system gives less than that, time is processor time over the cores that it gives: what a clock on the wall
-    shows depends on where in the quota's period a run begins. before: called before each run, in no time. Runs that
-    were held up (swapping, a process that was stopped) do not count.
+    If a quota gives fewer cores, time is processor time divided by them: wall time depends on where in the quota's
+    period a run begins. before: called before each run; its time does not count. Runs that were held up (swapping, a
+    stopped process) do not count.
     """
     share = usable_cores()
     clock, part = (time.process_time, share) if share < threads else (time.perf_counter, 1.0)
@@ -379,10 +379,10 @@ def _seconds(act: Callable[[], object], threads: int = 1, before: Callable[[], o
 
 
 def without_outliers(spent: Sequence[float]) -> list[float]:
-    """Return times without the longest, while that is out of all proportion to the next one.
+    """Return times without the longest while it is over OUTLIER_RATIO times the next one.
 
-    Not all that are far above the usual: of an op that fits several times into what a hidden quota gives at once, every
-    few take ten times as long, and they are what the quota costs.
+    Other times far above the median stay: under a hidden quota a few runs of a short op take ten times as long, and
+    they are the quota's cost.
     """
     left = sorted(spent)
     while len(left) > 1 and left[-1] > OUTLIER_RATIO * left[-2]:
@@ -422,7 +422,7 @@ def _rowwise(workers: Workers) -> float:
 
 
 def _op_overhead(workers: Workers, forget: Callable[[], None]) -> float:
-    """Return the time of one op that computes nearly nothing, by way of the executor, as it is between two matmuls."""
+    """Return the executor's time of one op that computes nearly nothing, with caches as after a matmul."""
     ops = [Compute("add", (n, n), (n + 1,), (), {"bias": False}) for n in range(CHAIN)]
     program = Program("self", (SlotSpec((1, 8)),) * (CHAIN + 1), (Recv(0, "planner", 0), *ops))
     bound, first = bind(program, {}, workers), 0
@@ -441,19 +441,16 @@ def _op_overhead(workers: Workers, forget: Callable[[], None]) -> float:
 
 
 def _cache_flusher(linear: Sequence[Curves], workers: Workers, memory_bytes: int) -> Callable[[], None]:
-    """Return what fills the caches with a matmul's data, as happens before nearly all that a device does.
+    """Return a function that fills the caches with a matmul's data, as before most ops of a device.
 
-    Of a shape that was measured: larger ones would take more of the memory than a measurement may.
+    It uses a measured shape: larger ones would take more memory than a measurement may.
     """
     measured = linear[min(_MIDDLE, len(linear) - 1)]
     return _ColdMatmul(measured["k"], measured["n"], memory_bytes).run(8, workers)
 
 
 def _frames(forget: Callable[[], None]) -> Curves:
-    """Return the fixed time and the rate of sending, or of receiving, a frame: making or reading it, and TCP's work.
-
-    Through a connection to itself: no link is in it, and what a slow CPU needs for a fast one is.
-    """
+    """Return the fixed time and the rate of sending or receiving a frame: its coding and TCP's work, on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
@@ -464,11 +461,10 @@ def _frames(forget: Callable[[], None]) -> Curves:
 def _fit_frame_cost(
     act: Callable[[Any], object], sizes: tuple[int, int], forget: Callable[[], None], count: int = 1
 ) -> tuple[float, float]:
-    """Return the fixed time and the rate of a frame from rounds of small and of large ones, of a half each.
+    """Return the fixed time and the rate of a frame from rounds of small and of large frames; count: frames of a round.
 
-    count: frames of a round.
-
-    A small one that takes no less was held up, and would make bytes cost nothing and frames cost too much.
+    Both ends run here, so a frame costs half a round's time. Rounds are repeated if small frames, held up, took longer
+    than large ones.
     """
     rounds = [partial(act, np.zeros(size, np.uint8)) for size in sizes]
     for _ in range(TRIES):
@@ -491,12 +487,12 @@ def _echo_frame(body: np.ndarray[Any, np.dtype[np.uint8]], near: socket.socket, 
 
 
 def _mesh_frames(forget: Callable[[], None]) -> Curves:
-    """Return the same of a frame over mesh, for each receiver; nothing where there is no mesh."""
+    """Return the fixed time and the rate of a mesh frame, for each receiver; {} without mesh."""
     if not JIT or not mesh_possible():
         return {}
     try:
         with LoopbackMesh() as mesh:
             frame_s, rate = _fit_frame_cost(mesh.echo, MESH_SIZES, forget, PEERS)
-    except (OSError, TimeoutError):  # no address or no descriptors are left; what plans take instead is good enough
+    except (OSError, TimeoutError):  # no address or descriptors left; plans then use the broker's frame cost
         return {}
     return {"mesh_frame_s": frame_s, "mesh_copy_bytes_per_s": rate}

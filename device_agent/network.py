@@ -1,4 +1,4 @@
-"""Recoverable errors: always counted, logged at a decreasing rate."""
+"""The agent's log of recoverable errors, its network events, its two connections, and its subscriptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hepti_mqtt.transport.broker_connection import BrokerConnection
 
 
 class ErrorLog:
-    """Counts kinds of trouble and logs the 1st, 2nd, 4th, 8th ... of each kind, so that a peer cannot flood the log.
+    """Counts recoverable errors by kind; logs the 1st, 2nd, 4th, 8th ... of a kind, so that peers cannot flood the log.
 
     counters: the counts, by kind. May be used from any thread.
     """
@@ -47,12 +47,12 @@ class ErrorLog:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the session thread hears besides the session's own events.
+# Events of the session thread in addition to the session's own.
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """A connection stands and all its subscriptions are acknowledged; the rest is what the broker said of itself."""
+    """A connection is up and all its subscriptions are acknowledged; the other fields describe the broker."""
 
     plane: Plane
     protocol: int
@@ -102,7 +102,7 @@ class OwnStatus:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The agent must end, with an error or without; `announce_offline`: tell the site that it is offline."""
+    """The agent must end, with an error or without; announce_offline: publish `offline`."""
 
     error: Exception | None = None
     announce_offline: bool = True
@@ -127,10 +127,10 @@ AgentEvent = (
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The agent's two connections: what arrives is parsed here, on the network threads, and only handed over.
+# The agent's two connections: arrivals are parsed here, on the network threads, then queued.
 
 
-Body = bytes | memoryview  # what comes over the connection for tensors is a view
+Body = bytes | memoryview  # a view, if it arrives on the data plane
 
 PLANES: Final[tuple[Plane, ...]] = ("control", "data")
 # A hanging broker must not delay shutdown: a stopped process has two seconds in total.
@@ -145,9 +145,9 @@ MakeTransport = Callable[[Plane, OnMessage, Callable[[State], None]], BrokerConn
 class Network:
     """Both planes of one device.
 
-    control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. What is not valid is
-    counted and dropped. A full inbox refuses requests and activations alone: a run that misses one is issued again, but
-    nobody repeats a command. prober: of the broker's way. on_tile: gets the bodies of tile frames.
+    control (QoS 1): commands, requests, tiles, statuses. data (QoS 0): activations and probes. Invalid messages are
+    counted and dropped. A full inbox refuses requests and activations only: their run is repeated, a command is not.
+    prober: of the path to the broker. on_tile: gets the bodies of tile frames.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class Network:
             "activation": self._activation,
             "probe": lambda _, payload: self._probe(payload),
         }
-        self.channel: Channel | None = None  # to the planner: it seals what goes up
+        self.channel: Channel | None = None  # seals messages to the planner
         self._sealing = threading.Lock()
-        self._said: dict[str, bytes] = {}  # what this device has retained last, by topic
+        self._retained: dict[str, bytes] = {}  # this device's last retained message of each topic
         self._transports: Mapping[Plane, BrokerConnection] = {
             plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
         }
@@ -197,7 +197,7 @@ class Network:
     def publish(self, plane: Plane, topic: str, payload: bytes, qos: int, retain: bool = False) -> None:
         """Publish on one plane; raises NetworkError if a QoS 1 message finds the queue full."""
         if retain:
-            self._said[topic] = payload
+            self._retained[topic] = payload
         if topic == self._topics.reports(self._device) and payload[: len(frames.MAGIC)] != frames.MAGIC:
             with self._sealing:
                 channel = self.channel
@@ -205,11 +205,11 @@ class Network:
         self._transports[plane].publish(topic, payload, qos, retain)
 
     def send(self, topic: str, *parts: Body) -> None:
-        """Publish a tensor on the data plane, its payload in parts, which are the caller's again on return."""
+        """Publish a tensor on the data plane, its payload in parts; they are not used after the return."""
         self._transports["data"].send(topic, *parts)
 
     def probe_large(self, now: float) -> bool:
-        """Send a large probe by the broker's way, if one is due; return whether it was. now: by time.perf_counter()."""
+        """Send a large probe to the broker if it is due; return whether it was. now: by time.perf_counter()."""
         due = self.prober.due_large_probe(now, busy=True)
         for payload in due:
             self.publish("data", self._topics.probe(self._device), payload, 0)
@@ -233,8 +233,8 @@ class Network:
         return {f"{plane}_{name}": n for plane, link in both for name, n in asdict(link.counts()).items()}
 
     def close(self, last_message: Will | None) -> None:
-        """Close both connections; `last_message` is what control publishes before it goes."""
-        self._said = {} if last_message is None else {last_message.topic: last_message.payload}
+        """Close both connections; control publishes `last_message` first."""
+        self._retained = {} if last_message is None else {last_message.topic: last_message.payload}
         self._transports["data"].close(timeout_s=DATA_CLOSE_S)
         self._transports["control"].close(last_message, CONTROL_CLOSE_S)
 
@@ -255,11 +255,11 @@ class Network:
             self._complaints.record("inbox_overflow", f"the inbox is full; dropped an event of {nbytes} bytes")
 
     def _own_status(self, payload: Body) -> None:
-        """Repair this device's status, unless it says that another one of this name has started after it."""
+        """Repair this device's retained status, unless a later start of this name has published it."""
         topic = self._topics.status(self._device)
         try:
             status = messages.decode_status(payload)
-            own = messages.decode_status(self._said[topic]) if topic in self._said else status
+            own = messages.decode_status(self._retained[topic]) if topic in self._retained else status
         except WireError:
             self._repair(topic, payload)
             raise
@@ -268,13 +268,13 @@ class Network:
         self._inbox.post(OwnStatus(status))
 
     def _repair(self, topic: str, payload: Body) -> None:
-        """Publish again what this device has retained, if another message has taken its place.
+        """Publish a retained message again if another one has replaced it.
 
-        At once and here: a planner waits only a moment before it believes that a device has left.
+        On this thread, without delay: a planner soon drops a device that seems to have left.
         """
-        own = self._said.get(topic, payload)
+        own = self._retained.get(topic, payload)
         if own != payload:
-            self._complaints.record("repaired", f"published {topic} again: it was not what this device has said")
+            self._complaints.record("repaired", f"published {topic} again: another message had replaced it")
             with suppress(NetworkError):  # its queue is full, or it is closed: the next message is repaired, too
                 self._transports["control"].publish(topic, bytes(own), 1, True)
 
@@ -290,15 +290,15 @@ class Network:
         frame = frames.decode(payload)
         if frame.kind != "tile":
             raise WireError(f"expected a tile frame, got kind {frame.kind}")
-        assert isinstance(frame.body, memoryview)  # what was decoded is a view of the payload
+        assert isinstance(frame.body, memoryview)  # a view of the payload
         self._tiles(TileIn(frame.body))
 
     def _activation(self, parsed: ParsedTopic, payload: Body) -> None:
         frame = frames.decode(payload)
-        # The topic's sender is bound by the broker's access list, the frame's is not.
-        said = (frame.kind, frame.model, frame.layer, frame.source)
-        if said != ("tensor", parsed.model, parsed.layer, parsed.source):
-            raise WireError(f"the frame says {said}, which is not what its topic says")
+        # The broker's access list binds the topic's sender, not the frame's.
+        claim = (frame.kind, frame.model, frame.layer, frame.source)
+        if claim != ("tensor", parsed.model, parsed.layer, parsed.source):
+            raise WireError(f"the frame's header {claim} contradicts its topic")
         self._enqueue(FrameIn(frame), held_bytes(len(payload)))
 
     def _probe(self, payload: Body) -> None:
@@ -325,7 +325,7 @@ class Network:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which filters the agent's connections hold, and which plan versions still wait for an acknowledgement of theirs.
+# The filters of the agent's connections, and the plan versions that wait for their acknowledgement.
 
 
 Key = tuple[str, PlanVersion]
@@ -336,8 +336,8 @@ Token = tuple[Plane, int]
 class Subscriptions:
     """Filters with their acknowledgements: activations on the data plane, requests on the control plane.
 
-    A filter that several plan versions need is subscribed once, so that brokers deliver nothing twice. The session
-    knows which versions are here, and which filters none of them needs any more.
+    A filter of several plan versions is subscribed once, so that brokers deliver nothing twice. The session decides
+    which filters no version needs any more.
     """
 
     def __init__(self, network: Network) -> None:
@@ -347,7 +347,7 @@ class Subscriptions:
         self._pending: dict[Key, set[Token]] = {}  # of plan versions that wait for an acknowledgement
 
     def subscribe(self, model: str, plan_version: PlanVersion, filters: Iterable[str], work_topic: str) -> bool:
-        """Subscribe to what a plan version needs; return whether everything is acknowledged already.
+        """Subscribe to the filters of a plan version; return whether all are acknowledged already.
 
         filters: of activations. work_topic: the topic of its requests.
         """
@@ -367,7 +367,7 @@ class Subscriptions:
         return not tokens
 
     def acknowledged(self, plane: Plane, token: int) -> list[Key]:
-        """Take an acknowledgement; return the plan versions that now have everything."""
+        """Handle an acknowledgement; return the plan versions with all filters acknowledged."""
         done = []
         for key in self._waiting.pop((plane, token), ()):
             tokens = self._pending.get(key)
@@ -379,14 +379,14 @@ class Subscriptions:
         return done
 
     def refused(self, plane: Plane, token: int) -> list[Key]:
-        """Take a refusal, forget its filters, and return the plan versions that cannot have what they need."""
+        """Handle a refusal: forget its filters, and return the plan versions that wait for them."""
         keys = self._waiting.pop((plane, token), set())
         names = [f for f, t in self._held.items() if t == (plane, token)]
         self._drop(names)
         return [key for key in keys if key in self._pending]
 
     def unsubscribe(self, filters: Iterable[str], work_topics: Iterable[str] = ()) -> None:
-        """Leave activations that no epoch needs any more, and topics of requests likewise."""
+        """Unsubscribe from activations and work topics that no plan version needs any more."""
         gone: list[Filter] = [*(("data", f) for f in filters), *(("control", topic) for topic in work_topics)]
         self._drop([f for f in gone if f in self._held])
 

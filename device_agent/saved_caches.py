@@ -1,4 +1,4 @@
-"""KV caches on disk between two processes of a device: written when it is asked to stop, read once and deleted."""
+"""KV caches on disk between two processes of a device: written at a requested stop, read once and deleted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES: Final = frozenset({"float16", "float32"})
 class SavedCaches:
     """The saved KV caches of one device, a file for each: a header in msgpack, then the rows of each array.
 
-    limit_bytes: most that the files take; 0 saves none. Texts can be guessed from the rows: only this user reads them.
+    limit_bytes: of all files; 0 saves none. Texts can be guessed from the rows, so only this user can read the files.
     """
 
     def __init__(self, directory: Path, limit_bytes: int, log: logging.Logger) -> None:
@@ -76,7 +76,7 @@ class SavedCaches:
                     out.append(_read_rows(header, file))
             except (OSError, ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException) as error:
                 self._log.warning("dropped the saved KV cache %s: %s", path.name, error)
-            with suppress(OSError):  # a directory that cannot be written is read all the same
+            with suppress(OSError):  # the directory may be read-only
                 path.unlink()
         return tuple(out)
 
@@ -107,48 +107,48 @@ def _arrays(cache: KeptCache) -> dict[str, npt.NDArray[Any]]:
 def _write(path: Path, cache: KeptCache) -> None:
     arrays = _arrays(cache)
     parts = [array.data.cast("B") for array in arrays.values()]
-    said = {
+    content = {
         "layout": cache.layout,
         "origin": list(cache.origin),
         "number": cache.number,
         "rows": cache.rows,
         "arrays": [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()],
     }
-    header = msgpack.packb([FORMAT, __version__, isa(), _checksum(said, parts), said])
+    header = msgpack.packb([FORMAT, __version__, isa(), _checksum(content, parts), content])
     write_atomically(path, [_LENGTH.pack(len(header)), header, *parts], PRIVATE)
 
 
-def _checksum(said: Mapping[str, Any], parts: Sequence[memoryview]) -> bytes:
-    """Return the SHA-256 of what a header says and of the rows."""
-    out = hashlib.sha256(msgpack.packb(said))
+def _checksum(content: Mapping[str, Any], parts: Sequence[memoryview]) -> bytes:
+    """Return the SHA-256 of a header's content and of the rows."""
+    out = hashlib.sha256(msgpack.packb(content))
     for part in parts:
         out.update(part)
     return out.digest()
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """Return what a file says; raises ValueError if this process cannot use it."""
+    """Return the content of a file's header; raises ValueError if this process cannot use the file."""
     nbytes = _LENGTH.unpack(file.read(_LENGTH.size))[0]
     if nbytes > MAX_HEADER_BYTES:
         raise ValueError("it is damaged")
-    written, version, machine, checksum, said = msgpack.unpackb(file.read(nbytes))
+    written, version, machine, checksum, content = msgpack.unpackb(file.read(nbytes))
     if (written, version, machine) != (FORMAT, __version__, isa()):
         raise ValueError(f"written by version {version} on {machine}")
-    return {**said, "checksum": checksum}
+    return {**content, "checksum": checksum}
 
 
 def _read_rows(header: Mapping[str, Any], file: BinaryIO) -> KeptCache:
     """Return the cache of a file; raises ValueError if it is damaged."""
-    said = {key: value for key, value in header.items() if key != "checksum"}
-    rows, arrays = int(said["rows"]), dict[str, npt.NDArray[Any]]()
+    content = {key: value for key, value in header.items() if key != "checksum"}
+    rows, arrays = int(content["rows"]), dict[str, npt.NDArray[Any]]()
     left = _nbytes(Path(file.name)) - file.tell()
-    for name, dtype, shape in said["arrays"]:
+    for name, dtype, shape in content["arrays"]:
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if dtype not in _DTYPES or shape[0] != rows or not 0 <= nbytes <= left:
             raise ValueError("it is damaged")
         arrays[name] = np.empty(shape, dtype)
         left -= file.readinto(arrays[name].data.cast("B"))  # type: ignore[attr-defined]
     parts = [array.data.cast("B") for array in arrays.values()]
-    if left or _checksum(said, parts) != header["checksum"]:
+    if left or _checksum(content, parts) != header["checksum"]:
         raise ValueError("it is damaged")
-    return KeptCache(said["layout"], PlanVersion(*said["origin"]), int(said["number"]), rows, arrays)
+    return KeptCache(content["layout"], PlanVersion(*content["origin"]), int(content["number"]), rows, arrays)

@@ -1,4 +1,4 @@
-"""The builder's thread, which builds Programs, and the session thread, which runs the session."""
+"""The builder's threads, which build Programs, and the session thread, which runs the session."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ Orders = SimpleQueue[BuildProgram | AnalysePrepare | None]
 
 
 class BuilderThread:
-    """Builds Programs, and studies plans, of `device`; `post` is safe from any thread, `emit` is called on its own.
+    """Builds Programs and analyses plans of `device`; `post` is safe from any thread, `emit` is called on two threads.
 
-    The session orders one Program at a time and each plan once, so that nothing piles up here. A plan or a request
-    waits for each, so that other background work waits for them: they are taken off its budget. What is awaited while
-    nothing else can run has a thread that gives way to nobody: on a busy machine the other one hardly has a turn.
+    The session orders one Program at a time and each plan once, so queues stay short. A plan or a request waits for
+    each order, so other background work waits too: orders are charged to its budget. Awaited orders have a thread of
+    normal priority: on a busy machine the one of low priority hardly runs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BuilderThread:
         self._others: Orders = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(self._awaited,), name="hepti-builder", daemon=True),
-            threading.Thread(target=self._run_behind, args=(self._others,), name="hepti-builder-behind", daemon=True),
+            threading.Thread(target=self._run_slowly, args=(self._others,), name="hepti-builder-slow", daemon=True),
         ]
 
     def start(self) -> None:
@@ -118,10 +118,10 @@ class BuilderThread:
                 thread.join()
 
     def post(self, order: BuildProgram | AnalysePrepare) -> None:
-        """Hand over an order."""
+        """Queue an order."""
         (self._awaited if order.awaited else self._others).put(order)
 
-    def _run_behind(self, orders: Orders) -> None:
+    def _run_slowly(self, orders: Orders) -> None:
         give_way()
         self._run(orders)
 
@@ -136,27 +136,25 @@ class BuilderThread:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The session thread: takes events, runs the session's ops, carries its commands out.
+# The session thread: takes events, runs the session's ops, executes its commands.
 
 
 PACKET_MARGIN: Final = 600  # topic and headers of a PUBLISH, at most
-PEER_POLL_S: Final = 3e-4  # of computing, after which what peers have sent is taken; a look costs as much as a small op
+PEER_POLL_S: Final = 3e-4  # of computing between two polls of peers; a poll costs as much as a small op
 
 ERROR_PAUSE_S: Final = 0.1  # after an unexpected error, so that a permanent one does not take a whole core
-REPEATED_S: Final = 1.0  # an error sooner after the last one repeats it
-MAX_REPEATED: Final = 30  # a device with so many errors in a row computes nothing: it says that it is offline
+REPEATED_S: Final = 1.0  # an error within this time after another one repeats it
+MAX_REPEATED: Final = 30  # errors in a row after which the device goes offline
 
 
 class SessionLoop:
     """Runs one `WorkerSession` in the calling thread until a `Stop` event.
 
-    announce: publishes caps and status for what the broker said to the control connection; returns the largest packet
-    that the broker takes, in bytes, None without a limit. links: to peers, None without mesh; then the thread waits for
-    them and for the inbox in one place. private_key: from which this device and the planner agree on a secret; empty
-    for none. budget: of background work, which hears when runs are under way and when they wait. announce_offline:
-    whether `offline` must still be published after `run`; fault: the reason for it, if a permanent error ended `run`.
-    An error in one event, op or command is counted, logged and, if its transaction or request is known, reported; the
-    session continues.
+    announce: publishes caps and status for a control connection; returns the broker's packet limit in bytes, None
+    without one. links: to peers, None without mesh; with links the thread waits for peers and the inbox in one place.
+    private_key: this device's part of the secret shared with the planner; empty for none. budget: of background work;
+    notified when runs begin, wait and end. An error in one event, op or command is counted, logged and, if it names its
+    transaction or request, reported; the session continues.
     """
 
     def __init__(
@@ -187,17 +185,18 @@ class SessionLoop:
         )
         self._subscriptions = Subscriptions(network)
         self._pauses = IdleProbes(network, links)
-        self._told = 0  # how much of the session's story is in the log
+        self._logged = 0  # transitions of plans in the log
         self._up: dict[Plane, LinkUp] = {}
         self._announced = False
         self._name = NameHolder(start)
         self._planner: Start | None = None
-        self._agreed_boot: int | None = None  # of the planner whose key is agreed on
+        self._agreed_boot: int | None = None  # of the planner of the current secret
         self._planner_key, self._numbers = "", count(1)  # numbers: of messages to planners
-        self._planner_version: str | None = None  # None: no planner has shown itself yet
+        self._planner_version: str | None = None  # None before a planner's first status
+        #: whether `offline` must still be published after `run`, and why, if a permanent error ended it
         self.announce_offline, self.fault = True, ""
         self.packet_limit_bytes: int | None = None
-        self.last_op_s = float("-inf")  # when an op was last run, by time.perf_counter()
+        self.last_op_s = float("-inf")  # time of the last op, by time.perf_counter()
         self._event_handlers: Mapping[type, Callable[[Any], None]] = {
             LinkUp: self._link_up,
             LinkDown: self._link_down,
@@ -230,7 +229,7 @@ class SessionLoop:
         inbox.wake = self._wake
 
     def _wake(self) -> None:
-        """Make the session's thread look at the inbox; from any thread."""
+        """Wake the session's thread, or interrupt its op, for the inbox; from any thread."""
         self._builder.workers.interrupt()
         if self._links is not None:
             self._links.mesh.wake()
@@ -251,7 +250,7 @@ class SessionLoop:
                     raise RemoteError(
                         f"{self._session.device} ends: {self.fault}. Start it again; see its log."
                     ) from exc
-                time.sleep(ERROR_PAUSE_S)  # what fails for ever, as a broken socket does, would take the whole core
+                time.sleep(ERROR_PAUSE_S)
         self.announce_offline = stop.announce_offline
         if stop.error is not None:
             raise stop.error
@@ -263,7 +262,7 @@ class SessionLoop:
     def _work(self) -> Stop:
         """Take events and run ops until a `Stop`, and return it."""
         inbox, session, clock = self._inbox, self._session, time.perf_counter
-        links, heard, workers = self._links, 0.0, self._builder.workers
+        links, polled_s, workers = self._links, 0.0, self._builder.workers
         while True:
             workers.resume()
             step = None if not inbox.empty() else session.next_step()
@@ -272,7 +271,7 @@ class SessionLoop:
                     self._budget.note(session.runs.has_any, True, clock())
                 if links is not None and inbox.empty():
                     self._poll_peers(links, session.deadline)
-                    heard = clock()
+                    polled_s = clock()
                     continue
                 event = inbox.get()
                 if isinstance(event, Stop):
@@ -282,12 +281,12 @@ class SessionLoop:
             self.last_op_s = clock()
             self._budget.note(True, False, self.last_op_s)
             self._compute(step)
-            if links is not None and links.has_peers and (now := clock()) - heard > PEER_POLL_S:
+            if links is not None and links.has_peers and (now := clock()) - polled_s > PEER_POLL_S:
                 self._poll_peers(links, 0.0)
-                heard = now
+                polled_s = now
 
     def _compute(self, step: Step) -> None:
-        """Run a step, until it is done, an event came, or PEER_POLL_S are over that peers may have to wait."""
+        """Run a step until it is done, an event arrives or, with peers, PEER_POLL_S are over."""
         commands: list[Command] = []
         limit_s = PEER_POLL_S if self._links is not None and self._links.has_peers else 0.0
         try:
@@ -309,7 +308,7 @@ class SessionLoop:
                 self._command_handlers[type(command)](command)
             except Exception as exc:
                 self._on_command_failed(step, command, exc)
-                # The rest of what the run says is void; what the session wants besides, a Program built, is not.
+                # The run's other messages are void; other commands, such as BuildProgram, are not.
                 self._execute([c for c in commands[place + 1 :] if not isinstance(c, Publish)])
                 break
         if self._session.runs.idle:
@@ -326,7 +325,7 @@ class SessionLoop:
         links.probe(now, busy=now - self.last_op_s < BUSY_S)
 
     def _poll_peers(self, links: MeshLinks, until_s: float) -> None:
-        """Take what peers have sent, and wait for it if nothing is there: until a time, or until the inbox wakes us."""
+        """Handle peers' events, waiting for the first one until a time or until the inbox wakes the thread."""
         timeout_s = None if until_s == inf else max(until_s - time.perf_counter(), 0.0) if until_s else 0.0
         for event in links.wait(timeout_s):
             self.handle_event(event)
@@ -336,10 +335,10 @@ class SessionLoop:
             self.handle_event(Tick())
 
     def handle_event(self, event: AgentEvent) -> None:
-        """Take one event."""
+        """Handle one event."""
         try:
             if isinstance(event, TensorArrival) and self._session.runs.try_fill(event):
-                return  # as most do; it changes no plan and no order
+                return  # the usual case; no plan and no order changes
             self._event_handlers.get(type(event), self._feed_session)(event)
         except Exception as exc:
             self._complaints.record("event_errors", f"{type(event).__name__} failed: {exc}", _unexpected(exc))
@@ -348,10 +347,10 @@ class SessionLoop:
     def _feed_session(self, event: Any) -> None:
         commands = self._session.handle(event, time.perf_counter())
         story = self._session.plans.story
-        if story.count != self._told:
-            for transition in story.last(story.count - self._told):
+        if story.count != self._logged:
+            for transition in story.last(story.count - self._logged):
                 self._log.debug("%s", transition)
-            self._told = story.count
+            self._logged = story.count
         self._execute(commands)
 
     def _on_op_failed(self, step: Step, error: Exception) -> None:
@@ -359,7 +358,7 @@ class SessionLoop:
         self._execute(self._session.fail_step(step, error))
 
     def _on_command_failed(self, step: Step, command: Command, error: Exception) -> None:
-        """Fail the request of a frame that cannot be sent; after its last op only the frame names it."""
+        """Fail the request of a failed command; after its last op only the frame names it."""
         self._complaints.record("command_errors", f"{type(command).__name__} failed: {error}", _unexpected(error))
         commands = self._session.fail_step(step, error)
         if not commands and isinstance(command, Publish):
@@ -368,13 +367,9 @@ class SessionLoop:
         self._execute(commands)
 
     def _report(self, event: AgentEvent, error: Exception) -> list[Command]:
-        """Return what tells the planner that an event failed, where the event says what it belongs to."""
-        code = error.code if isinstance(error, HeptiError) else "device"
-        text = (
-            f"{self._session.device}: {error}"
-            if isinstance(error, HeptiError)
-            else f"{self._session.device}: {error!r}"
-        )
+        """Return the report of a failed event to the planner; [] if the event names no transaction or run."""
+        code, why = (error.code, str(error)) if isinstance(error, HeptiError) else ("device", repr(error))
+        text = f"{self._session.device}: {why}"
         failed: messages.PrepareFailed | messages.RunFailed
         try:
             if isinstance(event, FrameIn) and event.frame.kind != "tensor":
@@ -390,7 +385,7 @@ class SessionLoop:
                 return []
             payload = messages.encode(failed)
         except (KeyError, TypeError, WireError):
-            return []  # the plan does not even say whose it is
+            return []  # the plan names no model or version
         return [Publish(self._session.topics.reports(self._session.device), payload, 1)]
 
     # -- commands ------------------------------------------------------------------------------------------------
@@ -404,7 +399,7 @@ class SessionLoop:
 
     def _publish(self, command: Publish) -> None:
         if command.plane == "mesh":
-            if self._links is not None:  # a plan names no peers to a device without
+            if self._links is not None:  # without links a plan names no peers
                 begun = time.perf_counter()
                 self._links.publish(command)
                 self._meter.frames_s += time.perf_counter() - begun
@@ -437,7 +432,7 @@ class SessionLoop:
         if is_complete:
             self._announced = True
             self.packet_limit_bytes = self._announce(self._up["control"])
-        if is_complete or event.plane == "control":  # the planner must know who reports its cache
+        if is_complete or event.plane == "control":  # after the status: the planner must know the device
             self._loader.post(RequestAgain())
 
     def _link_down(self, event: LinkDown) -> None:
@@ -475,8 +470,8 @@ class SessionLoop:
             return
         self._agree(status.public_key, status.boot != self._agreed_boot)
         self._agreed_boot = status.boot
-        # One of a lower term is late: a broker that lost its last save retained it. If the broker lost all, the term of
-        # a planner that serves may be lower, too; it releases our plans itself when it meets us.
+        # A status of a lower term is old: a broker that lost its last save retained it. If the broker lost everything,
+        # a serving planner may have a lower term, too; it releases this device's plans itself.
         if self._planner is None or status.start > self._planner:
             self._planner = status.start
             self._feed_session(PlannerLost(status.boot))
@@ -485,7 +480,7 @@ class SessionLoop:
             self._loader.post(RequestAgain())
 
     def _agree(self, public_key: str, is_new: bool) -> None:
-        """Agree on a secret with a planner; one that has shown its own is not replaced before the next start of it."""
+        """Agree on a secret with a planner; a verified one is kept until the planner starts again."""
         channel = self._network.channel
         is_kept = not is_new and (public_key == self._planner_key or (channel is not None and channel.verified))
         if is_kept or not self._private_key:
@@ -496,14 +491,14 @@ class SessionLoop:
         )
 
     def _message(self, event: MessageIn) -> None:
-        """Feed the session what the planner has sealed.
+        """Pass a message with a valid seal to the session.
 
-        A Prepare of an incompatible planner is answered as one that it refuses itself: every planner refuses a device
-        whose Programs differ, and names both versions in its log and record.
+        A Prepare of an incompatible planner is answered with a digest that fits no Program: a planner refuses such a
+        device, and names both versions in its log and record.
         """
         channel = self._network.channel
         if channel is not None and not channel.accepts(event.seal):
-            text = f"dropped a {type(event.message).__name__} that is not of the planner, or has come before"
+            text = f"dropped a {type(event.message).__name__} that is not from the planner, or a repeated one"
             self._complaints.record("forged", text)
             return
         if channel is not None and isinstance(event.message, messages.Prepare):
@@ -523,9 +518,9 @@ class SessionLoop:
         self._execute([Publish(self._session.topics.reports(self._session.device), messages.encode(ready), 1)])
 
     def _own_status(self, event: OwnStatus) -> None:
-        """Give way to another agent of this name; doubt the plans if the broker has published our will all the same.
+        """Stop if another agent has this name; doubt the plans if the broker has published this agent's will.
 
-        The network has corrected what was retained already, unless it names a later start.
+        The network has already repaired the retained status, unless it names a later start.
         """
         verdict = self._name.handle(event.status, time.monotonic())
         if verdict == "taken":
@@ -543,5 +538,5 @@ class SessionLoop:
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """Return an error whose traceback is worth logging: ours say all in their text."""
+    """Return an error if its traceback is worth logging; a HeptiError's text is enough."""
     return None if isinstance(error, HeptiError) else error

@@ -1,7 +1,7 @@
-"""The weight cache on disk: files under a size limit, least recently used first out.
+"""The weight cache on disk: files under a size limit; the least recently used is evicted first.
 
-Tiles are named by the hash of their bytes. Packed weights, the panels that kernels read, are named by what they were
-packed from; a start from the cache reads them as they are, and packs tiles where there are none.
+Tiles are named by the hash of their bytes. Packed weights, the panels that kernels read, are named by a key of their
+source. A start reads packed weights as they are, and packs tiles if a packed weight is missing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hepti_mqtt.kernels import Weight, allocate, arrays_of, layout_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.storage import Octets
 
-RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one: left to whatever else must be written
+RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one, left to other programs
 _SMALL: Final = 20
 RECORD: Final = "models.json"
 MAX_MODELS: Final = 16  # in a record
 ADVICE: Final = "free disk space, replace a worn SD card, or choose another directory with --cache"
 _TILE_KEY_BYTES: Final = 32  # a tile's SHA-256
 _PACKED: Final = b"p"  # ends the key of a packed weight, so that no tile has it
-_CHUNK: Final = 1 << 20  # bytes that are read and summed while they are in the processor's cache
+_CHUNK: Final = 1 << 20  # bytes that are read, then summed from the processor's cache
 _SUM_BYTES: Final = 8
-_PREFIX: Final = 2  # hex digits of a name that are the name of its directory
+_PREFIX: Final = 2  # hex digits of a name that name its directory
 _log: Final = logging.getLogger("hepti.agent")
 
 
@@ -50,16 +50,13 @@ def free_cache_bytes(directory: Path) -> int:
 
 
 def packed_key(manifest: bytes, matrix: WeightRef) -> bytes:
-    """Return the key of a packed weight: equal ones have equal arrays.
-
-    manifest: its digest.
-    """
+    """Return the key of a packed weight; equal keys mean equal arrays. manifest: its digest."""
     text = f"{manifest.hex()} {tuple(matrix)} {layout_of(matrix)}"
     return hashlib.sha256(text.encode()).digest() + _PACKED
 
 
 class _Stamp(NamedTuple):
-    """By what a file is known to be the one that was read before."""
+    """A file's identity: with an equal stamp it is unchanged since it was checked."""
 
     inode: int
     nbytes: int
@@ -72,7 +69,7 @@ def _stamp(stat: os.stat_result) -> _Stamp:
 
 @dataclass(slots=True)
 class CacheRecord:
-    """What a device remembers of its tiles from start to start."""
+    """A device's record of its tiles, kept across starts."""
 
     #: SHA-256 of the manifest that each model was last loaded from, the last one last.
     manifests: dict[str, bytes] = field(default_factory=dict)
@@ -84,10 +81,10 @@ class CacheRecord:
 class TileCache:
     """Tiles by their SHA-256, and packed weights by their key, in files `<directory>/<two hex digits>/<key in hex>`.
 
-    limit_bytes: most that the files may take; 0 turns the cache off. A disk that others fill takes tiles away too: they
-    can be fetched again, and nothing else of a device can. A directory that cannot be written is read all the same.
-    room_bytes: as the function of that name. on_trouble: called when `trouble` changes. counters: `cache_corrupt` files
-    whose bytes were not those of their name, `cache_evicted`, `cache_errors` of the file system. Not thread safe.
+    limit_bytes: of all files; 0 turns the cache off. Tiles also make room on a full disk: they can be fetched again,
+    other files cannot. A read-only directory is read. room_bytes: returns the free bytes for tiles. on_trouble: called
+    when `trouble` changes. counters: `cache_corrupt` files that did not match their name, `cache_evicted`,
+    `cache_errors` of the file system. Not thread safe.
     """
 
     def __init__(
@@ -105,56 +102,56 @@ class TileCache:
         self._checked: dict[bytes, _Stamp] = {}
         self.bytes = 0
         self._on_trouble = on_trouble
-        #: Why new tiles are not kept, in words; "" if they are.
+        #: Why new tiles are not kept; "" if they are.
         self.trouble = ""
         if limit_bytes > 0:
             self._check_writable()
             self._scan()
-            if not self._evict(0, self._sizes):  # whatever is left to do with the disk, it is not for tiles
+            if not self._evict(0, self._sizes):  # the disk is full even without tiles
                 self._drop(list(self._sizes), self.bytes)
 
     @property
     def is_kept(self) -> bool:
-        """Return whether tiles that come are kept."""
+        """Return whether new tiles are kept."""
         return self._limit > 0 and not self.trouble
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._sizes
 
     def get(self, digest: bytes) -> bytes | None:
-        """Return the blob of a hash, checked, or None; a file that holds anything else is removed.
+        """Return the checked blob of a hash, or None; a damaged file is removed.
 
-        A file is hashed once in the life of a process, while nobody has touched it: a board without instructions for
-        SHA-256 hashes as slowly as it multiplies, and each new plan reads the same files again.
+        An unchanged file is hashed once per process: a board without SHA-256 instructions hashes as slowly as it
+        multiplies, and each new plan reads the same files again.
         """
         if digest not in self._sizes:
             return None
         path = self._path(digest)
         try:
             with path.open("rb") as file:
-                data, found = file.read(), _stamp(os.fstat(file.fileno()))
+                data, stamp = file.read(), _stamp(os.fstat(file.fileno()))
         except OSError:
             self._forget(digest)
             return None
-        if self._checked.get(digest) != found and hashlib.sha256(data).digest() != digest:
+        if self._checked.get(digest) != stamp and hashlib.sha256(data).digest() != digest:
             self._counters["cache_corrupt"] += 1
             self._remove(digest)
             return None
-        self._touch(digest, path, found)
+        self._touch(digest, path, stamp)
         return data
 
-    def _touch(self, digest: bytes, path: Path, found: _Stamp) -> None:
-        """Note that a file is in use, and what it looks like from now on."""
+    def _touch(self, digest: bytes, path: Path, stamp: _Stamp) -> None:
+        """Mark a file as just used, and keep its new stamp."""
         now_ns = time.time_ns()
         try:
             os.utime(path, ns=(now_ns, now_ns))
-        except OSError:  # somebody else's file: then it is only not known to be in use
-            now_ns = found.modified_ns
-        self._checked[digest] = found._replace(modified_ns=now_ns)
+        except OSError:  # another user's file: its time of use stays old
+            now_ns = stamp.modified_ns
+        self._checked[digest] = stamp._replace(modified_ns=now_ns)
         self._sizes.move_to_end(digest)
 
     def put(self, digest: bytes, data: bytes | memoryview, keep: Collection[bytes] = ()) -> None:
-        """Store a blob whose hash the caller has checked, unless only blobs in `keep` could make room for it."""
+        """Store a blob, unless only blobs in `keep` could make room for it; the caller has checked its hash."""
         if len(data) > self._limit or digest in self._sizes:
             return
         if self._evict(len(data), (other for other in self._sizes if other not in keep)):
@@ -164,10 +161,10 @@ class TileCache:
             self._set_trouble("the disk is full")
 
     def get_packed(self, key: bytes, matrix: WeightRef) -> Weight | None:
-        """Return a packed weight, or None; a file that is not what was written is removed.
+        """Return a packed weight, or None; a damaged file is removed.
 
-        A sum of its words tells that from what a worn disk or a power cut leaves. No hash does: who can write to this
-        directory can write this program, too.
+        A sum of words detects damage by a worn disk or a power cut. A hash is not needed: a user who can write to this
+        directory can also change this program.
         """
         if key not in self._sizes:
             return None
@@ -191,14 +188,14 @@ class TileCache:
         return weight
 
     def put_packed(self, key: bytes, weight: Weight) -> None:
-        """Store a packed weight, unless tiles would have to make room for it: they cannot be made again here."""
+        """Store a packed weight, unless tiles would have to make room: a tile cannot be derived from it."""
         arrays = _octets(weight)
         nbytes = _size_of(arrays)
         if nbytes <= self._limit and key not in self._sizes and self._evict(nbytes, self._packed()):
             self._write(key, *(array.data for array in arrays), _encode_sum(sum(map(_sum, arrays))))
 
     def _write(self, key: bytes, *data: bytes | memoryview) -> os.stat_result | None:
-        """Write a file and count it; return None, and note the trouble, if that cannot be."""
+        """Write a file and count it; on an error set `trouble` and return None."""
         path = self._path(key)
         try:
             try:
@@ -216,11 +213,11 @@ class TileCache:
         return stat
 
     def read_record(self) -> CacheRecord:
-        """Return the record that is kept beside the tiles, an empty one if it cannot be read."""
+        """Return the stored record, an empty one if it cannot be read."""
         try:
-            said = json.loads((self._directory / RECORD).read_text(encoding="utf-8"))
-            manifests = {check_model(name): bytes.fromhex(text) for name, text in said["manifests"].items()}
-            rates = [float(said[name]) for name in ("read_bytes_per_s", "receive_bytes_per_s")]
+            stored = json.loads((self._directory / RECORD).read_text(encoding="utf-8"))
+            manifests = {check_model(name): bytes.fromhex(text) for name, text in stored["manifests"].items()}
+            rates = [float(stored[name]) for name in ("read_bytes_per_s", "receive_bytes_per_s")]
             if not all(0 <= rate < inf for rate in rates):
                 return CacheRecord()
             return CacheRecord(manifests, *rates)
@@ -228,19 +225,19 @@ class TileCache:
             return CacheRecord()
 
     def write_record(self, record: CacheRecord) -> None:
-        """Keep a record if the disk can be written."""
+        """Store a record if the disk can be written."""
         if not self.is_kept:
             return
         while len(record.manifests) > MAX_MODELS:
             del record.manifests[next(iter(record.manifests))]
-        said = {**asdict(record), "manifests": {name: digest.hex() for name, digest in record.manifests.items()}}
+        stored = {**asdict(record), "manifests": {name: digest.hex() for name, digest in record.manifests.items()}}
         try:
-            write_atomically(self._directory / RECORD, json.dumps(said).encode())
+            write_atomically(self._directory / RECORD, json.dumps(stored).encode())
         except OSError as error:
             self._set_trouble(error.strerror or str(error))
 
     def _check_writable(self) -> None:
-        """Note why a directory takes no tiles, before the first one comes."""
+        """Set `trouble` before the first tile if the directory cannot be written."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._directory / "writable", b"")
@@ -249,7 +246,7 @@ class TileCache:
             self._set_trouble(error.strerror or str(error))
 
     def _set_trouble(self, why: str) -> None:
-        """Report once that new tiles are not kept, and once that they are again."""
+        """Report a change: new tiles are not kept, or are kept again."""
         if bool(why) != bool(self.trouble):
             if why:
                 _log.warning(
@@ -267,23 +264,23 @@ class TileCache:
         return self._directory / name[:_PREFIX] / name
 
     def _scan(self) -> None:
-        found: list[tuple[float, bytes, int]] = []
+        files: list[tuple[float, bytes, int]] = []
         for file in self._files():
             try:
                 digest, stat = bytes.fromhex(file.name), file.stat()
-            except ValueError:  # a temporary file that a crash left behind
+            except ValueError:  # a temporary file left by a crash
                 with suppress(OSError):
                     os.unlink(file.path)
                 continue
             except OSError:
                 continue
-            found.append((stat.st_mtime, digest, stat.st_size))
-        for _, digest, size in sorted(found):
+            files.append((stat.st_mtime, digest, stat.st_size))
+        for _, digest, size in sorted(files):
             self._sizes[digest] = size
             self.bytes += size
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
-        """Yield the files of the cache; none of a directory that cannot be read."""
+        """Yield the files of the cache; none if the directory cannot be read."""
         with suppress(OSError), os.scandir(self._directory) as directories:
             for directory in directories:
                 if len(directory.name) == _PREFIX:
@@ -294,9 +291,9 @@ class TileCache:
         return (key for key in self._sizes if len(key) > _TILE_KEY_BYTES)
 
     def _evict(self, wanted: int, from_: Iterable[bytes]) -> bool:
-        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room now.
+        """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room.
 
-        from_: the files that may be removed, the first ones first.
+        from_: the files that may be removed, in this order.
         """
         over = max(self.bytes + wanted - self._limit, wanted - self._room())
         if over <= 0:
@@ -308,7 +305,7 @@ class TileCache:
         return True
 
     def _drop(self, digests: Iterable[bytes], over: int) -> None:
-        """Remove blobs until they were `over` bytes."""
+        """Remove blobs of at least `over` bytes."""
         enough = self.bytes - over
         for digest in digests:
             if self.bytes <= enough:
@@ -319,7 +316,7 @@ class TileCache:
     def _room(self) -> int:
         try:
             return self._room_bytes(self._directory)
-        except OSError:  # no directory yet, or a disk that does not tell: it will when it is written to
+        except OSError:  # no directory yet, or an unknown size: a write will fail if there is no room
             return sys.maxsize
 
     def _remove(self, digest: bytes) -> None:
@@ -343,11 +340,11 @@ def _size_of(arrays: Sequence[Octets]) -> int:
 
 
 def _sum(octets: Octets) -> int:
-    """Return the sum of the 64-bit words of an array, and of what bytes are left, as the processor adds words."""
+    """Return the sum of an array's 64-bit words and remaining bytes, modulo 2**64 for the words."""
     words = len(octets) // _SUM_BYTES * _SUM_BYTES
     return int(octets[:words].view(np.uint64).sum()) + int(octets[words:].sum())
 
 
 def _encode_sum(total: int) -> bytes:
-    """Return what ends a file; inverted, so that a file of zeros does not have it."""
+    """Return the last bytes of a file; inverted, so that a file of zeros is invalid."""
     return (~total % (1 << 8 * _SUM_BYTES)).to_bytes(_SUM_BYTES, sys.byteorder)

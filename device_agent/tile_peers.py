@@ -1,4 +1,4 @@
-"""Tiles between this device and its peers: who can be asked, what each has reported, and what this device answers.
+"""Tiles between this device and its peers: reachable peers, their reports, and this device's answers.
 
 A session without I/O: the loader's thread calls it and passes the time.
 """
@@ -20,12 +20,12 @@ from hepti_mqtt.protocol.manifest import HASH_BYTES
 from hepti_mqtt.runtime.worker.tile_sources import TileReport
 
 REPORT_S: Final = 0.25  # between two reports to a peer
-MAX_WAITING: Final = 32  # tiles that one peer may have requested and not got: more are refused
-MAX_MODELS: Final = 16  # whose reports of one peer are kept
+MAX_WAITING: Final = 32  # unsent tiles that one peer may have requested: more are refused
+MAX_MODELS: Final = 16  # reports of one peer that are kept
 MAX_REPORT_BYTES: Final = 1 << 20
 
 MessageKind = Literal["tile", "held", "wanted", "refused"]
-#: Sends a frame of a kind and a body to a peer; returns whether the peer reads it.
+#: (peer, model, kind, body): sends a message to a peer; returns whether the peer reads it.
 Send = Callable[[str, str, MessageKind, bytes], bool]
 
 
@@ -58,16 +58,16 @@ class TilePeers:
         self._waiting: OrderedDict[str, deque[tuple[str, bytes]]] = OrderedDict()
         self._next_report_s = -inf
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- reachable peers -------------------------------------------------------------------------------------------
 
     def join(self, peer: str, model: str) -> None:
-        """Take a peer that can be asked for tiles of a model."""
+        """Add a peer that exchanges tiles of a model."""
         self._joined.setdefault(model, set()).add(peer)
         if (there := self._models.get(model)) is not None:
             there.reported.pop(peer, None)
 
     def lose(self, peer: str, model: str | None = None) -> None:
-        """Forget a peer's tiles of a model, or of all models: the connection to it is lost or its plan has ended."""
+        """Forget a peer's tiles of a model, or of all models: its connection or its plan has ended."""
         for name in list(self._joined) if model is None else [model]:
             self._joined.get(name, set()).discard(peer)
             self._reports.get(peer, OrderedDict()).pop(name, None)
@@ -78,16 +78,16 @@ class TilePeers:
             self._reports.pop(peer, None)
 
     def reachable(self, model: str) -> Iterable[str]:
-        """Return the peers that can be asked for tiles of a model."""
+        """Return the peers that exchange tiles of a model."""
         return tuple(self._joined.get(model, ()))
 
     # -- this device's tiles ---------------------------------------------------------------------------------------
 
     def begin(self, model: str, digest: bytes, tiles: TileMap, needed: Iterable[bytes]) -> None:
-        """Take the manifest and the tiles of a load that begins."""
+        """Set the manifest and the tiles of a load that begins."""
         held = np.fromiter((each in self._cache for each in tiles.hashes), np.bool_, len(tiles.hashes))
         there = _Model(digest, tiles, held, np.zeros_like(held))
-        if self._cache.is_kept:  # else it brings peers nothing
+        if self._cache.is_kept:  # else peers can never get them from here
             there.lacking[_positions(tiles, needed)] = True
             there.lacking &= ~held
         self._models[model] = there
@@ -96,23 +96,23 @@ class TilePeers:
             self._models.popitem(last=False)
 
     def end(self, model: str) -> None:
-        """Note that the load of a model has ended."""
+        """End the load of a model: nothing is lacking."""
         if (there := self._models.get(model)) is not None and there.lacking.any():
             there.lacking[:] = False
             there.version += 1
 
     def note(self, model: str, digest: bytes) -> None:
-        """Note that a tile has come, and whether the cache keeps it."""
+        """Record that a tile has arrived, and whether the cache keeps it."""
         there = self._models.get(model)
         position = None if there is None else there.tiles.position.get(digest)
         if there is not None and position is not None:
             there.held[position], there.lacking[position] = digest in self._cache, False
             there.version += 1
 
-    # -- what peers say --------------------------------------------------------------------------------------------
+    # -- messages of peers -----------------------------------------------------------------------------------------
 
     def handle_report(self, peer: str, model: str, body: bytes) -> TileReport | None:
-        """Take a peer's report; return it if it is of the manifest that this device has."""
+        """Store a peer's report; return it if it is of this device's manifest."""
         if peer not in self._joined.get(model, ()) or len(body) > MAX_REPORT_BYTES:
             return None
         kept = self._reports.setdefault(peer, OrderedDict())
@@ -122,7 +122,7 @@ class TilePeers:
         return self.report_of(peer, model)
 
     def report_of(self, peer: str, model: str) -> TileReport | None:
-        """Return a peer's last report of a model, None without one of the manifest that this device has."""
+        """Return a peer's last report of a model, None if there is none of this device's manifest."""
         there, kept = self._models.get(model), self._reports.get(peer)
         body = None if kept is None else kept.get(model)
         if there is None or body is None or body[:HASH_BYTES] != there.digest:
@@ -133,7 +133,7 @@ class TilePeers:
         return None if held is None or lacking is None else TileReport(held, lacking)
 
     def handle_request(self, peer: str, model: str, body: bytes) -> None:
-        """Queue tiles that a peer requests; refuse those that are too many or not in the cache."""
+        """Queue the tiles of a peer's request; refuse tiles beyond MAX_WAITING or not in the cache."""
         if peer not in self._joined.get(model, ()):
             return
         waiting, refused = self._waiting.setdefault(peer, deque()), bytearray()
@@ -145,10 +145,10 @@ class TilePeers:
         if refused:
             self._refuse(peer, model, bytes(refused))
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- messages to peers -----------------------------------------------------------------------------------------
 
     def request(self, peer: str, model: str, digests: Iterable[bytes]) -> None:
-        """Request tiles from a peer; one that does not read it is overdue after a while."""
+        """Request tiles from a peer; if the peer does not read it, the tiles become overdue."""
         self._send(peer, model, "wanted", b"".join(digests))
 
     @property
@@ -172,7 +172,7 @@ class TilePeers:
                 return
 
     def report_if_due(self, now: float) -> None:
-        """Report this device's tiles to the peers that have an older report, later to one that does not read yet."""
+        """Report this device's tiles to peers with an older report; retry later if a peer does not read yet."""
         if now < self._next_report_s:
             return
         for model, peer in self._unreported():
@@ -183,7 +183,7 @@ class TilePeers:
             self._next_report_s = now + REPORT_S
 
     def deadline(self) -> float:
-        """Return when `report_if_due` has something to do; infinity if never."""
+        """Return the time of the next report; infinity if there is none to send."""
         return self._next_report_s if any(self._unreported()) else inf
 
     def _unreported(self) -> Iterable[tuple[str, str]]:

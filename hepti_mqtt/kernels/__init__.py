@@ -1,9 +1,9 @@
-"""Numba kernels for neural networks, each with a NumPy reference beside it.
+"""Numba kernels for neural networks, each with a NumPy reference.
 
-A `Compute` op names a kernel of `KERNELS`. Weights are made with `allocate`, parts of a kernel run on `Workers`.
+A `Compute` op names a kernel of `KERNELS`. `allocate` makes weights, `Workers` run parts of a kernel.
 """
 
-from hepti_mqtt.kernels.base import Kernel, Run
+from hepti_mqtt.kernels.base import Kernel
 from hepti_mqtt.kernels.blocks import BlockBuffer, BlockMatrix
 from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.jit import Warm, warm_up
@@ -31,7 +31,6 @@ __all__ = [
     "Kernel",
     "NarrowMatrix",
     "PackedMatrix",
-    "Run",
     "Warm",
     "Weight",
     "WeightBuffer",

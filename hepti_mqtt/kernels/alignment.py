@@ -33,7 +33,7 @@ _INFINITY: Final = np.float32(np.inf)
 
 @helper
 def _attend(q: Any, kv: Any, width: int, column: int, d: int, scale: Any, weights: Any, sounds: int) -> None:
-    """Write the softmax of one row's scores over all keys, of which the first `weights` are kept."""
+    """Write the softmax of one row's scores over all keys to weights [sounds]."""
     top = -_INFINITY
     for key in range(sounds):
         score = ZERO
@@ -209,4 +209,4 @@ def _scratch(op: Compute, slots: Sequence[SlotSpec]) -> int:
     return 9 * slots[op.reads[0]].shape[0] * slots[op.reads[1]].shape[0]
 
 
-ALIGN_TOKENS: Final = Kernel("align_tokens", _bind, _reference, _work, later=True, scratch_function=_scratch)
+ALIGN_TOKENS: Final = Kernel("align_tokens", _bind, _reference, _work, later=True, scratch_bytes=_scratch)

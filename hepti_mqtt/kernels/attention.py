@@ -1,33 +1,29 @@
 """Attention: over ragged sequences, over blocks of keys, and over a decoder's cache.
 
 attention            q [r, *], kv [s, *] (may be one slot) -> [r, heads d]. Attributes: q_column, k_column, v_column
-                     (first
-                     column of q, k and v), heads, head_dim (d), q_rows (packed row of each row of q), k_rows (packed
-                     rows of kv: half-open ranges (start, stop) in ascending order without overlap), lengths (tokens
-                     of
-                     each packed sequence; a query attends to the keys of its own), scale. Optional: causal (True:
-                     only to keys at its own position or before), window (only to keys that are at most so far away),
-                     group (how many heads of q share one of kv), bias_heads (heads' columns of the weight: a table
-                     [buckets, *] that is added to scores by `relative_buckets`, or with attribute bias_side by
-                     `grid_buckets`: of pictures of a class token and that many rows of as many patches each),
-                     disentangled (True: weights are keys and queries of distances by `log_buckets`, [buckets, heads d]
-                     each, whose products with q and with k are added to scores, before the scale).
-attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not
-                     normalised, then
-                     the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
-attention_combine    States of several blocks -> [r, heads d], combined in the given order. Attributes: heads,
-                     head_dim.
-append_rows          state [C, w], new [m, *], at -> state with rows at..at + m replaced by w columns of new. In place,
-                     where the result is the memory of the state, only the new rows move. The state may be f16.
-                     Attribute column: the first of those of new; 0 without.
+                     (first column of q, k and v), heads, head_dim (d), q_rows (packed row of each row of q), k_rows
+                     (packed rows of kv: half-open ranges (start, stop) in ascending order without overlap), lengths
+                     (tokens of each packed sequence; a query attends to its own sequence), scale. Optional: causal
+                     (True: only to keys at its own position or before), window (largest distance of a key), group
+                     (heads of q per head of kv), bias_heads (columns of the weight, a table [buckets, *] that is added
+                     to scores by `relative_buckets`, or with attribute bias_side by `grid_buckets`: pictures have a
+                     class token and bias_side rows of as many patches), disentangled (True: weights are keys and
+                     queries of distances by `log_buckets`, [buckets, heads d] each; their products with q and with k
+                     are added to scores before the scale).
+attention_block      The same, but writes states [r, heads, d + 2]: the sum of exp(score - maximum) v, not normalised,
+                     then the maximum and the sum of exp(score - maximum). A row without a key has 0, -inf and 0.
+attention_combine    States of several blocks -> [r, heads d], combined in the given order. Attributes: heads, head_dim.
+append_rows          state [C, w], new [m, *], at -> state with rows at..at + m replaced by w columns of new. If the
+                     result is the state's memory, only the new rows move. The state may be f16. Attribute column: the
+                     first column of new, default 0.
 attention_at         q [m, *], kv [C, *] of each item, at -> [m, heads d]: query i of an item attends to rows 0..at + i
-                     of its kv. Attributes as `attention` has: columns, heads, head_dim, scale, window; lengths: of the
-                     items, one without; sinks (True: weights are logits of heads, each of which counts like that of a
-                     key with a value of zero); together (True: to the later new rows of its item, too). Other rows of
-                     kv are never read. kv may be f16.
+                     of its kv. Attributes of `attention`: columns, heads, head_dim, scale, window; lengths: of the
+                     items, default one item; sinks (True: weights are a logit per head, which counts as a key with a
+                     value of zero); together (True: also to the later new rows of its item). Other rows of kv are
+                     never read. kv may be f16.
 
-`at` is an i32 slot [B], the rows that the cache of each item holds; rows beyond the cache raise ValueError before
-anything is written. A query without a key gives 0.
+`at` is an i32 slot [B]: the rows in the cache of each item. Rows beyond the cache raise ValueError before any write. A
+query without a key gives 0.
 """
 
 from __future__ import annotations
@@ -60,32 +56,32 @@ from hepti_mqtt.kernels.base import (
 from hepti_mqtt.kernels.calls import Addresses, CacheWork, Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.codecs import from_half_bits, half_bits
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
-from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, kernel, reads
+from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR
 from hepti_mqtt.program import DTYPE_BYTES, Compute, Work
 
 NO_SINKS: Final = np.zeros(0, np.float32)
 
-# Flops that there must be for each thread; above it `choice` finds out.
+# Flops per thread at least; above it `choice` decides.
 GRAIN: Final = 1 << 17
 
 
-class Seen(NamedTuple):
-    """Which rows of kv each query row attends to.
+class KeyRanges(NamedTuple):
+    """The rows of kv that each query row attends to."""
 
-    ranges: int64 [r, 2], (0, 0) for none. begins: of the keys of its sequence in kv [r]. q_at, k_at: the packed rows
-    that they are, [r] and [s].
-    """
-
+    #: int64 [r, 2], (0, 0) for none
     ranges: NDArray[np.int64]
+    #: first row in kv of each query's sequence [r]
     begins: NDArray[np.int64]
+    #: packed row of each query [r]
     q_at: NDArray[np.int64]
+    #: packed row of each key [s]
     k_at: NDArray[np.int64]
 
 
-def seen_keys(op: Compute, keys: int) -> Seen:
-    """Return which rows of kv each query row attends to."""
+def key_ranges_of(op: Compute, keys: int) -> KeyRanges:
+    """Return the rows of kv that each query row attends to."""
     starts = starts_of(op.attrs["lengths"])
     rows = np.asarray(op.attrs["q_rows"], np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
@@ -95,28 +91,28 @@ def seen_keys(op: Compute, keys: int) -> Seen:
     sequence = np.searchsorted(starts, rows, side="right") - 1
     k_rows = _k_rows(op, keys, int(starts[-1]))
     first, stop = starts[sequence], starts[sequence + 1]
-    # Ranges ascend, so the keys of a sequence lie side by side in kv.
+    # Ranges ascend, so the keys of a sequence are adjacent in kv.
     begins = np.searchsorted(k_rows, first)
     if op.attrs.get("causal", False):
         stop = np.minimum(stop, rows + 1)
     if (window := op.attrs.get("window")) is not None:
         first, stop = np.maximum(first, rows - window), np.minimum(stop, rows + window + 1)
-    found = np.stack([np.searchsorted(k_rows, first), np.searchsorted(k_rows, stop)], axis=1)
-    found[found[:, 0] >= found[:, 1]] = 0
-    return Seen(found, begins, rows, k_rows)
+    ranges = np.stack([np.searchsorted(k_rows, first), np.searchsorted(k_rows, stop)], axis=1)
+    ranges[ranges[:, 0] >= ranges[:, 1]] = 0
+    return KeyRanges(ranges, begins, rows, k_rows)
 
 
 def _k_rows(op: Compute, keys: int, m: int) -> NDArray[np.int64]:
     """Return the packed row of every row of kv, int64 [keys]."""
     given = [(int(start), int(stop)) for start, stop in op.attrs["k_rows"]]
     edges = [0, *(edge for given_range in given for edge in given_range), m]
-    found = np.concatenate([np.arange(0), *(np.arange(*r) for r in given)])
-    if any(a > b for a, b in pairwise(edges)) or len(found) != keys:
+    rows = np.concatenate([np.arange(0), *(np.arange(*r) for r in given)])
+    if any(a > b for a, b in pairwise(edges)) or len(rows) != keys:
         raise ValueError(
             f"{op.kernel}: k_rows must be ranges of the {m} packed rows in ascending order, {keys} rows in all as kv "
             f"has, got {given}"
         )
-    return found
+    return rows
 
 
 def _by_place(op: Compute) -> bool:
@@ -127,32 +123,32 @@ def _by_place(op: Compute) -> bool:
 def tiles_of(alike: NDArray[np.int64], ranges: NDArray[np.int64], begins: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return runs of at most NR query rows with equal rows of `alike`, int64 [tiles, 5].
 
-    That is first, stop, and the first and last of the keys that some of them see, and where their blocks begin.
+    Columns: first and last query row, first and last key of any of them, and where their blocks of keys begin.
     """
     changes = np.flatnonzero(np.any(alike[1:] != alike[:-1], axis=1)) + 1
     cuts = [0, *changes.tolist(), len(ranges)]
     rows = [(at, min(at + NR, b)) for a, b in pairwise(cuts) for at in range(a, b, NR)]
-    found = [(a, b, *_span(ranges[a:b]), begins[a]) for a, b in rows]
-    return np.asarray(found, np.int64).reshape(-1, 5)
+    tiles = [(a, b, *_span(ranges[a:b]), begins[a]) for a, b in rows]
+    return np.asarray(tiles, np.int64).reshape(-1, 5)
 
 
 def _span(ranges: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the first and last of all that is in some ranges, of which those of nothing are (0, 0)."""
+    """Return the least range that covers some ranges; empty ones are (0, 0)."""
     high = int(ranges[:, 1].max())
     return int(np.where(ranges[:, 1] > 0, ranges[:, 0], high).min()), high
 
 
-def tiles_of_op(op: Compute, seen: Seen) -> NDArray[np.int64]:
-    """Return the tiles of an op: of one range of keys, or of a sequence where rows see keys by their distance."""
-    alike, begins = seen.ranges, seen.ranges[:, 0]
+def tiles_of_op(op: Compute, keys: KeyRanges) -> NDArray[np.int64]:
+    """Return the tiles of an op: each has one range of keys, or one sequence if keys depend on the distance."""
+    alike, begins = keys.ranges, keys.ranges[:, 0]
     if op.attrs.get("causal", False):
         alike = alike[:, :1]
     if op.attrs.get("window") is not None:
-        alike, begins = seen.begins[:, None], seen.begins
+        alike, begins = keys.begins[:, None], keys.begins
     if op.attrs.get("window") is not None or _by_place(op):
-        along = seen.q_at - np.arange(len(seen.q_at))  # the same for consecutive rows
+        along = keys.q_at - np.arange(len(keys.q_at))  # equal for consecutive rows
         alike = np.column_stack([alike, along])
-    return tiles_of(alike, seen.ranges, begins)
+    return tiles_of(alike, keys.ranges, begins)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,10 +156,10 @@ def tiles_of_op(op: Compute, seen: Seen) -> NDArray[np.int64]:
 
 
 def relative_buckets(distances: NDArray[np.int64], buckets: int, farthest: int) -> NDArray[np.int64]:
-    """Return the bucket of each distance, key minus query: half of them for keys behind the query.
+    """Return the bucket of each distance, key minus query: half of the buckets are for keys after the query.
 
-    Half of these are of one distance each, others are as wide as their logarithm says, up to `farthest`. As the
-    reference does it, in f32: other roundings would move borders.
+    Half of these have one distance each, the others logarithmic widths up to `farthest`. In f32, as in the reference:
+    other roundings would move borders.
     """
     half = buckets // 2
     exact = half // 2
@@ -177,20 +173,20 @@ def relative_buckets(distances: NDArray[np.int64], buckets: int, farthest: int) 
 def log_buckets(distances: NDArray[np.int64], rows: int, farthest: int) -> NDArray[np.int64]:
     """Return the row of a table [rows, ...] for each distance, query minus key (DeBERTa, He et al., 2021).
 
-    To either side half of the rows are of one distance each, others as wide as their logarithm says, up to `farthest`.
-    As the reference does it, in f32.
+    On either side half of the rows have one distance each, the others logarithmic widths up to `farthest`. In f32, as
+    in the reference.
     """
     span = rows // 2
     middle = span // 2
     away = np.abs(distances)
     far = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(middle))
     scaled = np.ceil(far / np.log(np.float32((farthest - 1) / middle)) * np.float32(middle - 1))
-    found = np.where(away <= middle, distances, np.sign(distances) * (scaled.astype(np.int64) + middle))
-    return np.asarray(np.clip(found + span, 0, rows - 1))
+    buckets = np.where(away <= middle, distances, np.sign(distances) * (scaled.astype(np.int64) + middle))
+    return np.asarray(np.clip(buckets + span, 0, rows - 1))
 
 
-# On a grid of patches (BEiT, Bao et al., 2022) rows have places, of which all with one step between them have one
-# distance, and the class token's places as query and as key give distances that no other pair has.
+# On a grid of patches (BEiT, Bao et al., 2022) each row has a place: the difference of two places is one distance for
+# each step on the grid. The class token's places as query and as key give distances that no other pair has.
 
 
 def grid_places(rows: NDArray[np.int64], lengths: Sequence[int], side: int, token: int) -> NDArray[np.int64]:
@@ -204,7 +200,7 @@ def grid_places(rows: NDArray[np.int64], lengths: Sequence[int], side: int, toke
 def grid_buckets(side: int) -> NDArray[np.int64]:
     """Return the row of the table for each distance, query minus key, with 0 in the middle.
 
-    The last three are those of the class token to patches, of patches to it, and its own.
+    The last three rows: the class token to patches, patches to it, and it to itself.
     """
     most = 2 * side * (side - 1)  # between two patches
     away = np.arange(-3 * most - 2, 3 * most + 3)
@@ -212,22 +208,22 @@ def grid_buckets(side: int) -> NDArray[np.int64]:
     return np.select(cases, [away + most, 2 * most + 1, 2 * most + 3], 2 * most + 2)
 
 
-def _placed(op: Compute, seen: Seen) -> Seen:
-    """Return the rows with the places by which a bias has distances."""
+def _placed(op: Compute, keys: KeyRanges) -> KeyRanges:
+    """Return the rows with grid places in `q_at` and `k_at`, if the op's bias is by places."""
     side = op.attrs.get("bias_side")
     if not side:
-        return seen
+        return keys
     lengths, most = op.attrs["lengths"], 2 * side * (side - 1)
     if {*lengths} - {side * side + 1}:
-        raise ValueError(f"{op.kernel}: lengths {lengths} are not those of a token and {side} x {side} patches")
-    q_at = grid_places(seen.q_at, lengths, side, 2 * most + 1)
-    return seen._replace(q_at=q_at, k_at=grid_places(seen.k_at, lengths, side, 3 * most + 2))
+        raise ValueError(f"{op.kernel}: lengths {lengths} do not fit a class token and {side} x {side} patches")
+    q_at = grid_places(keys.q_at, lengths, side, 2 * most + 1)
+    return keys._replace(q_at=q_at, k_at=grid_places(keys.k_at, lengths, side, 3 * most + 2))
 
 
 def _biases(check: Check, weights: Weights) -> NDArray[np.float32]:
     """Return the bias of each head by distance, query minus key, with 0 in the middle: [heads, an odd number].
 
-    Without a bias it is of no columns.
+    Without a bias: [heads, 0].
     """
     chosen, heads = check.op.attrs.get("bias_heads"), check.op.attrs["heads"]
     if chosen is None:
@@ -238,40 +234,39 @@ def _biases(check: Check, weights: Weights) -> NDArray[np.float32]:
 
 def _by_distance(op: Compute, table: Array) -> Array:
     if side := op.attrs.get("bias_side"):
-        found = grid_buckets(side)
-        if len(table) != found.max() + 1:
-            raise ValueError(f"{op.kernel}: a grid of {side} x {side} needs a table of {found.max() + 1} rows")
-        return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
-    longest = max(op.attrs["lengths"])
-    found = relative_buckets(np.arange(longest - 1, -longest, -1), len(table), op.attrs["farthest"])
-    return np.asarray(table[found][:, list(op.attrs["bias_heads"])].T)
+        buckets = grid_buckets(side)
+        if len(table) != buckets.max() + 1:
+            raise ValueError(f"{op.kernel}: a grid of {side} x {side} needs a table of {buckets.max() + 1} rows")
+    else:
+        longest = max(op.attrs["lengths"])
+        buckets = relative_buckets(np.arange(longest - 1, -longest, -1), len(table), op.attrs["farthest"])
+    return np.asarray(table[buckets][:, list(op.attrs["bias_heads"])].T)
 
 
 class Distances(NamedTuple):
-    """What distances add to scores, in the order of `attention_by_distance`; empty arrays for what they do not add.
+    """Scores by distance, in the order of `attention_by_distance`; arrays without a use are empty."""
 
-    A distance is that of two of the rows q_at [r] and k_at [s], which queries and keys are. biases: f32 [heads,
-    2 L - 1], by query minus key with 0 in the middle. buckets: the same way, int64 [2 L - 1], the rows of to_queries
-    and to_keys: f32 [rows, heads d], keys and queries of distances.
-    """
-
+    #: places of queries [r] and keys [s]; a distance is the difference of a query's and a key's place
     q_at: NDArray[np.int64]
     k_at: NDArray[np.int64]
+    #: f32 [heads, 2 L - 1], by distance with 0 in the middle
     biases: NDArray[np.float32]
+    #: int64 [2 L - 1], by distance with 0 in the middle: row of to_queries and to_keys
     buckets: NDArray[np.int64]
+    #: keys and queries of distances, f32 [rows, heads d]
     to_queries: NDArray[np.float32]
     to_keys: NDArray[np.float32]
 
 
-def _distances(check: Check, layout: HeadLayout, weights: Weights, seen: Seen) -> Distances:
+def _distances(check: Check, layout: HeadLayout, weights: Weights, rows: KeyRanges) -> Distances:
     attrs, none = check.op.attrs, np.zeros((0, 0), np.float32)
     biases = _biases(check, weights)
     if not attrs.get("disentangled"):
-        return Distances(seen.q_at, seen.k_at, biases, np.zeros(0, np.int64), none, none)
+        return Distances(rows.q_at, rows.k_at, biases, np.zeros(0, np.int64), none, none)
     keys, queries = (check.plain(weight, (-1, layout.heads * layout.d)) for weight in weights)
     check.that(len(keys) == len(queries) >= 4, f"{len(keys)} keys and {len(queries)} queries of distances do not fit")
     check.that(attrs["farthest"] - 1 > len(keys) // 4, f"farthest {attrs['farthest']} leaves no room for wide buckets")
-    return Distances(seen.q_at, seen.k_at, biases, _buckets(check.op, len(keys)), keys, queries)
+    return Distances(rows.q_at, rows.k_at, biases, _buckets(check.op, len(keys)), keys, queries)
 
 
 def _buckets(op: Compute, rows: int) -> NDArray[np.int64]:
@@ -280,17 +275,17 @@ def _buckets(op: Compute, rows: int) -> NDArray[np.int64]:
 
 
 def check_heads(check: Check) -> HeadLayout:
-    """Return where the heads lie of an op that reads q and kv, then anything; ValueError if not in their columns."""
+    """Return the layout of heads of an op that reads q and kv first; ValueError if they leave their columns."""
     attrs, with_state = check.op.attrs, int(check.op.kernel == "attention_block")
     columns = {name: attrs[name] for name in ("q_column", "k_column", "v_column")}
     group = attrs.get("group", 1)
-    found = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state, group=group)
-    check.that(found.d >= 1 and found.heads >= 0, f"heads {found.heads} of {found.d} columns make no sense")
-    check.that(group >= 1 and found.heads % group == 0, f"{found.heads} heads are no groups of {group}")
+    layout = HeadLayout(**columns, heads=attrs["heads"], d=attrs["head_dim"], with_state=with_state, group=group)
+    check.that(layout.d >= 1 and layout.heads >= 0, f"heads {layout.heads} of {layout.d} columns make no sense")
+    check.that(group >= 1 and layout.heads % group == 0, f"{layout.heads} heads are no groups of {group}")
     for (name, column), read in zip(columns.items(), (0, 1, 1), strict=True):
-        most = check.reads[read].shape[1] - found.heads // (group if read else 1) * found.d
+        most = check.reads[read].shape[1] - layout.heads // (group if read else 1) * layout.d
         check.that(0 <= column <= most, f"{name} leaves no room for the heads")
-    return found
+    return layout
 
 
 def _check(op: Compute, slots: Slots) -> tuple[int, int, HeadLayout]:
@@ -308,12 +303,12 @@ def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     r, s, layout = _check(op, slots)
     check, by_distance = Check(op, slots), _by_place(op)
     check.weights(weights, 2 if op.attrs.get("disentangled") else int(by_distance))
-    seen = _placed(op, seen_keys(op, s))
-    added = _distances(check, layout, weights, seen) if by_distance else ()
+    rows = _placed(op, key_ranges_of(op, s))
+    added = _distances(check, layout, weights, rows) if by_distance else ()
     if not r * layout.heads:
         return []
-    tiles, limits, table = tiles_of_op(op, seen), seen.ranges, layout.table()
-    flops = pairs_of(seen.ranges) * 4 * layout.heads * layout.d
+    tiles, limits, table = tiles_of_op(op, rows), rows.ranges, layout.table()
+    flops = pairs_of(rows.ranges) * 4 * layout.heads * layout.d
     threads = min(pool.threads, 1 + flops // GRAIN)
     # More parts than threads: the tiles of ragged sequences are of uneven cost.
     parts = ranges(layout.heads * len(tiles), threads if threads == 1 else 4 * threads, flops)
@@ -323,17 +318,17 @@ def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
 
 
 def pairs_of(key_ranges: NDArray[np.int64]) -> int:
-    """Return how many pairs of a query and a key some ranges have."""
+    """Return the number of pairs of a query and a key of its range."""
     return int((key_ranges[:, 1] - key_ranges[:, 0]).sum())
 
 
 def _work(op: Compute, slots: Slots) -> Work:
     keys = slots[op.reads[1]].shape[0]
     if len(op.attrs["lengths"]) == 1 and not op.attrs.get("causal", False) and op.attrs.get("window") is None:
-        pairs = len(op.attrs["q_rows"]) * keys  # of one sequence every row attends to all keys; searches ask this often
+        pairs = len(op.attrs["q_rows"]) * keys  # every row attends to all keys; a short cut for searches
     else:
-        pairs = pairs_of(seen_keys(op, keys).ranges)
-    # Of keys and queries of distances a tile meets about one row per key, and two per query and key.
+        pairs = pairs_of(key_ranges_of(op, keys).ranges)
+    # A tile multiplies about one row of distances per key, and two per query and key.
     per_pair = 10.0 if op.attrs.get("disentangled") else 4.0
     return Work("attention", flops=per_pair * op.attrs["head_dim"] * op.attrs["heads"] * pairs)
 
@@ -350,7 +345,7 @@ def _reference_states(op: Compute, slots: Slots, q: Array, kv: Array, weights: A
         .repeat(by, axis=0)
         for x, c, by in zip((q, kv, kv), columns, (1, group, group), strict=True)
     )
-    key_ranges, _, q_at, k_at = _placed(op, seen_keys(op, s))
+    key_ranges, _, q_at, k_at = _placed(op, key_ranges_of(op, s))
     for low, high in np.unique(key_ranges, axis=0).tolist():  # rows that attend to the same keys together
         if high > low:
             rows = np.flatnonzero((key_ranges == (low, high)).all(axis=1))
@@ -364,19 +359,17 @@ def _reference_states(op: Compute, slots: Slots, q: Array, kv: Array, weights: A
                 scores = scores + bias[:, q_at[rows, None] - k_at[None, low:high] + bias.shape[1] // 2]
             top = scores.max(axis=-1, keepdims=True)
             p = np.exp(scores - np.where(top > -np.inf, top, 0.0))
-            found = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
-            out[rows] = found.transpose(1, 0, 2)
+            states = np.concatenate([p @ values[:, low:high], top, p.sum(axis=-1, keepdims=True)], axis=-1)
+            out[rows] = states.transpose(1, 0, 2)
     return out
 
 
 def _met(op: Compute, q: Array, k: Array, weights: Arrays, apart: NDArray[np.int64]) -> Array:
-    """Return what keys of distances give with q [heads, r, d], and their queries with k [heads, s, d]."""
+    """Return the products of distances' keys with q [heads, r, d], plus those of their queries with k [heads, s, d]."""
     heads, r, d = q.shape
     to_queries, to_keys = (w.astype(np.float64).reshape(len(w), heads, d).transpose(1, 2, 0) for w in weights)
-    found = _buckets(op, to_keys.shape[2])[apart]
-    return np.asarray(
-        (q @ to_queries)[:, np.arange(r)[:, None], found] + (k @ to_keys)[:, np.arange(k.shape[1]), found]
-    )
+    rows = _buckets(op, to_keys.shape[2])[apart]
+    return np.asarray((q @ to_queries)[:, np.arange(r)[:, None], rows] + (k @ to_keys)[:, np.arange(k.shape[1]), rows])
 
 
 def _finish(states: Array, sinks: Array | None = None) -> Array:
@@ -407,13 +400,13 @@ def _combine(states: Any, count: int, out: Any, heads: int, d: int, first: int, 
             top = _MINUS_INF
             for i in range(count):
                 high = floats(states[i] + 4 * at, d + 2)[d]
-                top = high if high > top else top  # NaN is not lost: its own weight below is NaN
+                top = high if high > top else top  # NaN is kept: its own weight below is NaN
             by = ZERO
             result = out[row, head * d : head * d + d]
             result[:] = ZERO
             for i in range(count):
                 state = floats(states[i] + 4 * at, d + 2)
-                # A block without a key has maximum -inf and weighs nothing, also if all blocks are so.
+                # A block without a key has maximum -inf and weight 0, also if no block has a key.
                 weight = ZERO if state[d] == _MINUS_INF else exp_of_negative(state[d] - top)
                 by += weight * state[d + 1]
                 for c in range(d):
@@ -454,25 +447,28 @@ def _reference_combine(op: Compute, _slots: Slots, reads: Arrays, _weights: Arra
 ATTENTION_COMBINE: Final = Kernel("attention_combine", _bind_combine, _reference_combine, rowwise)
 
 
-@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(int32, 1), INT, INT)
-def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+@helper
+def _append(state: Any, out: Any, new: Any, at: Any, copied: int) -> Any:
+    """Copy the state if it must be, and return the first new row."""
     first = at[0]
     if first < 0 or first + len(new) > len(out):
         raise ValueError
     if copied:
         out[:] = state
+    return first
+
+
+@kernel(reads(float32, 2), fills(float32, 2), reads(float32, 2), reads(int32, 1), INT, INT)
+def _append_rows(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
+    first = _append(state, out, new, at, copied)
     for row in range(len(new)):
         out[first + row] = new[row, column : column + out.shape[1]]
 
 
 @kernel(reads(uint16, 2), fills(uint16, 2), reads(float32, 2), reads(int32, 1), INT, INT)
 def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied: int) -> None:
-    """Append rows as f16; beyond 65504 is infinity, as on the wire."""
-    first = at[0]
-    if first < 0 or first + len(new) > len(out):
-        raise ValueError
-    if copied:
-        out[:] = state
+    """Append rows as f16; values beyond 65504 become infinity, as on the wire."""
+    first = _append(state, out, new, at, copied)
     for row in range(len(new)):
         for i in range(out.shape[1]):
             out[first + row, i] = half_bits(new[row, column + i])
@@ -480,7 +476,7 @@ def _append_halves(state: Any, out: Any, new: Any, at: Any, column: int, copied:
 
 @kernel(reads(uint16, 2), fills(float32, 2), reads(int32, 1), INT, INT, INT, INT, INT)
 def _widen_heads(kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k_column: int, v_column: int) -> None:
-    """Widen the keys and values of one head that new rows of an item meet to wide [.., 2 d]."""
+    """Widen one head's keys and values for the new rows of an item to wide [.., 2 d]."""
     d = wide.shape[1] // 2
     for row in range(max(at[item] - near, 0), at[item] + rows):
         for c in range(d):
@@ -490,7 +486,7 @@ def _widen_heads(kv: Any, wide: Any, at: Any, item: int, rows: int, near: int, k
 
 @kernel(TABLE, reads(int32, 1), INT, INT, INT, INT, TABLE, TABLE)
 def _move_limits(empty: Any, at: Any, item: int, near: int, least: int, capacity: int, tiles: Any, limits: Any) -> None:
-    """Fill the tiles of an empty cache, and the limits of its queries, for the rows that the cache of an item holds."""
+    """Fill tiles and limits with those of an empty cache, moved by the rows in an item's cache."""
     first = at[item]
     if first < 0 or first + len(limits) > capacity:
         raise ValueError
@@ -514,7 +510,7 @@ def _bind_append_rows(op: Compute, slots: Slots, weights: Weights, _pool: Worker
     check.shape(check.writes[0], (rows, width))
     (state, new, at), (out,) = operands(op, slots)
     refuse, name = refuse_at(op, (m,), rows, "rows of the cache"), slots[op.writes[0]].state
-    copied = int(not name or name != slots[op.reads[0]].state)  # else they are one array
+    copied = int(not name or name != slots[op.reads[0]].state)  # else state and result are one array
     if kept == "f32":
         return [Call(_append_rows, (state, out, new, at, column, copied), refuse=refuse)]
     halves = state.view(np.uint16), out.view(np.uint16)
@@ -522,7 +518,7 @@ def _bind_append_rows(op: Compute, slots: Slots, weights: Weights, _pool: Worker
 
 
 def _kept(op: Compute, slots: Slots, read: int = 0) -> str:
-    """Return the dtype of the keys and values that an op reads: f16, or f32 that it must be otherwise."""
+    """Return the dtype that an op's keys and values must have: f16 if they are f16, else f32."""
     return "f16" if read < len(op.reads) and slots[op.reads[read]].dtype == "f16" else "f32"
 
 
@@ -564,12 +560,12 @@ class _Caches:
         self.refuse = refuse_at(op, lengths, self.capacity, "rows of the cache")
 
     def _work(self, items: Sequence[int], heads: int) -> CacheWork:
-        """Return the work of some items' attention by so many heads."""
+        """Return the work of attention for some items and a number of heads."""
         rows = tuple((item, self.lengths[item]) for item in items)
         return CacheWork(self.at, rows, min(self.near + 1, self.capacity), 4 * heads * self.layout.d)
 
     def attend_few(self, few: Sequence[int], pool: Workers) -> Calls:
-        """Return the attention of those items that have few rows, all in one call."""
+        """Return one call for the attention of all items with few rows."""
         nbytes, rows = self.caches[0].dtype.itemsize, sum(self.lengths[item] for item in few)
         items = np.asarray([(item, self.starts[item], self.lengths[item]) for item in few], np.int64)
         units = ranges(len(few) * self.layout.heads, pool.threads)
@@ -582,13 +578,13 @@ class _Caches:
     def attend(self, item: int, pool: Workers, alone: int | None = None, kv: Operand | None = None) -> Calls:
         """Return the attention of an item's rows over its cache.
 
-        alone: of the heads that share the keys and values of one, which kv has alone.
+        alone: the only head of kv, if kv has one head; else all heads attend.
         """
         layout, m, heads, skipped = self.layout, self.lengths[item], self.layout.heads, 0
         if alone is not None:
             heads, skipped = layout.group, alone * layout.group
             layout = layout._replace(k_column=-alone * layout.d, v_column=(1 - alone) * layout.d)
-        # As of an empty cache; `at` moves the ends of all ranges of keys alike, and what a window leaves out.
+        # Tiles of an empty cache: `at` moves the ends of all ranges of keys, and a window's begins, by its rows.
         least = m if self.together else 0
         ends = np.maximum(np.arange(1, m + 1), least)
         empty = tiles_of(np.zeros((m, 1), np.int64), np.stack([0 * ends, ends], axis=1), 0 * ends)
@@ -608,7 +604,7 @@ class _Caches:
         ]
 
     def attend_widened(self, item: int, pool: Workers) -> Calls:
-        """Return the same of a cache in f16, of which the keys and values of one head are widened at a time."""
+        """Return the attention of an item's rows over its f16 cache, which is widened head by head."""
         d, cache, calls = self.layout.d, self.caches[item].view(np.uint16), Calls()
         wide = scratch((self.capacity, 2 * d), np.float32)
         for group in range(self.layout.heads // self.layout.group):
@@ -667,13 +663,12 @@ def _work_attention_at(op: Compute, slots: Slots) -> Work:
 
 
 def _scratch_attention_at(op: Compute, slots: Slots) -> int:
-    """Return the bytes of one head's keys and values in f32, of a cache in f16: with few rows some CPUs need none."""
+    """Return the bytes of one head's keys and values of an f16 cache in f32; attention of few rows needs none."""
     rows, wide = slots[op.reads[1]].shape[0], DTYPE_BYTES["f32"]
     return 2 * op.attrs["head_dim"] * rows * wide if _kept(op, slots, 1) == "f16" else 0
 
 
-APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows, in_place=True)
+APPEND_ROWS: Final = Kernel("append_rows", _bind_append_rows, _reference_append_rows, _work_append_rows)
 ATTENTION_AT: Final = Kernel(
-    "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at,
-    scratch_function=_scratch_attention_at,
-)  # fmt: skip
+    "attention_at", _bind_attention_at, _reference_attention_at, _work_attention_at, scratch_bytes=_scratch_attention_at
+)

@@ -1,11 +1,11 @@
-"""Attention of few queries over caches, as in a decoder's steps: of one or some rows of each of several sessions.
+"""Attention of few queries over caches, as in a decoder's steps: one or a few rows of each of several sessions.
 
 Lanes lie along the columns of a head, so that one query fills them. Keys come in blocks with a running maximum and sum,
-as in `attention_tile`. In a block, LANES keys at a time are copied side by side and meet all queries of the heads that
-share them: memory is read once, nearly from one end to the other. One head's part of the rows of a cache would lie in
-as many pages as there are keys. Caches in f16 are widened by that copy. Each query sees the keys of its own limits
-alone, in blocks that begin at the same keys for all: its bits do not depend on the queries beside it, so that guessed
-tokens are judged as if they came alone.
+as in `attention_tile`. In a block, LANES keys at a time are copied into adjacent rows for all queries of the heads that
+share them: memory is read once, nearly in order. Read head by head, the rows of a cache would lie in as many pages as
+there are keys. The copy widens f16 caches. Each query attends to the keys of its own limits, in blocks that begin at
+the same keys for all queries: its bits do not depend on other queries, so that guessed tokens are judged as if they
+came alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, 
 from hepti_mqtt.kernels.tile import NR
 
 LANES: Final = TILE.lanes
-# Rows of an item up to which they are few: of more, tiles with queries along the lanes are faster.
+# The most rows of an item that are few: for more, tiles with queries along the lanes are faster.
 ROWS: Final = 8
 FLOAT_BYTES: Final = 4
 
 _BLOCK: Final = 128  # keys
-_TOGETHER: Final = 4  # keys whose sums run side by side
-_VECTORS: Final = 8  # of a head's columns whose sums do
+_TOGETHER: Final = 4  # keys with interleaved sums
+_VECTORS: Final = 8  # vectors of a head's columns with interleaved sums
 
 _MINUS_INF: Final = np.float32(-np.inf)
 
@@ -94,14 +94,14 @@ def _plain_weighted(vectors: int, weights: int, values: int, stride: int, rows: 
     floats(total, d)[:] += floats(weights, rows) @ _rows_at(values, stride, rows, d)
 
 
-# Fill out [LANES] with the products of a query [vectors] and keys [rows]; the last key stands for those that there are
-# not. Arguments: query, keys, bytes between keys, rows (1 to LANES), vectors (at least 1), out.
+# Fill out [LANES] with the products of a query [vectors] and keys [rows]; the last key fills the lanes beyond the rows.
+# Arguments: query, keys, bytes between keys, rows (1 to LANES), vectors (at least 1), out.
 _scores: Final = lowered(
     emit_sized("hepti_scores", [()], 6, lambda module, name: write_scores(module, name, TILE)), _plain_scores
 )
 
-# Add to total [vectors] what weights [rows] times values are. Arguments: vectors (1 to _VECTORS), weights, values,
-# bytes between values, rows (at least 1), total.
+# Add weights [rows] times values to total [vectors]. Arguments: vectors (1 to _VECTORS), weights, values, bytes between
+# values, rows (at least 1), total.
 _weighted: Final = lowered(by_vectors("hepti_weighted", 5, write_weighted, _VECTORS), _plain_weighted)
 
 # Columns of the table of items: number of the item, first row of q, how many.
@@ -113,7 +113,7 @@ def takes(d: int) -> bool:
     return d % LANES == 0
 
 
-# What is at work on a query, by address: an index that might be negative, for all that Numba knows, leaves no vectors.
+# A query's place is an address: Numba does not vectorise accesses by an index that it cannot prove to be >= 0.
 @helper
 def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any, top: Any, norm: Any) -> None:
     """Fill a query's place: scores, query, sums, maximum, sum of weights."""
@@ -127,7 +127,7 @@ def _begin(mine: int, q: Any, row: int, column: int, d: int, scale: Any, top: An
 
 @helper
 def _softmax(mine: int, low: int, high: int, d: int) -> None:
-    """Turn the scores low..high of a query into weights; scale its sums, and note their maximum and sum of weights."""
+    """Turn the scores low..high of a query into weights; rescale its sums; update the maximum and sum of weights."""
     scores, keys = floats(mine + 4 * low, high - low), high - low
     sums, tail = floats(mine + 4 * (_BLOCK + d), d), floats(mine + 4 * (_BLOCK + 2 * d), 2)
     top = tail[0]
@@ -154,9 +154,9 @@ def _end(mine: int, out: Any, row: int, column: int, d: int) -> None:
 
 @helper
 def _copy(source: int, width: int, nbytes: int, rows: int, d: int, copies: int) -> None:
-    """Copy rows [rows, d] side by side: apart by some KB, they would fall into a few sets of the cache.
+    """Copy rows [rows, d] into adjacent rows: some KB apart, they would fall into a few sets of the cache.
 
-    nbytes: of a value, 4 of f32, or 2 of f16, which becomes f32.
+    nbytes: of a value: 4 of f32, or 2 of f16, which becomes f32.
     """
     if nbytes < FLOAT_BYTES:
         for i in range(rows):
@@ -170,7 +170,7 @@ def _copy(source: int, width: int, nbytes: int, rows: int, d: int, copies: int) 
 
 @helper
 def _add_values(mine: int, values: int, low: int, high: int, d: int) -> None:
-    """Add to the sums of a query the values of keys low..high of a block; values: the address of the first."""
+    """Add the weighted values of keys low..high of a block to a query's sums; values: the address of the first."""
     for c in range(0, d, _VECTORS * LANES):
         vectors = min(_VECTORS, (d - c) // LANES)
         _weighted(vectors, mine + 4 * low, values + 4 * c, 4 * d, high - low, mine + 4 * (_BLOCK + d + c))
@@ -186,10 +186,10 @@ def attention_few(
 ) -> None:  # fmt: skip
     """Fill out [m, heads d] for the units first..stop; a unit is item * heads + head.
 
-    items [items, 3]: of each its place in `at`, which says how many rows its cache [capacity, width] held before, and
-    its rows of q. Query i of an item sees rows held + i - near to held + i of its cache. Raises ValueError where new
-    rows do not lie in the cache. nbytes: of a value there, 4 of f32, or where `takes` says
-    so 2 of f16. layout: the table of `HeadLayout`; d is whole vectors. sinks: as `attention_units` has them.
+    items [items, 3]: place in `at`, first row of q, rows. at: rows that an item's cache [capacity, width] held before.
+    Query i attends to rows held + i - near to held + i. Raises ValueError if new rows leave the cache. nbytes: of a
+    value of the cache: 4 of f32, 2 of f16. layout: the table of `HeadLayout`; d is whole vectors. sinks: as in
+    `attention_units`.
     """
     heads, d, group, stride = layout[3], layout[4], layout[6], nbytes * width
     size, copies = 4 * (_BLOCK + 2 * d + 2), np.empty(LANES * d, np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
-from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, pairs_of, seen_keys, tiles_of_op
+from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, key_ranges_of, pairs_of, tiles_of_op
 from hepti_mqtt.kernels.attention_tile import KEYS, LANES, LOG2E, scores_of, softmax_tile, transpose
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights
 from hepti_mqtt.kernels.calls import Calls, operands
@@ -85,7 +85,7 @@ def _reordered_units(
     q: Any, x: Any, out: Any, key_panels: Any, value_panels: Any, bias: Any, units: Any, q_column: int, d: int,
     scale: Any, first: int, stop: int,
 ) -> None:  # fmt: skip
-    """Fill the rows and heads of out that the units first..stop are."""
+    """Fill the rows and heads of out of the units first..stop."""
     w = x.shape[1]
     narrow = np.empty(d * NR, np.float32)
     wide, total = np.zeros(w * NR, np.float32), np.empty(w * NR, np.float32)
@@ -102,7 +102,7 @@ def _reordered_units(
         vectors = -(-count // LANES)
         for j in range(heads):
             transpose(q, row, count, q_column + (head + j) * d, d, scale * LOG2E, narrow)
-            # What is beyond the queries of this head in its last vector, the next head writes over.
+            # The next head overwrites the lanes beyond this head's queries.
             _through_keys(key_panels, (head + j) * d, d, vectors, narrow, zeros, j * count, wide)
         high[:] = _MINUS_INF
         norm[:] = ZERO
@@ -138,19 +138,19 @@ def _check_reordered(op: Compute, slots: Slots) -> tuple[Check, int, int]:
 
 
 def units_of(tiles: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-    """Return what is computed at once, int64 [units, 6]: tiles of queries [tiles, 4], and which heads of them.
+    """Return the units, int64 [units, 6]: a tile of queries, its first head and number of heads.
 
-    As many heads as have room beside each other in the lanes, the last one in whole vectors. Heads are the outer loop,
-    so that weights stay near.
+    A unit has as many heads as fit into the lanes, the last one in whole vectors. Heads are the outer loop, so that
+    weights stay in the cache.
     """
     counts = (stop - first for first, stop, *_ in tiles.tolist())
     room = [(NR - -(-count // LANES) * LANES) // count + 1 for count in counts]
-    found = [
+    units = [
         (*tile[:4], head, min(most, heads - head))
         for tile, most in zip(tiles.tolist(), room, strict=True)
         for head in range(0, heads, most)
     ]
-    return np.asarray(sorted(found, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
+    return np.asarray(sorted(units, key=lambda unit: unit[_HEAD]), np.int64).reshape(-1, 6)
 
 
 def _bind_reordered(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
@@ -164,7 +164,7 @@ def _bind_reordered(op: Compute, slots: Slots, weights: Weights, pool: Workers) 
         check.that(fits, f"the matrix of {name} is {matrix.rows} x {matrix.columns}, should be {w} x {heads * d}")
     biases = [check.plain(weight, (heads * d,)) for weight in weights[2:]]
     bias = biases[1] if has_bias else np.zeros(heads * d, np.float32)
-    units = units_of(tiles_of_op(op, seen_keys(op, s)), heads)
+    units = units_of(tiles_of_op(op, key_ranges_of(op, s)), heads)
     if not len(units):
         return []
     flops = int(_flops(op, s, w))
@@ -175,13 +175,9 @@ def _bind_reordered(op: Compute, slots: Slots, weights: Weights, pool: Workers) 
     return pool.bind(_reordered_units, parts)(q, x, out, *fixed)
 
 
-def _pairs_reordered(op: Compute, keys: int) -> int:
-    return pairs_of(seen_keys(op, keys).ranges)
-
-
 def _flops(op: Compute, keys: int, w: int) -> float:
     heads, d, r = int(op.attrs["heads"]), int(op.attrs["head_dim"]), len(op.attrs["q_rows"])
-    return 4.0 * heads * w * (r * d + _pairs_reordered(op, keys))
+    return 4.0 * heads * w * (r * d + pairs_of(key_ranges_of(op, keys).ranges))
 
 
 def _work_reordered(op: Compute, slots: Slots) -> Work:
@@ -196,7 +192,7 @@ def _work_reordered(op: Compute, slots: Slots) -> Work:
 
 
 def _reference_reordered(op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
-    """Return the attention over keys and values, which are computed here."""
+    """Return the attention over keys and values that the reference computes first."""
     _, heads, d = _check_reordered(op, slots)
     q, x = (a.astype(np.float64) for a in reads)
     bias = weights[3] if op.attrs["bias"] else 0.0

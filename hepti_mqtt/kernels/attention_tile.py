@@ -1,18 +1,14 @@
 """The compiled part of attention: softmax and transposition as LLVM vector IR, tiles of queries over blocks of keys.
 
-A tile is up to NR queries of one sequence and one head. In its scores, K @ Q.T [keys, NR], queries lie along the
-vector
-lanes: maximum, exponential and sum over keys need no horizontal reduction. The result, P @ V [queries, d], has d
-along
-the lanes, as it is stored. Both products use the register tile. A single query, as in decoding, would leave most
-lanes
-empty and runs with the lanes along d. Keys come in blocks with a running maximum and sum (Milakov and Gimelshein
-2018,
+A tile is up to NR queries of one sequence and one head. In its scores, K @ Q.T [keys, NR], queries lie along the vector
+lanes: maximum, exponential and sum over keys need no horizontal reduction. The result, P @ V [queries, d], has d along
+the lanes, as it is stored. Both products use the register tile. A single query, as in decoding, would leave most lanes
+empty and runs with the lanes along d. Keys come in blocks with a running maximum and sum (Milakov and Gimelshein 2018,
 "Online normalizer calculation for softmax"; FlashAttention, Dao et al. 2022, algorithm 1). Scores are in units of
 log2(e), so that 2**(score - maximum) needs no reduction by ln 2. NaN gives NaN, -inf gives 0.
 
-A head's keys and values are copied side by side once for all tiles that attend to them: rows of kv lie some KB apart,
-where they fall into a few sets of a cache and evict each other.
+A head's keys and values are copied into adjacent rows once for all tiles that attend to them: rows of kv lie some KB
+apart, fall into a few sets of a cache and evict each other.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ LN2: Final = np.float32(0.6931471805599453)
 # nodes with weights moved to where the error is largest).
 _EXP2: Final = (0.6931469775918806, 0.2402224208045559, 0.05550733753733339, 0.009671512865311795, 0.001326472404241906)
 
-# 1.5 * 2**23 + 127: n added to it stands in the low bits of the sum as the exponent of 2**n. At n = -127 these bits
-# are 0, the float 0: what is lower is raised to there, and needs no other care.
+# 1.5 * 2**23 + 127: the low bits of its sum with n are the exponent of 2**n. At n = -127 these bits are 0, the float 0;
+# lower values are raised to -127.
 _SHIFT: Final = 12582912.0 + 127
 _LOWEST: Final = -127.0
 
@@ -51,7 +47,7 @@ class AttentionWriter(VectorWriter):
         super().__init__(module, name, arguments, tile.lanes, tile.fma)
 
     def vectors(self, address: Any, count: int) -> list[Any]:
-        """Return the addresses of vectors side by side."""
+        """Return the addresses of adjacent vectors."""
         return [self.after(address, 4 * self.lanes * j) for j in range(count)]
 
     def exp2(self, x: Any) -> Any:
@@ -84,7 +80,7 @@ def _write_softmax(module: ir.Module, name: str, tile: Tile, vectors: int) -> ir
         return [w.select(">", w.load(at), top) for at, top in zip(own, tops, strict=True)]
 
     tops = w.each(keys, stride, before, maxima)
-    # A maximum of -inf would make -inf - -inf = NaN of scores that are all -inf.
+    # If all scores are -inf, subtracting their maximum would give NaN.
     lowest, zero = w.constant(-np.inf), w.constant(0.0)
     above = [b.select(b.fcmp_ordered(">", t, lowest), t, zero) for t in tops]
     by = [w.exp2(b.fsub(was, a, flags=IN_ORDER)) for was, a in zip(before, above, strict=True)]
@@ -219,7 +215,7 @@ _BEGIN, _END = 0, 1
 
 @helper
 def scores_of(k: int, stride: int, keys: int, vectors: int, queries: Any, d: int, zeros: Any, scores: Any) -> None:
-    """Fill scores [keys, NR] with keys [keys, d], whose address is k, times queries [d, NR]."""
+    """Fill scores [keys, NR] with keys [keys, d] times queries [d, NR]; k: address of the keys."""
     for i in range(0, keys, MR):
         at, out = k + 4 * i * stride, scores.ctypes.data + 4 * i * NR
         rows = min(MR, keys - i)
@@ -232,7 +228,7 @@ def _copy_rows(
 ) -> None:
     """Copy kv[first : first + rows, column : column + d] to copies[at:], in panels of NR columns.
 
-    Rows of a panel lie `stride` floats apart, panels `apart`. What is beyond column d of the last one is left alone.
+    Rows of a panel lie `stride` floats apart, panels `apart`. Columns of the last panel beyond d stay as they are.
     """
     for c in range(0, d if rows > 0 else 0, NR):
         vectors, place = min(NR, d - c) // LANES, at + c // NR * apart
@@ -249,7 +245,7 @@ def _weighted_values(
 ) -> None:
     """Add scores.T @ values to total [count, d up to whole panels], or start it.
 
-    values: the address of panels [KEYS, NR], of which the first `keys` rows count.
+    values: the address of panels [KEYS, NR]; their first `keys` rows count.
     """
     stride = len(total) // NR
     for c in range(0, d, NR):
@@ -278,9 +274,9 @@ def transpose(q: Any, row: int, count: int, column: int, d: int, scale: Any, que
 
 @helper
 def _most_keys(tiles: Any) -> tuple[Any, Any]:
-    """Return how many keys are copied at once, and in how many blocks.
+    """Return the most keys of a copy, and the most blocks.
 
-    A query alone, as in every step of a decoder, needs no copies.
+    A single query, as in every step of a decoder, needs no copies.
     """
     keys, blocks = 0, 0
     for tile in range(len(tiles)):
@@ -293,21 +289,21 @@ def _most_keys(tiles: Any) -> tuple[Any, Any]:
 
 @helper
 def _all_see(limits: Any, row: int, count: int, low: int, high: int) -> bool:
-    """Return whether all of some queries see all of the keys low..high."""
-    found = True
+    """Return whether all `count` queries attend to all keys low..high."""
+    all_see = True
     for j in range(row, row + count):
-        found &= limits[j, _BEGIN] <= low and high <= limits[j, _END]
-    return found
+        all_see &= limits[j, _BEGIN] <= low and high <= limits[j, _END]
+    return all_see
 
 
 @helper
 def _has_nan(total: Any, count: int, d: int) -> bool:
     stride = len(total) // NR
-    found = False
+    has_nan = False
     for i in range(count):
         for c in range(d):
-            found |= np.isnan(total[i * stride + c])
-    return found
+            has_nan |= np.isnan(total[i * stride + c])
+    return has_nan
 
 
 @helper
@@ -337,9 +333,9 @@ def _add_positions(
     scores: Any, kv: Any, k_column: int, first: int, keys: int, row: int, count: int, queries: Any, scale: Any,
     distances: Any, column: int, scratch: Any, zeros: Any,
 ) -> None:  # fmt: skip
-    """Add to scores what the distances' keys give with the queries [d, NR], and their queries with the keys of kv.
+    """Add the products of distances' keys with queries [d, NR], and of their queries with the keys of kv, to scores.
 
-    Keys and queries of distances are in columns from `column` on. Of the products with up to NR keys few rows matter:
+    Keys and queries of distances are in columns from `column` on. Up to NR keys need few rows of distances, because
     buckets ascend with the distance.
     """
     q_at, k_at, _, buckets, to_queries, to_keys = distances
@@ -366,7 +362,7 @@ def _add_positions(
 
 @helper
 def _with_distance(s: Any, row: int, key_row: int, head: int, query: Any, key: Any, scale: Any, distances: Any) -> Any:
-    """Return the score of a query and a key with what their distance adds."""
+    """Return the score of a query and a key plus the terms of their distance."""
     q_at, k_at, biases, buckets, to_queries, to_keys = distances
     bias, d = biases[head], len(query)
     if len(bias) > 0:
@@ -390,7 +386,7 @@ def _scale_rows(total: Any, count: int, stride: int, d: int, by: Any) -> None:
 
 @helper
 def begun(sinks: Any, head: int) -> tuple[Any, Any]:
-    """Return the maximum and the sum of weights before any key: those of the head's sink, if it has one."""
+    """Return the maximum and the sum of weights before the first key: of the head's sink, if it has one."""
     top, norm = _MINUS_INF, ZERO
     if sinks is not None and len(sinks) > 0:
         top, norm = sinks[head], ONE
@@ -404,7 +400,7 @@ def _query_alone(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Fill total [d] with the sum of exp(score - maximum) v over keys low..high; return (maximum, sum of exp).
 
-    row, head: of the query, which with `distances` say what is added to scores.
+    row, head: of the query, for `distances`.
     """
     d = len(query)
     top, norm = begun(sinks, head)
@@ -457,7 +453,7 @@ def _store(total: Any, d: int, high: Any, norm: Any, with_state: int, out: Any, 
 def _store_rows(
     total: Any, row: int, count: int, d: int, high: Any, norm: Any, with_state: int, out: Any, heads: int, head: int
 ) -> None:
-    """Write the results of `count` queries from `row` on, whose maxima are in units of log2(e)."""
+    """Write the results of `count` queries from `row` on; their maxima `high` are in units of log2(e)."""
     for j in range(count):
         to = ((row + j) * heads + head) * (d + 2 if with_state else d)
         _store(total[j * (len(total) // NR) :], d, high[j] * LN2, norm[j], with_state, out, to)
@@ -482,21 +478,21 @@ def _each_alone(
 
 
 class HeadLayout(NamedTuple):
-    """Where the heads of an op lie in q and kv; compiled code reads it as a table in this order.
-
-    d: columns of a head. with_state: 1 if states are written, else 0. group: queries' heads that share one of kv.
-    """
+    """The layout of an op's heads in q and kv; compiled code reads it as a table in this order."""
 
     q_column: int
     k_column: int
     v_column: int
     heads: int
+    #: columns of a head
     d: int
+    #: 1 if states are written, else 0
     with_state: int
+    #: heads of q per head of kv
     group: int = 1
 
     def table(self) -> NDArray[np.int64]:
-        """Return the layout as compiled code reads it."""
+        """Return the table for compiled code."""
         return np.asarray(self, np.int64)
 
 
@@ -505,9 +501,9 @@ def _attend(
     q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, distances: Any, sinks: Any, scale: Any, first: int,
     stop: int,
 ) -> None:  # fmt: skip
-    """Do what `attention_units` does; distances: None, which leaves no code for them, or those of `Distances`.
+    """Compute `attention_units` or `attention_by_distance`.
 
-    sinks: None, or as `attention_units` has them.
+    distances: the arrays of `Distances`, or None (no code for them). sinks: of `attention_units`, or None.
     """
     heads, d, with_state, group = layout[3], layout[4], layout[5], layout[6]
     queries, scores = np.empty(d * NR, np.float32), np.empty(KEYS * NR, np.float32)
@@ -562,7 +558,7 @@ def _attend(
                     _scale_rows(total, count, stride, d, rescale)
                 _weighted_values(keys, count, d, scores, values.ctypes.data + 4 * at, zeros, block > low, total)
                 block, at = block + keys, at + KEYS * stride
-            # A masked key weighs 0, but 0 times a value that is not finite is NaN, which its query must not see.
+            # A masked key has weight 0, but 0 times a value that is not finite is NaN; its query must not get it.
             alone = masked and _has_nan(total, count, d)
         if alone:
             _each_alone(q, kv, out, limits, layout, distances, sinks, scale, row, count, head, scores, total, queries)
@@ -579,9 +575,9 @@ def attention_units(
 ) -> None:
     """Fill out [r, heads, d] (or d + 2 with state, flat) for the units first..stop; a unit is head * tiles + tile.
 
-    tiles [tiles, 5]: rows first..stop, of which each sees some of the keys low..high, and from where on keys are parted
-    into blocks, whatever the tile. limits [r, 2] are begin and end of each query's keys, layout the table of
-    `HeadLayout`. sinks: of each head a logit that counts like a key's with a value of zero; empty for none.
+    tiles [tiles, 5]: query rows first..stop, their keys low..high, and where blocks of keys begin, equal for all tiles
+    of a sequence. limits [r, 2]: begin and end of each query's keys. layout: the table of `HeadLayout`. sinks: a logit
+    for each head, which counts as a key with a value of zero; empty for none.
     """
     _attend(q, kv, out, tiles, limits, layout, None, sinks, scale, first, stop)
 
@@ -594,6 +590,6 @@ def attention_by_distance(
     q: Any, kv: Any, out: Any, tiles: Any, limits: Any, layout: Any, q_at: Any, k_at: Any, biases: Any, buckets: Any,
     to_queries: Any, to_keys: Any, scale: Any, first: int, stop: int,
 ) -> None:  # fmt: skip
-    """Do what `attention_units` does, and add to scores what the distance of query and key says: see `Distances`."""
+    """Compute `attention_units` with scores by the distance of query and key: see `Distances`."""
     distances = q_at, k_at, biases, buckets, to_queries, to_keys
     _attend(q, kv, out, tiles, limits, layout, distances, None, scale, first, stop)

@@ -70,7 +70,7 @@ def _no_scratch(_op: Compute, _slots: Slots) -> int:
     return 0
 
 
-# Elements of which an op needs as many as these for each thread; above it `choice` finds out.
+# Elements of an op per thread at least; above it `choice` decides.
 ROWWISE_GRAIN = 1 << 14
 
 
@@ -89,37 +89,31 @@ class BoundKernel:
             growing = [slot for slot in arrays if self._slots[slot].state]
             self._tape = Tape([self.calls], self._pool, list(arrays), growing)
         row, scratch = 0, np.empty(self._tape.nbytes, np.uint8)
-        while row < len(self.calls):  # whatever interrupts the pool
+        while row < len(self.calls):  # also if the pool is interrupted
             row = self._tape.run(list(arrays.values()), scratch, row)
-
-
-Run = Callable[[Arrays, Arrays], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel of the table; `slots` is the slot table of the Program, weights come in the order of the op.
-
-    in_place: the first array that is written may be the first one that is read. later: what it compiles is kept for
-    later, as `machine.jit.kernel` says. scratch_function: the most bytes that a run takes beside its slots, where they
-    are many: as large as a slot, or a part of a cache.
-    """
+    """One kernel of the table. An op's `slots` are the slot table of its Program; its weights are in their order."""
 
     name: str
     bind_function: Bind
     reference_function: Reference
-    work_function: Estimate
-    in_place: bool = False
+    #: (op, slots) -> the work of an op, for the cost model
+    work: Estimate
+    #: whether `jit.compile_all` compiles its code, and `compile_first` does not
     later: bool = False
-    scratch_function: Scratch = _no_scratch
-    #: What a bound op notes about its matrices does not grow with their columns.
+    #: (op, slots) -> the most bytes that a run takes in addition to its slots, if as large as a slot or part of a cache
+    scratch_bytes: Scratch = _no_scratch
+    #: whether a bound op's notes about its matrices do not grow with their columns
     by_matrix: bool = False
 
     def bind(self, op: Compute, slots: Slots, weights: Weights, pool: Workers) -> BoundKernel:
         """Return the calls of one op of a template; they allocate nothing large and release the GIL.
 
-        Everything that depends on shapes, attributes and weights is worked out here, once. Calls trust their arrays
-        (see `checked`), and must not run on two threads at once. Raises ValueError if the op does not fit together.
+        Shapes, attributes and weights are evaluated here, once. Calls trust their arrays, and must not run on two
+        threads at once. Raises ValueError if the op does not fit together.
         """
         is_later = self.later or any(isinstance(w, NarrowMatrix | BlockMatrix) for w in weights)
         (compile_all if is_later else compile_first)()
@@ -128,68 +122,11 @@ class Kernel:
         except KeyError as error:
             raise ValueError(f"{self.name}: attribute {error} is missing; it has {sorted(op.attrs)}") from error
 
-    def checked(self, op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Run:
-        """Return what `bind` returns behind checks of every array that it is given, for everybody but the executor.
-
-        The executor makes its arrays from the slot table, and needs no check. Raises TypeError for what is no array or
-        has another dtype, ValueError for another number, shape or layout, or for outputs that cannot be written or
-        overlap what is read; nothing has been touched then.
-        """
-        run = self.bind(op, slots, weights, pool)
-
-        def safe(reads: Arrays, writes: Arrays) -> None:
-            check_arrays(op, slots, reads, writes, self.in_place)
-            run(reads, writes)
-
-        return safe
-
     def reference(self, op: Compute, slots: Slots, reads: Arrays, weights: Arrays) -> list[Array]:
-        """Return what the op writes, by plain NumPy in float64; weights as plain arrays [in, out] or [n]."""
+        """Return the results of an op, by plain NumPy in float64; weights are plain arrays [in, out] or [n]."""
         dtypes = [NUMPY_DTYPE[slots[s].dtype] for s in op.writes]
         results = self.reference_function(op, slots, reads, weights)
         return [np.ascontiguousarray(r, dtype=t) for r, t in zip(results, dtypes, strict=True)]
-
-    def work(self, op: Compute, slots: Slots) -> Work:
-        """Return how much work the op is, for the cost model."""
-        return self.work_function(op, slots)
-
-    def scratch_bytes(self, op: Compute, slots: Slots) -> int:
-        """Return the most bytes that a run of the op takes beside its slots, and gives back."""
-        return self.scratch_function(op, slots)
-
-
-def check_arrays(op: Compute, slots: Slots, reads: Arrays, writes: Arrays, in_place: bool = False) -> None:
-    """Raise TypeError or ValueError unless the arrays are what the slots of `op` say, and no output overlaps another.
-
-    What is read may be unaligned and read-only, as a view of a received frame is. in_place: the first output may be the
-    very memory of the first array that is read.
-    """
-    for word, wanted, arrays in (("read", op.reads, reads), ("write", op.writes, writes)):
-        if len(arrays) != len(wanted):
-            raise ValueError(f"{op.kernel}: got {len(arrays)} arrays to {word}, needs {len(wanted)}")
-        for place, (slot, array) in enumerate(zip(wanted, arrays, strict=True)):
-            _check_array(f"{op.kernel}: array {place} to {word}", slots[slot], array)
-    for place, array in enumerate(writes):
-        if not (array.flags.writeable and array.flags.aligned):
-            fault = "unaligned" if array.flags.writeable else "read-only"
-            raise ValueError(f"{op.kernel}: array {place} to write is {fault}; make it with numpy.empty")
-        # All are contiguous, so that overlapping bounds are overlapping memory.
-        is_first = in_place and place == 0 and array.__array_interface__["data"] == reads[0].__array_interface__["data"]
-        if any(np.may_share_memory(array, other) for other in (*reads[is_first:], *writes[:place])):
-            raise ValueError(f"{op.kernel}: array {place} to write overlaps another array; give it memory of its own")
-
-
-def _check_array(name: str, spec: SlotSpec, array: Array) -> None:
-    wanted = NUMPY_DTYPE[spec.dtype]
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name} is a {type(array).__name__}; needs a numpy.ndarray of {wanted}")
-    if array.dtype != wanted:
-        raise TypeError(f"{name} is {array.dtype.str}, needs {wanted.str}; convert it with astype")
-    if array.shape != spec.shape:
-        raise ValueError(f"{name} has shape {array.shape}, needs {spec.shape}")
-    if not array.flags.c_contiguous:
-        message = f"{name} has strides {array.strides}, not rows one behind the other; copy it with ascontiguousarray"
-        raise ValueError(message)
 
 
 class Check:
@@ -278,7 +215,7 @@ def norm_of(check: Check, weights: Weights, h: int) -> tuple[NDArray[np.float32]
     """Return (gamma [h], beta [h], eps, 1 where rows are centred) of an op that norms rows.
 
     weights: gamma, and beta if there is one. Attributes: eps; optional rms (rows are not centred), gamma_offset (added
-    to gamma) and divisor (of gamma, behind that).
+    to gamma) and divisor (of that sum).
     """
     attrs = check.op.attrs
     check.that(1 <= len(weights) <= 2, f"needs gamma and perhaps beta, got {len(weights)} weights")

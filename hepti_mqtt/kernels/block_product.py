@@ -1,9 +1,9 @@
 """Kernel `linear` over matrices in blocks; reads, weights, bias, activation and residual are those of `linear`.
 
 x is taken to 2**-23 of the largest of each 32 values, or (attribute x: "i8") rounded to 254 steps between minus and
-plus the largest one, as llama.cpp does; where 32 values are not all finite, their row is NaN. Codes are multiplied as
-they are stored; an output is the sum of its blocks in ascending order of k, each the sum of its products times the
-block's scale. Each output depends on its row of x and its column alone: not on other rows, its tile or the threads.
+plus the largest one, as llama.cpp does; if 32 values are not all finite, their row is NaN. Codes are multiplied as they
+are stored; an output is the sum of its blocks in ascending order of k, each the sum of its products times the block's
+scale. Each output depends only on its row of x and its column: not on other rows, its tile or the threads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
 from hepti_mqtt.storage import BLOCK
 
-_NEAR: Final = 1 << 19  # bytes of x that pass over a panel at a time, so that they stay in the second-level cache
-_GRAIN: Final = 1 << 15  # values of x that there must be for each thread; above it `choice` finds out
+_NEAR: Final = 1 << 19  # bytes of x per pass over the panels: they stay in the second-level cache
+_GRAIN: Final = 1 << 15  # values of x per thread at least; above it `choice` decides
 _LEAST: Final = 1 << 19  # multiply-adds of a part
 _HALF: Final = BLOCK // 2
 
-# Steps from 0 to the largest value of a block of x, and magnitudes of it below which a block counts as 0: as digits,
-# and rounded.
+# For digits and for rounded x: steps from 0 to the largest value of a block, and magnitudes below which it counts as 0.
 _PLACES: Final = np.float32(BASE * BASE), np.float32(BASE), ONE
 _STEPS: Final = np.float32(127 * BASE * BASE), np.float32(127)
 _TINY: Final = np.float32(1e-30), np.float32(1e-35)
@@ -52,7 +51,7 @@ def _add_up(values: Any, words: Any) -> None:
 
 @helper
 def _add_up_codes(codes: Any, words: Any) -> Any:
-    """Fill what sums of 32 codes begin with; return the sum of the codes."""
+    """Fill the starts of sums of 32 codes; return the sum of the codes."""
     lower = upper = np.int32(0)
     for j in range(_HALF):
         lower += np.int8(codes[j])
@@ -65,7 +64,7 @@ def _add_up_codes(codes: Any, words: Any) -> Any:
 
 @helper
 def _scale_of(values: Any, steps: Any, tiny: Any) -> Any:
-    """Return (step, its reciprocal) of 32 values: NaN if one is not finite, and 0 for what is to be 0."""
+    """Return (step, its reciprocal) of 32 values; not finite: (NaN, 0); below `tiny` the reciprocal is 0."""
     top = np.int32(0)
     for j in range(BLOCK):
         # The bits of f32 >= 0 are ordered like the values, with infinity and NaN above all.
@@ -108,7 +107,7 @@ def _encode(values: Any, rounded: int, codes: Any, words: Any) -> None:
 
 @helper
 def prepare_tile(x: Any, rounded: int, first: int, rows: int, left: int, words: int) -> None:
-    """Fill what a tile reads of some rows of x, those of each 32 values side by side: at `left`, and words."""
+    """Fill a tile's input from some rows of x: values at `left`, and words; rows of each 32 values are adjacent."""
     k, digits = x.shape[1], 1 if rounded else DIGITS
     nbytes = digits * BLOCK if BYTEWISE else 4 * BLOCK
     for n in range(k // BLOCK):
@@ -126,7 +125,7 @@ def prepare_tile(x: Any, rounded: int, first: int, rows: int, left: int, words: 
 
 
 def sizes(rows: int, k: int, rounded: int) -> tuple[int, int]:
-    """Return the bytes of what tiles read of x [rows, k], and how many words it has."""
+    """Return the bytes and the words of tiles' input for x [rows, k]."""
     digits = 1 if rounded else DIGITS
     return rows * k * (digits if BYTEWISE else 4), rows * (k // BLOCK) * digits * WORDS
 
@@ -136,7 +135,7 @@ sizes_of_rows: Final = helper(sizes)
 
 @helper
 def _prepare(x: Any, taken: Any, words: Any, rounded: int, first_tile: int, last_tile: int) -> None:
-    """Fill what some tiles read of x."""
+    """Fill the input of some tiles."""
     rows, k = x.shape
     tiles, of_row = -(-rows // ROWS[rounded]), sizes_of_rows(1, k, rounded)
     for t in range(first_tile, last_tile):
@@ -161,8 +160,8 @@ def _linear_blocks(
 ) -> None:  # fmt: skip
     """Fill the columns of some panels in the rows of some tiles of out.
 
-    panels: the table of `panels`. rounded: whether x is. taken, words: what `prepare_tiles` fills; empty if it is to be
-    done here.
+    panels: the table of `panels`. rounded: whether x is rounded. taken, words: filled by `prepare_tiles`; empty to fill
+    them here.
     """
     rows, k = x.shape
     width, plain = out.shape[1], activation == NONE and residual.size == 0
@@ -181,7 +180,7 @@ def _linear_blocks(
             for t in range(chunk, min(chunk + at_once, last_tile)):
                 first = t * rows // tiles
                 count = (t + 1) * rows // tiles - first
-                # Addresses are read where they are used: an array of which nothing is read any more is freed.
+                # Addresses are read at their use: Numba frees an array after its last use.
                 left, of_words = taken.ctypes.data + of_row[0] * first, words.ctypes.data + 4 * of_row[1] * first
                 c, c_stride = sums.ctypes.data, 4 * WIDTH
                 if direct:
@@ -207,7 +206,7 @@ def bind(
 ) -> Calls:
     """Return the calls of a checked `linear` over x [m, k], as `linear.bind_product` does.
 
-    The matrices may be in several storages. rounded: whether x is.
+    The matrices may be in several storages. rounded: whether x is rounded.
     """
     m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
@@ -218,7 +217,7 @@ def bind(
     choice = pool.choice((_linear_blocks, parts.whole(), parts.work, m, rounded, kinds), parts)
     how, nothing = (table, activation, int(rounded)), (np.empty(0, np.uint8), np.empty(0, np.float32))
     alone = arrays.x, *nothing, arrays.out, arrays.residual, *how
-    # Where each thread has one part, it prepares x itself: that takes less than a call.
+    # If each thread has one part, it prepares x itself: that takes less than a call.
     if choice is None or len(parts) <= pool.threads:
         return [Call(_linear_blocks, alone, parts, choice, alive=alive)]
     octets, words = sizes(m, k, int(rounded))
@@ -234,7 +233,7 @@ def bind(
 
 
 def reference_rounded(x: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return what rows of activations [m, k] become where they are rounded, in plain NumPy."""
+    """Return rounded rows of activations [m, k], in plain NumPy."""
     parts = np.asarray(x, np.float64).reshape(len(x), -1, BLOCK)
     most = np.abs(parts).max(axis=2, keepdims=True)
     step = np.where(np.isfinite(most), most / 127, np.nan)

@@ -1,11 +1,11 @@
 """Register tiles over panels of blocks, as LLVM vector IR: some rows of x times one panel, by storage and kind of x.
 
-Where the CPU multiplies bytes, x is rows of s8 codes with a scale for each 32 of them: one row that is rounded, or
-three of the digits of f32 x. Elsewhere x is f32. Per block and vector of columns the
-products of codes are added (exactly in i32, or in f32), then y += (scale of the weights * scale of x) * sum, and of
-q4_1 minimum * sum of x. What the codes are off by (q4_0: 8) comes in by the sum of x: no instruction for each code. So
-a row's bits do not depend on its tile. A tile has no prefetch: CPUs find the one stream of a panel by themselves, where
-it is read in one direction; hence a tile of few rows takes all vectors of a panel side by side.
+If the CPU multiplies bytes, x is rows of s8 codes with a scale for each 32 of them: one rounded row, or three rows of
+the digits of f32 x. Else x is f32. Per block and vector of columns the products of codes are added (exactly in i32, or
+in f32), then y += (scale of the weights * scale of x) * sum, for q4_1 also minimum * sum of x. The offset of codes
+(q4_0: 8) is subtracted through the sum of x, without an instruction for each code. So a row's bits do not depend on its
+tile. A tile has no prefetch: CPUs detect the stream of a panel if it is read in one direction; so a tile of few rows
+takes all vectors of a panel together.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 _DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""
 _UNSIGNED: Final = bool(_DOT) and not DOT.signed
 BYTEWISE: Final = bool(_DOT) or isa() == "avx2"
-# Rows of codes that stand for a row of f32: its values are taken as whole numbers up to 127 BASE**2, a little less than
-# 2**23, and these by digits from -127 to 127. So small a base leaves room where f32 finds a digit one too large.
+# Rows of codes of a row of f32: its values become whole numbers up to 127 BASE**2, a little less than 2**23, and these
+# become digits from -127 to 127. The small base leaves room for a digit that f32 rounds up.
 DIGITS: Final = 3 if BYTEWISE else 1
 BASE: Final = 253
 # Rows of the largest tile, of f32 and of rounded x: sums, those of a block, weights and one x must fit the registers.
@@ -43,8 +43,8 @@ ROWS: Final = {
     "generic": (2, 2),
 }[isa()]
 _REGISTERS: Final = {"avx512": 32, "neon": 32}.get(isa(), 16)
-# Of a row of x for each 32 values: scale and sum (of digits: in the first row), then what sums of products begin with
-# where weights are off by 8 or 128, or by 32 in runs of 16: - offset * sum, in i32 of codes, else in f32.
+# Words of a row of x for each 32 values: scale and sum (of digits: in the first row), then the start of sums of
+# products for weights with an offset of 8 or 128, or of 32 in runs of 16: - offset * sum, in i32 of codes, else in f32.
 WORDS: Final = 6
 _OF_8, _OF_128, _OF_32 = 2, 3, 4
 _UNSIGNED_PAIRS: Final = "llvm.x86.avx2.pmadd.ub.sw"
@@ -55,29 +55,29 @@ Sums = list[list[Any]]  # of each row, of each vector
 
 
 class Piece(NamedTuple):
-    """Values of k whose products are added before anything else: which 4 of 32, with what writes their codes.
+    """Values of k with one sum of products of codes."""
 
-    by: what the sums are multiplied by, i32 of each vector, if anything. start: the word that sums begin with, 0 for
-    none.
-    """
-
+    #: number of each group of 4 of the 32 values, and the function that writes its codes
     groups: Sequence[tuple[int, Callable[[], list[Any]]]]
+    #: factor of the sums, i32 of each vector; empty for none
     by: Sequence[Any]
+    #: the word of x that sums begin with; 0 for none
     start: int
 
 
 class Run(NamedTuple):
-    """The 32 values of k that share a scale of x, in the vectors at hand.
+    """32 values of k with one scale of x, in some vectors."""
 
-    part: which 32 of a block, i64. scale: of each vector. least: what all values are above, if there is such a number.
-    mask: bits of a code, 255 for signed ones. narrow: groups of which sums of pairs of products fit 16 bits.
-    """
-
+    #: number of the 32 values in a block, i64
     part: Any
     pieces: Sequence[Piece]
+    #: of each vector
     scale: Sequence[Any]
+    #: minimum of each vector; empty for none
     least: Sequence[Any]
+    #: bits of a code, 255 for signed ones
     mask: int
+    #: groups for which sums of pairs of products fit 16 bits
     narrow: int
 
 
@@ -85,8 +85,8 @@ class BlockTileWriter(VectorWriter):
     """Writes the LLVM function of one tile: c = start + x @ panel.
 
     Arguments: panel, blocks of 32, x, words, start, bytes between rows of start, c, bytes between rows of c; all but
-    strides and blocks are addresses. x and words have all rows of each 32 values side by side. wide: each row of c is
-    of DIGITS rows of x.
+    strides and blocks are addresses. Rows of each 32 values are adjacent in x and words. wide: DIGITS rows of x give
+    one row of c.
     """
 
     def __init__(self, module: ir.Module, name: str, storage: Storage, rows: int, wide: bool) -> None:
@@ -108,7 +108,7 @@ class BlockTileWriter(VectorWriter):
         begin = [self.load(b.add(row, column), self.floats) for row in at_start for column in columns]
 
         def turn(t: Any, sums: list[Any]) -> list[Any]:
-            # Blocks of 256 have a step for each half of them: all of one would be too much code.
+            # Blocks of 256 have a step for each half: a whole one would be too much code.
             n, half = (b.lshr(t, self.whole(1)), b.and_(t, self.whole(1))) if large else (t, self.whole(0))
             block = b.add(panel, b.mul(n, self.whole(WIDTH * self.storage.block_bytes)))
             first, totals = b.mul(n, self.whole(self.storage.block // BLOCK)), list(sums)
@@ -127,24 +127,24 @@ class BlockTileWriter(VectorWriter):
         return self.function
 
     def _at_once(self) -> list[list[int]]:
-        """Return the vectors of a panel in turn: all side by side where their sums fit the registers."""
+        """Return groups of a panel's vectors: all together if their sums fit the registers, else one by one."""
         whole = list(range(VECTORS))
         return [whole] if self._fits(VECTORS) else [[j] for j in whole]
 
     def _together(self, runs: list[Run], vectors: list[int]) -> list[list[Run]]:
-        """Return runs that lie in the same bytes: side by side where their sums fit the registers."""
+        """Return groups of runs of the same bytes: all together if their sums fit the registers, else one by one."""
         return [runs] if self._fits(len(vectors) * len(runs)) else [[run] for run in runs]
 
     def _fits(self, sums: int) -> bool:
-        """Return whether this number of sums for each row fits beside the totals, weights, masks and one x.
+        """Return whether this number of sums for each row fits the registers with totals, weights, masks and one x.
 
-        Totals of a large block are not in the way: they leave the registers once for all of it.
+        Totals of a large block do not count: they leave the registers once per block.
         """
         totals = 0 if self.storage.block > BLOCK else self.rows // self.fold * VECTORS
         return totals + self.rows * sums * (1 if BYTEWISE else 2) + 6 <= _REGISTERS
 
     def _add(self, runs: list[Run], vectors: list[int], first: Any, at: tuple[Any, Any], totals: list[Any]) -> None:
-        """Add to the totals of some vectors what runs have; at: x and its words; first: the block's first 32 values."""
+        """Add runs to the totals of some vectors; at: x and its words; first: the block's first 32 values."""
         b, parts = self.builder, [self.builder.add(first, run.part) for run in runs]
 
         def of_rows(address: Any, nbytes: int) -> list[list[Any]]:
@@ -153,7 +153,7 @@ class BlockTileWriter(VectorWriter):
 
         of_x, of_words = of_rows(at[0], BLOCK if BYTEWISE else 4 * BLOCK), of_rows(at[1], 4 * WORDS)
         sums = (self._products if BYTEWISE else self._products_f32)(runs, of_x, of_words, len(vectors))
-        for run, words, found in zip(runs, of_words, sums, strict=True):
+        for run, words, products in zip(runs, of_words, sums, strict=True):
             for (i, row), (n, j) in product(enumerate(words[:: self.fold]), enumerate(vectors)):
                 place, factor = i * VECTORS + j, run.scale[n]
                 if run.least:
@@ -161,13 +161,10 @@ class BlockTileWriter(VectorWriter):
                     totals[place] = self.multiply_add(run.least[n], least, totals[place])
                 if BYTEWISE:
                     factor = b.fmul(factor, self._word(row, 0, self.floats), flags=IN_ORDER)
-                totals[place] = self.multiply_add(found[i][n], factor, totals[place])
+                totals[place] = self.multiply_add(products[i][n], factor, totals[place])
 
     def _runs(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
-        """Yield what some vectors of a block have, those together that are in the same bytes.
-
-        half: which one, of a block of 256.
-        """
+        """Yield the runs of a block for some vectors, in groups of the same bytes; half: of a block of 256."""
         name, first = self.storage.name, self.whole(0)
         if name in ("q4_k", "q5_k"):
             yield from self._runs_q4_k(block, half, vectors)
@@ -190,25 +187,25 @@ class BlockTileWriter(VectorWriter):
     def _runs_q4_k(self, block: Any, half: Any, vectors: list[int]) -> Iterator[list[Run]]:
         """Two runs, of the low and of the high halves of 32 bytes, twice; scales and minima have 6 bits.
 
-        Those of the first four parts are the low six bits of bytes 0..7; of the others four bits are in bytes 8..11,
-        and the upper two those that bytes 0..7 have left. Of q5_k each part has fifth bits too.
+        The first four parts' are the low six bits of bytes 0..7. The others' low four bits are in bytes 8..11, their
+        upper two in the upper bits of bytes 0..7. q5_k also has fifth bits of each part.
         """
         b, every, is_five = self.builder, partial(self.every, self.integers), self.storage.name == "q5_k"
-        behind = b.icmp_signed("==", half, self.whole(1))
+        is_second = b.icmp_signed("==", half, self.whole(1))
 
         def sixes(six: Any, four: Any) -> Any:
             later = b.or_(b.and_(four, every(0x0F0F0F0F)), b.and_(b.lshr(six, every(2)), every(0x30303030)))
-            return b.select(behind, later, b.and_(six, every(0x3F3F3F3F)))
+            return b.select(is_second, later, b.and_(six, every(0x3F3F3F3F)))
 
         # Fifth bits of the parts of this half of the block come down to bits 0..3.
         lowered = self.splat(b.trunc(b.mul(half, self.whole(4)), I32), self.integers)
 
         def fives(nibbles: Callable[[], list[Any]], fifths: Callable[[], list[Any]], place: int) -> list[Any]:
-            found = []
+            codes = []
             for nibble, bits in zip(nibbles(), fifths(), strict=True):
                 bit = b.shl(b.lshr(bits, lowered), every(4 - place))
-                found.append(b.or_(nibble, b.and_(bit, every(0x10101010))))
-            return found
+                codes.append(b.or_(nibble, b.and_(bit, every(0x10101010))))
+            return codes
 
         low, high, both = (self._codes(block, "parts", self.whole(g), vectors)() for g in range(3))
         scales = [sixes(*pair) for pair in zip(low, both, strict=True)]
@@ -243,14 +240,14 @@ class BlockTileWriter(VectorWriter):
         of_parts = [self._codes(block, "parts", b.add(first, self.whole(i)), vectors)() for i in range(2)]
 
         def codes(g: int, odd: int, high: int) -> list[Any]:
-            found = []
+            sixes = []
             own = self._nibbles(at, self.whole(3 * g + 1 + odd), high, vectors)()
             pairs = self._codes(at, "codes", self.whole(3 * g), vectors)()
             for nibbles, upper in zip(own, pairs, strict=True):
                 by = 4 - 2 * odd - 4 * high
                 moved = b.shl(upper, every(by)) if by > 0 else b.lshr(upper, every(-by)) if by else upper
-                found.append(b.or_(nibbles, b.and_(moved, every(0x30303030))))
-            return found
+                sixes.append(b.or_(nibbles, b.and_(moved, every(0x30303030))))
+            return sixes
 
         runs = []
         for high, odd in product(range(2), range(2)):
@@ -270,7 +267,7 @@ class BlockTileWriter(VectorWriter):
         return (b.ashr if signed else b.lshr)(b.shl(words, left), self.every(self.integers, 24))
 
     def _field(self, name: str) -> int:
-        """Return how many bytes of a block lie before a field."""
+        """Return the bytes of a block before a field."""
         fields = FIELDS[self.storage.name]
         return WIDTH * sum(fields[other].nbytes for other in takewhile(lambda other: other != name, fields))
 
@@ -279,7 +276,7 @@ class BlockTileWriter(VectorWriter):
         return [self.half(self.builder.add(block, self.whole(at + 2 * LANES * j))) for j in vectors]
 
     def _codes(self, block: Any, field: str, group: Any, vectors: list[int]) -> Callable[[], list[Any]]:
-        """Return what writes the loads of four bytes of each lane: a group of a field."""
+        """Return a function that writes the loads of a group of a field: four bytes of each lane."""
         b = self.builder
 
         def load() -> list[Any]:
@@ -290,7 +287,7 @@ class BlockTileWriter(VectorWriter):
         return load
 
     def _nibbles(self, block: Any, group: Any, high: int, vectors: list[int]) -> Callable[[], list[Any]]:
-        """Return what writes the codes 0..15 of one half of the bytes of a group."""
+        """Return a function that writes the codes 0..15 of one half of a group's bytes."""
         b, load = self.builder, self._codes(block, "codes", group, vectors)
 
         def codes() -> list[Any]:
@@ -307,12 +304,12 @@ class BlockTileWriter(VectorWriter):
         self, runs: list[Run], of_x: list[list[Any]], of_words: list[list[Any]], vectors: int
     ) -> list[Sums]:
         """Return sums of products of f32 x for each run: each byte of each lane becomes a float."""
-        b, zero, every, found = self.builder, ir.Constant(self.floats, None), partial(self.every, self.integers), []
+        b, zero, every, sums_of = self.builder, ir.Constant(self.floats, None), partial(self.every, self.integers), []
         for run, at_x, at_words in zip(runs, of_x, of_words, strict=True):
             totals: list[list[Any]] = [[None] * vectors for _ in at_x]
             for piece in run.pieces:
                 begin = [self._word(words, piece.start, self.floats) if piece.start else zero for words in at_words]
-                # Two chains: each multiply-add waits for the one before it.
+                # Two chains: each multiply-add waits for the previous one.
                 sums = [[[start, zero] for _ in range(vectors)] for start in begin]
                 for g, codes in piece.groups:
                     for (n, code), q in product(enumerate(codes()), range(4)):
@@ -329,8 +326,8 @@ class BlockTileWriter(VectorWriter):
                     if piece.by:
                         value = b.fmul(value, b.sitofp(piece.by[n], self.floats), flags=IN_ORDER)
                     totals[i][n] = value if totals[i][n] is None else b.fadd(totals[i][n], value, flags=IN_ORDER)
-            found.append(totals)
-        return found
+            sums_of.append(totals)
+        return sums_of
 
     def _products(self, runs: list[Run], of_x: list[list[Any]], of_words: list[list[Any]], vectors: int) -> list[Sums]:
         """Return sums of products of codes for each run, f32; those of each piece are exact."""
@@ -346,7 +343,7 @@ class BlockTileWriter(VectorWriter):
                     last = at % run.narrow == run.narrow - 1
                     self._step(run.mask == 255, piece.groups[at], of_x[r], (sums[r], pairs[r]), last)
                 if self.storage.block > BLOCK or self.storage.name == "q8_0" or at % 2:
-                    # The compiler would move loads about, and the CPU then finds no stream of memory to fetch ahead.
+                    # If the compiler moved loads, the CPU would not detect the stream of memory.
                     b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
             if self.fold > 1:
                 sums, add = [self._of_digits(rows) for rows in sums], partial(b.fadd, flags=IN_ORDER)
@@ -358,16 +355,16 @@ class BlockTileWriter(VectorWriter):
 
     def _of_digits(self, sums: Sums) -> Sums:
         """Return the sums of rows of f32 x from those of their digits."""
-        b, found = self.builder, Sums()
+        b, totals = self.builder, Sums()
         base, square = self.every(self.integers, BASE), self.every(self.floats, BASE * BASE)
         for high, middle, low in zip(*(sums[digit::DIGITS] for digit in range(DIGITS)), strict=True):
             lower = [b.sitofp(b.add(b.mul(m, base), c), self.floats) for m, c in zip(middle, low, strict=True)]
             upper = [b.sitofp(h, self.floats) for h in high]
-            found.append([self.multiply_add(h, square, c) for h, c in zip(upper, lower, strict=True)])
-        return found
+            totals.append([self.multiply_add(h, square, c) for h, c in zip(upper, lower, strict=True)])
+        return totals
 
     def _times(self, sums: Sums, by: Sequence[Any]) -> Sums:
-        """Return sums multiplied by what a piece has for each vector, if it has."""
+        """Return sums times a piece's factors `by`, if it has any."""
         b = self.builder
         if not by:
             return sums
@@ -377,14 +374,14 @@ class BlockTileWriter(VectorWriter):
         return [[b.mul(v, whole) for v, whole in zip(row, by, strict=True)] for row in sums]
 
     def _start(self, piece: Piece, words: Any) -> Any:
-        """Return what sums of codes begin with: what the weights' offset takes away."""
+        """Return the start of sums of codes, which subtracts the weights' offset."""
         return self._word(words, piece.start, self.integers) if piece.start else ir.Constant(self.integers, None)
 
     def _step(
         self, signed: bool, group: tuple[int, Callable[[], list[Any]]], of_x: list[Any],
         sums_and_pairs: tuple[list[list[Any]], list[list[Any]]], last: bool,
     ) -> None:  # fmt: skip
-        """Add the products of 4 values of k to the sums; last: of those whose pairs fit 16 bits."""
+        """Add the products of 4 values of k to the sums; last: widen the sums of pairs after this group."""
         b, (sums, pairs), (g, codes) = self.builder, sums_and_pairs, group
         flip = self.every(self.integers, 0x80808080)
         weights = [b.xor(code, flip) if signed and _UNSIGNED else code for code in codes()]
@@ -394,8 +391,8 @@ class BlockTileWriter(VectorWriter):
                 if _DOT:
                     sums[i][n] = self._call(_DOT, sums[i][n], b.bitcast(weight, self.octets), b.bitcast(x, self.octets))
                     continue
-                found = self._pairs(weight, x, signed)
-                pairs[i][n] = found if pairs[i][n] is None else b.add(pairs[i][n], found)
+                products = self._pairs(weight, x, signed)
+                pairs[i][n] = products if pairs[i][n] is None else b.add(pairs[i][n], products)
                 if last:
                     sums[i][n], pairs[i][n] = b.add(sums[i][n], self._widened(pairs[i][n])), None
 
@@ -408,7 +405,7 @@ class BlockTileWriter(VectorWriter):
         )
 
     def _call(self, name: str, total: Any, weights: Any, x: Any) -> Any:
-        """Return what an instruction makes of bytes: it adds to i32 totals, or without any gives sums of pairs, i16."""
+        """Return the result of an instruction on bytes: i32 totals plus products, or without totals pairs in i16."""
         given = [weights, x] if total is None else [total, weights, x]
         result = ir.VectorType(I16, 2 * LANES) if total is None else self.integers
         return self.builder.call(self.declared(name, result, [value.type for value in given]), given)
@@ -455,7 +452,7 @@ def _plain(
     rows: int, variant: int, panel: int, blocks: int, x: int, words: int, start: int, start_stride: int, c: int,
     c_stride: int,
 ) -> None:  # fmt: skip
-    """Do what a tile does, in plain Python."""
+    """Compute a tile in plain Python."""
     storage = STORAGES[BLOCK_STORAGES[variant // 2]]
     large = blocks * BLOCK // storage.block
     raw = _at(panel, large * WIDTH * storage.block_bytes, np.uint8).reshape(1, large, -1)

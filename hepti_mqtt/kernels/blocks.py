@@ -1,17 +1,16 @@
-"""Matrices that stay in the blocks of their file: panels whose 32-bit lane is one output column, filled tile by tile.
+"""Matrices in the blocks of their file: panels with one output column per 32-bit lane, filled tile by tile.
 
 A panel is `WIDTH` columns of a matrix [k, n], block after block of 32 or 256 k:
 
     scales     f16 [WIDTH]
     minima     f16 [WIDTH] (q4_1, q4_k, q5_k)
-    parts      [WIDTH][4 bytes] of what parts of a block have (q4_k, q5_k: scales and minima of 6 bits, q6_k: scales)
+    parts      [WIDTH][4 bytes] of parts of a block (q4_k, q5_k: scales and minima of 6 bits, q6_k: scales)
     fifths     groups of 4 k: [WIDTH][4 bytes] of the fifth bits of parts (q5_k)
     codes      groups of 4 k: [WIDTH][4 bytes]; of nibbles four groups, each with group g + 4 in its high halves; of
                q6_k three groups together: upper pairs of bits for four, then the nibbles of two each
 
-It has exactly the bytes of the rows that it is made of: a load of one vector is four k of as many columns, nothing is
-ever added across lanes, and nibbles need no order of their own, as GGUF pairs k and k + 16 too. Columns beyond n have
-scales of 0.
+It has exactly the bytes of its rows: a vector is four k of as many columns, nothing is added across lanes, and nibbles
+keep GGUF's order, which pairs k and k + 16, too. Columns beyond n have scales of 0.
 """
 
 from __future__ import annotations
@@ -35,22 +34,24 @@ WIDTH: Final = VECTORS * LANES
 
 
 class Field(NamedTuple):
-    """A part of a stored block: how many bytes lie together in a lane, and where these groups begin, in their order."""
+    """A part of a stored block, in groups of bytes."""
 
+    #: bytes of a group; they lie together in a lane
     group: int
+    #: of the groups, in the order of the panel
     starts: Sequence[int]
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes of a block it has."""
+        """Return the bytes of the field in a block."""
         return self.group * len(self.starts)
 
     def places(self) -> NDArray[np.intp]:
-        """Return where its bytes are in a stored block."""
+        """Return the places of the bytes in a stored block."""
         return np.add.outer(self.starts, np.arange(self.group)).reshape(-1)
 
     def groups(self, stored: Octets) -> NDArray[Any]:
-        """Return its groups [n, blocks, groups], each as one number, of columns u8 [n, blocks, block_bytes]."""
+        """Return the groups [n, blocks, groups], each as one number, of columns u8 [n, blocks, block_bytes]."""
         first, last = min(self.starts), max(self.starts) + self.group
         numbers = stored[:, :, first:last].view(f"u{self.group}")
         order = [(start - first) // self.group for start in self.starts]
@@ -58,7 +59,7 @@ class Field(NamedTuple):
 
 
 def _six_bits() -> list[int]:
-    """Return where groups of q6_k begin: four upper pairs of bits, the nibbles of two of them and of the others."""
+    """Return the starts of groups of q6_k: four upper pairs of bits, then the nibbles of two each."""
     return [
         at
         for half in range(2)
@@ -67,7 +68,7 @@ def _six_bits() -> list[int]:
     ]
 
 
-# What a panel has of each block. What is read first lies first: memory is read in one direction.
+# The fields of each block of a panel, in the order of reading: memory is read in one direction.
 FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
     "q4_0": {"scale": Field(2, [0]), "codes": Field(4, range(2, 18, 4))},
     "q4_1": {"scale": Field(2, [0]), "least": Field(2, [2]), "codes": Field(4, range(4, 20, 4))},
@@ -113,7 +114,7 @@ class BlockMatrix:
 
 
 def _octets_of_fields(panels: Octets, storage: Storage) -> Iterator[tuple[Field, Octets]]:
-    """Yield the fields of a block, each with its bytes in panels: a view [P, blocks, groups * WIDTH * group]."""
+    """Yield each field of a block and a view of its bytes in panels, [P, blocks, groups * WIDTH * group]."""
     first = 0
     for field in FIELDS[storage.name].values():
         last = first + field.nbytes * WIDTH
@@ -122,9 +123,9 @@ def _octets_of_fields(panels: Octets, storage: Storage) -> Iterator[tuple[Field,
 
 
 def places_of(storage: Storage) -> NDArray[np.int64]:
-    """Return where the bytes of a stored block lie in a block of a panel, int64 [block_bytes, 2].
+    """Return the places of the bytes of a stored block in a block of a panel, int64 [block_bytes, 2].
 
-    That is the place of the first column's byte, and how many bytes further the next column's is.
+    Columns: place of the first column's byte, bytes from there to the next column's.
     """
     places, first = np.zeros((storage.block_bytes, 2), np.int64), 0
     for field in FIELDS[storage.name].values():
@@ -139,16 +140,16 @@ Part = tuple[int, int, int, int]  # rows top..bottom, columns left..right
 
 
 class Arrived:
-    """Which elements of a range have come, by the tiles that they came in."""
+    """The arrived elements of a range, as parts of tiles."""
 
     def __init__(self, ref: WeightRef) -> None:
         self._ref = ref
         self._taken: set[Part] = set()
 
     def inside(self, shape: tuple[int, ...], row0: int, column0: int) -> tuple[Part, int] | None:
-        """Return (what of a tile lies in the range, how many elements of it are new), None for nothing.
+        """Return (the part of a tile in the range, its number of new elements), None if no part is.
 
-        Raises ValueError if it overlaps an earlier tile without being the same.
+        Raises ValueError if the part overlaps an earlier one without being equal.
         """
         (first_row, last_row), (first_column, last_column) = self._ref.rows, self._ref.columns
         top, bottom = max(row0, first_row), min(row0 + shape[0], last_row)
@@ -191,7 +192,7 @@ def size_of(ref: WeightRef) -> tuple[int, int]:
 
 
 class BlockBuffer:
-    """A matrix in blocks while its tiles arrive, in any order; a tile that comes twice counts once."""
+    """A matrix in blocks while its tiles arrive, in any order; a repeated tile counts once."""
 
     def __init__(self, ref: WeightRef) -> None:
         self.ref = ref
@@ -206,14 +207,14 @@ class BlockBuffer:
         self._arrived = Arrived(ref)
 
     def put(self, tile: StoredRows | NDArray[Any], row0: int, column0: int) -> int:
-        """Copy what of a tile lies in the range of the weight; return how many elements are new.
+        """Copy the part of a tile in the range of the weight; return the number of new elements.
 
-        tile: its first element is (row0, column0) of the tensor. Raises ValueError if it is stored in another way, or
-        if it overlaps an earlier tile without being the same.
+        tile: its first element is (row0, column0) of the tensor. Raises ValueError if it has another storage, or if it
+        overlaps an earlier tile without being equal.
         """
         if not isinstance(tile, StoredRows) or tile.storage != self._storage:
-            found = tile.storage.name if isinstance(tile, StoredRows) else f"{tile.dtype}"
-            raise ValueError(f"a tile of {self.ref.tensor} must be in {self._storage.name}, not in {found}")
+            storage = tile.storage.name if isinstance(tile, StoredRows) else f"{tile.dtype}"
+            raise ValueError(f"a tile of {self.ref.tensor} must be in {self._storage.name}, not in {storage}")
         inside = self._arrived.inside(tile.shape, row0, column0)
         if inside is None:
             return 0
@@ -244,5 +245,5 @@ class BlockBuffer:
         return self.weight()
 
     def weight(self) -> BlockMatrix:
-        """Return the weight, whatever has arrived: its array is this buffer's memory."""
+        """Return the weight, complete or not: its array is this buffer's memory."""
         return BlockMatrix(self._storage, self._array, *size_of(self.ref))

@@ -1,4 +1,4 @@
-"""Calls: what one op runs, as data. A tape executes them in compiled code, plain Python without the compiler."""
+"""Calls: the functions and arguments of one op, as data. A tape executes them in compiled code, or in Python."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MANY: Final = 1 << 30
 
 
 class Scratch:
-    """Memory that one op fills and reads itself."""
+    """Memory for results between the calls of an op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array that lies in a slot, or in scratch memory, row by row."""
+    """An array in a slot or in scratch memory, row by row."""
 
     memory: Slot | Scratch
     #: bytes before its first value
@@ -33,37 +33,37 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes."""
+        """Return the number of bytes."""
         return self.dtype.itemsize * prod(self.shape)
 
     def reshape(self, *shape: int) -> Operand:
-        """Return its values in another shape, of which one extent may be -1."""
-        known = -prod(shape) if -1 in shape else 0
-        size = prod(self.shape) // known if known else 0
+        """Return the values in another shape; one extent may be -1."""
+        others = -prod(shape) if -1 in shape else 0
+        size = prod(self.shape) // others if others else 0
         return replace(self, shape=tuple(size if extent == -1 else extent for extent in shape))
 
     def view(self, dtype: Any) -> Operand:
-        """Return its bytes as values of another dtype of the same size."""
+        """Return the bytes as values of another dtype of the same size."""
         return replace(self, dtype=np.dtype(dtype))
 
     def octets(self) -> Operand:
-        """Return its bytes."""
+        """Return the bytes, u8 [nbytes]."""
         return replace(self, shape=(self.nbytes,), dtype=np.dtype(np.uint8))
 
     def rows(self, first: int, stop: int) -> Operand:
-        """Return a range of its rows."""
+        """Return a range of rows."""
         of_row = self.dtype.itemsize * prod(self.shape[1:])
         return replace(self, start=self.start + first * of_row, shape=(stop - first, *self.shape[1:]))
 
 
 class Addresses(tuple[Operand, ...]):
-    """The addresses of some arrays, which a kernel takes as int64 [count]."""
+    """The addresses of several arrays; a kernel takes them as int64 [count]."""
 
     __slots__ = ()
 
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> Operand:
-    """Return an array for results between the calls of an op."""
+    """Return a new array in scratch memory."""
     return Operand(Scratch(), 0, shape, np.dtype(dtype))
 
 
@@ -77,20 +77,20 @@ def operand(slots: Sequence[SlotSpec], slot: Slot) -> Operand:
 
 
 def operands(op: Compute, slots: Sequence[SlotSpec]) -> tuple[list[Operand], list[Operand]]:
-    """Return the arrays that an op reads, and those that it writes."""
+    """Return the arrays that an op reads, and the arrays that it writes."""
     return [operand(slots, slot) for slot in op.reads], [operand(slots, slot) for slot in op.writes]
 
 
 class CacheWork(NamedTuple):
-    """The work of a run, which follows from how many rows the caches of some items hold."""
+    """The work of a run, which depends on the rows in the caches of some items."""
 
-    #: i32, of each item the rows that its cache holds before the run
+    #: i32: the rows in each item's cache before the run
     held: Operand
     #: number and new rows of each item
     items: tuple[tuple[int, int], ...]
-    #: rows that a new row meets at most
+    #: most rows of the cache for a new row
     most: int
-    #: multiply-adds for a new row and a row that it meets
+    #: multiply-adds for a new row and a row of the cache
     per_pair: int
 
     def of(self, held: NDArray[np.int32]) -> int:
@@ -100,10 +100,10 @@ class CacheWork(NamedTuple):
 
 
 class SizedChoice(NamedTuple):
-    """On how many threads a call runs whose work differs from run to run."""
+    """The number of threads of a call with different work in each run."""
 
     work: CacheWork
-    #: what has in common with others how long the same work takes
+    #: calls with equal keys take equal times for equal work
     key: Hashable
     parts: Any
 
@@ -124,25 +124,25 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
     #: ranges of the work, the last arguments of the function; None if it is not divided
     parts: Any = None
-    #: number of threads; None for the calling thread alone
+    #: number of threads; None: only the calling thread
     choice: Choice | SizedChoice | None = None
     #: the call is skipped if the chosen number of threads is not in this range
     least: int = 1
     most: int = MANY
-    #: raises the error of arguments that the function refused
+    #: raises the error for arguments that the function refused
     refuse: Callable[..., None] | None = None
-    #: owners of the memory to which arguments have addresses
+    #: owners of the memory that addresses in arguments point to
     alive: tuple[object, ...] = ()
 
     def operands(self) -> list[Operand]:
-        """Return the arrays in slots and scratch memory that it takes."""
-        found: list[Operand] = []
+        """Return the arguments that are arrays in slots and scratch memory."""
+        out: list[Operand] = []
         for argument in self.arguments:
             if isinstance(argument, Operand):
-                found.append(argument)
+                out.append(argument)
             elif isinstance(argument, Addresses):
-                found += argument
-        return found
+                out += argument
+        return out
 
     def resolved(self, array_of: Callable[[Operand], NDArray[Any]]) -> list[Any]:
         """Return the arguments with arrays in place of operands."""

@@ -1,11 +1,11 @@
-"""Kernels that choose the likeliest of a row of logits, where the logits are.
+"""Kernels that choose the likeliest columns of a row of logits on the device of the logits.
 
 candidates        logits [r, c], temperatures i32 [r] (the bits of an f32; 0 counts as 1) -> [r, 2 K + 3]: the K largest
-                  values, best first and of equal ones the first, their columns on the whole (attribute first: that of
-                  column 0), then two sums over all c, of exp(x - largest) and of the same at the row's temperature,
-                  and the temperature. Where c is below K the rest is -inf, in column -1. A row that is not finite has
-                  sums that are NaN.
-merge_candidates  p_1 ... p_n [r, 2 K + 3] -> the same of all columns together.
+                  values, best first and of equal ones the first, their columns on the whole (attribute first: number
+                  of column 0), then two sums over all c, of exp(x - largest) and of the same at the row's temperature,
+                  and the temperature. If c is below K the rest is -inf, in column -1. A row that is not finite has NaN
+                  sums.
+merge_candidates  p_1 ... p_n [r, 2 K + 3] -> the candidates of all columns together.
 
 Columns are whole numbers below 2**24, so that f32 holds them.
 """
@@ -25,14 +25,14 @@ from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.program import Compute
 
 _MINUS_INF: Final = np.float32(-np.inf)
-_BLOCK: Final = 64  # values that are looked at together
-# What a row has behind its candidates.
+_BLOCK: Final = 64  # values with one test of their maximum
+# Values of a row after its candidates.
 _SUM, _HEATED, _HEAT = range(3)
 
 
 @helper
 def _insert(result: Any, k: int, count: int, value: Any, column: int) -> None:
-    """Insert a value behind those of the first `count` that are not below it; the last of k is lost."""
+    """Insert a value after those of the first `count` that are not below it; the last of k is dropped."""
     at = min(count, k - 1)
     while at > 0 and value > result[at - 1]:
         result[at], result[k + at] = result[at - 1], result[k + at - 1]
@@ -101,7 +101,7 @@ def _merge(addresses: Any, out: Any, k: int) -> None:
 
 
 def _checked(op: Compute, slots: Slots) -> int:
-    """Check what both kernels have in common; return K."""
+    """Check an op of either kernel; return K."""
     check = Check(op, slots)
     r, width = check.writes[0].shape
     check.that(width > 3 and width % 2 == 1, "must write values, their columns and three numbers")
@@ -115,8 +115,8 @@ def _bind_candidates(op: Compute, slots: Slots, _weights: Weights, _pool: Worker
 
 
 def _temperatures(bits: Array) -> Array:
-    found = np.ascontiguousarray(bits).view(np.float32)
-    return np.where(found > 0, found, np.float32(1))
+    temperatures = np.ascontiguousarray(bits).view(np.float32)
+    return np.where(temperatures > 0, temperatures, np.float32(1))
 
 
 def _bind_merge(op: Compute, slots: Slots, _weights: Weights, _pool: Workers) -> Calls:
@@ -128,12 +128,12 @@ def _reference_candidates(op: Compute, slots: Slots, reads: Arrays, _weights: Ar
     k, first = (slots[op.writes[0]].shape[1] - 3) // 2, op.attrs["first"]
     x = reads[0].astype(np.float64)
     order = np.argsort(-x, axis=1, kind="stable")[:, :k]
-    beside = ((0, 0), (0, k - order.shape[1]))
-    values = np.pad(np.take_along_axis(x, order, 1), beside, constant_values=-np.inf)
+    padding = ((0, 0), (0, k - order.shape[1]))
+    values = np.pad(np.take_along_axis(x, order, 1), padding, constant_values=-np.inf)
     lower = x - values[:, :1]
     heat = _temperatures(reads[-1])[:, None].astype(np.float64)
     sums = [np.exp(lower).sum(axis=1), np.exp(lower / heat).sum(axis=1)]
-    return [np.column_stack([values, np.pad(order + first, beside, constant_values=-1), *sums, heat])]
+    return [np.column_stack([values, np.pad(order + first, padding, constant_values=-1), *sums, heat])]
 
 
 def _reference_merge(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
@@ -141,8 +141,8 @@ def _reference_merge(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays)
     parts = [part.astype(np.float64) for part in reads]
     out = np.empty(slots[op.writes[0]].shape)
     for i, row in enumerate(out):
-        found = sorted((-v, c) for part in parts for v, c in zip(part[i, :k], part[i, k : 2 * k], strict=True))[:k]
-        row[:k], row[k : 2 * k] = [-v for v, _ in found], [c for _, c in found]
+        best = sorted((-v, c) for part in parts for v, c in zip(part[i, :k], part[i, k : 2 * k], strict=True))[:k]
+        row[:k], row[k : 2 * k] = [-v for v, _ in best], [c for _, c in best]
         row[-1] = parts[0][i, -1]
         row[-2] = sum(part[i, -2] * np.exp((part[i, 0] - row[0]) / (row[-1] or 1)) for part in parts)
         row[-3] = sum(part[i, -3] * np.exp(part[i, 0] - row[0]) for part in parts)

@@ -1,8 +1,8 @@
-"""On how many threads an op takes least time on this machine, found by running it.
+"""The fastest number of threads for an op on this machine, measured in its runs.
 
-A threshold in bytes or multiply-adds would be wrong on most machines: what a hand-over costs, how fast a storage is
-multiplied, whether one core alone reads all that memory gives, and whether others compute beside this process differ
-by factors of ten, and change. An op runs often, with the same result on any number of threads, so runs are measured.
+A threshold in bytes or multiply-adds would be wrong on most machines: the cost of a hand-over, the speed of a storage's
+products, the share of the memory's rate that one core reaches, and the load of other processes differ by factors of
+ten, and change. An op runs often, with the same result on any number of threads, so runs are measured.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-# Trying what is not the best costs this share of the time at most, and this many seconds at once. So an op that takes
-# longer than these is never tried on half its threads: a hand-over costs too little to matter there.
+# Tries of other numbers cost this share of the time at most, and this many seconds at once. So a longer op is never
+# tried on half its threads: the cost of its hand-over does not matter.
 _SHARE: Final = 0.01
 _MOST_SECONDS: Final = 3e-3
 # Twice the threads must take 5 % less time: they take it from others, and from the battery.

@@ -4,14 +4,10 @@ i8 is f32 [..., n] -> i8 [..., n + 4], row by row of the last dimension: values 
 magnitude of the row) / 127, then the scale as four little-endian bytes of f32. A row with a value that is not finite
 decodes to NaN.
 
-assemble puts rectangles of several arrays together into one, all of rank 1 to 4. Attribute copies: (read, source,
-target): index of the array read, and two rectangles of one shape, a half-open range (start, stop) per dimension.
-Targets
-fill the written slot, each element once. All are of one dtype, or the result is f32 and some arrays are f16 or i8:
-these
-are widened straight into their places, with the bits of `from_f16` and `from_i8`; rectangles of i8 exclude the
-scales.
-NumPy's own copies run at the speed of memory and release the GIL: a compiled loop gains nothing.
+assemble copies rectangles of several arrays into one, all of rank 1 to 4. Attribute copies: (read, source, target):
+index of the array read, and two rectangles of one shape, a half-open range (start, stop) per dimension. Targets fill
+the written slot, each element once. All arrays have one dtype, or the result is f32 and some arrays are f16 or i8:
+these are widened into their places, with the bits of `from_f16` and `from_i8`; rectangles of i8 exclude the scales.
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int8, types, uint8, uint16
+from numba import float32, int8, uint8, uint16
 from numpy.typing import NDArray
 
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands
 from hepti_mqtt.kernels.cpu import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.elementary import HALF, ZERO, bits_of, from_bits, from_half
-from hepti_mqtt.kernels.jit import JIT, TABLE, exact, fills, kernel, lowered, reads
+from hepti_mqtt.kernels.jit import JIT, TABLE, emitter, exact, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.plan import Range
 from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
@@ -48,18 +44,12 @@ _LEVELS: Final = np.float32(127.0)
 _TINY: Final = np.float32(1e-35)
 
 
-def _emit_half_bits(_context: Any, _x: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
+def _emit_half_bits(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
 
-def _emit_from_half_bits(_context: Any, _bits: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
+def _emit_from_half_bits(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
 
 @exact
@@ -84,8 +74,8 @@ def _plain_from_half_bits(bits: Any) -> Any:
 
 half_bits, from_half_bits = _half_of, from_half
 if HALF_IN_HARDWARE or not JIT:
-    half_bits = lowered(_emit_half_bits, _plain_half_bits)
-    from_half_bits = lowered(_emit_from_half_bits, _plain_from_half_bits)
+    half_bits = lowered(emitter(1, _emit_half_bits, uint16, float32), _plain_half_bits)
+    from_half_bits = lowered(emitter(1, _emit_from_half_bits, float32, uint16), _plain_from_half_bits)
 
 
 @kernel(reads(float32, 1), fills(uint16, 1))
@@ -175,13 +165,13 @@ FROM_I8: Final = Kernel("from_i8", _bind_wide, _reference_from_i8, rowwise)
 
 NARROW: Final = frozenset({"f16", "i8"})
 
-# A row of the table of runs: (first value read, first value written, values side by side, how often, values from one to
-# the next in the array that is read, the same in the one that is written, where the first scale is read).
+# A row of the table of runs: (first value read, first value written, adjacent values, repetitions, values from one
+# repetition to the next in the source, the same in the target, place of the first scale).
 RUN: Final = 7
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of the values of a narrow array, and where it goes."""
+    """A rectangle of the values of an array, and its target."""
 
     source: tuple[Range, ...]
     target: tuple[Range, ...]
@@ -193,7 +183,7 @@ def values(spec: SlotSpec) -> tuple[int, ...]:
 
 
 def runs_of(spec: SlotSpec, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> NDArray[np.int64]:
-    """Return the table of what `widen` does with rectangles of a slot, none empty, for a result of `shape`."""
+    """Return the table of runs for rectangles of a slot, none empty, and a result of `shape`."""
     scale = values(spec)[-1]
     far, apart = _strides(spec.shape), _strides(shape)
     table: list[tuple[int, ...]] = []
@@ -324,8 +314,8 @@ def _place(ranges: Sequence[Range]) -> tuple[slice, ...]:
 
 def _copies(op: Compute) -> list[_Copy]:
     """Return the copies of an op, without the empty ones."""
-    found = (_Copy(read, tuple(source), tuple(target)) for read, source, target in op.attrs["copies"])
-    return [c for c in found if 0 not in _extents(c.target)]
+    copies = (_Copy(read, tuple(source), tuple(target)) for read, source, target in op.attrs["copies"])
+    return [copy for copy in copies if 0 not in _extents(copy.target)]
 
 
 def _bind_assemble(op: Compute, slots: Slots, weights: Weights, _pool: Workers) -> Calls:
@@ -358,7 +348,7 @@ def _reference_assemble(op: Compute, slots: Slots, reads: Arrays, _weights: Arra
 
 
 def _work_of_result(op: Compute, slots: Slots) -> Work:
-    """Return what is read and written: each value of the result once, read as wide as it is there."""
+    """Return the bytes moved: each value of the result is read once, in its stored width, and written once."""
     to = slots[op.writes[0]]
     less = sum(
         math.prod(_extents(target)) * (DTYPE_BYTES[to.dtype] - DTYPE_BYTES[slots[op.reads[read]].dtype])

@@ -1,23 +1,17 @@
 """Kernel `conv2d` of one image in f32: x, or x and residual [y, x, n] -> activation(patches @ W + b) + residual.
 
 Patches and the attributes kernel, stride, pad (zeros beyond x), dilation and bands are those of `windows`; writes
-[y, x, n]. Attributes: activation (one of `ACTIVATIONS`), bias and residual (bool); optional residual_first (bool:
-add the
-residual before the activation) and groups (int, default 1): channels of x and columns of W fall into this many
-groups, in
-order, and a column sees the channels of its group. Weights: W packed [ky kx C / groups, n], whose row
-(i kx + j) C / groups + c is for pixel (i, j) and channel c of the group, and with a bias b plain [n].
+[y, x, n]. Attributes: activation (one of `ACTIVATIONS`), bias and residual (bool); optional residual_first (bool: add
+the residual before the activation) and groups (int, default 1): channels of x and columns of W fall into this many
+groups, in order; a column uses the channels of its group. Weights: W packed [ky kx C / groups, n], row
+(i kx + j) C / groups + c for pixel (i, j) and channel c of the group, and with a bias b plain [n].
 
-Pixels are multiplied where they lie (`places_tile`): no patch is copied. Every output is one sum over k in
-ascending order.
+Pixels are multiplied in place (`places_tile`): no patch is copied. Every output is one sum over k in ascending order.
 
 A window of 3 x 3 over many channels is computed by Winograd's F(2x2, 3x3): four outputs from 16 products over the
-channels instead of 36. Its tiles of 2 x 2 outputs lie where rows and columns of the whole map are even: attributes
-origin
-(row and column of the first output on it, default (0, 0)) and whole (its rows and columns, default those written).
-A part
-that begins at an odd row or column computes half of its first tiles. An output depends on its own window alone, in
-one
+channels instead of 36. Its tiles of 2 x 2 outputs begin at even rows and columns of the whole map: attributes origin
+(row and column of the first output on it, default (0, 0)) and whole (its rows and columns, default those written). A
+part that begins at an odd row or column computes half of its first tiles. An output depends on its own window, in one
 order: bits depend neither on how the map is divided, nor on the block or the thread.
 """
 
@@ -87,26 +81,25 @@ from hepti_mqtt.program import Compute, Work
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
 TILES: Final = 192
 PIECE: Final = 128
-# Floats of a cache line. What is written for each of the 16 products lies so much further apart than it is long: else
-# the 16 places of a tile fall into the same few sets of the first-level cache, and drive each other out.
+# Floats of a cache line, the gap between the arrays of the 16 products: without it the 16 places of a tile fall into
+# the same few sets of the first-level cache and evict each other.
 _LINE: Final = 16
 # Fewer channels cost more in transforms than they save in products; so do weights for fewer outputs, and with a whole
 # map of fewer, shares of it have so few that nothing is gained.
 LEAST_CHANNELS: Final = 32
 LEAST_PIXELS: Final = 28 * 28
 _LANES: Final = TILE.lanes
-# Channels come in whole vectors of every instruction set, so that the same layers are made in this way on all.
+# Channels come in whole vectors of every instruction set, so that all of them choose Winograd for the same layers.
 _GRAIN: Final = 16
-# What `winograd` reads of the grid of tiles: tiles of a row, and how many columns of the first one lie before the first
-# output.
+# Values of a grid of tiles for `winograd`: tiles of a row, and columns of the first tile before the first output.
 _ACROSS, _BEFORE = range(2)
-# What it reads of a row of tiles: the first row of x that it sees, rows low..high of x that belong to its band, its
-# first row of outputs, and rows from..to of those that its band has.
+# Columns of the table of rows of tiles: first row of x, rows low..high of x of its band, first row of outputs, rows
+# from..to of outputs of its band.
 _SEES, _LOW, _HIGH, _MAKES, _FROM, _TO = range(6)
 
 
 def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
-    """Return whether a convolution with these attributes is made in this way; the same for every part of a map."""
+    """Return whether Winograd's method computes a convolution; equal for every part of a map."""
     if prod(attrs.get("whole", (window.out_rows, window.out_columns))) < LEAST_PIXELS:
         return False
     square = window.kernel_rows == window.kernel_columns == 3
@@ -116,38 +109,40 @@ def fits(window: Window, groups: int, attrs: Mapping[str, Any]) -> bool:
 
 
 class Grid(NamedTuple):
-    """Tiles over bands of a map: how many, what `winograd` reads of them all, and of each row of tiles."""
+    """Tiles over bands of a map."""
 
     number: int
+    #: [2]: `_ACROSS`, `_BEFORE`
     tiles: NDArray[np.int64]
+    #: of each row of tiles [rows, 6]
     rows: NDArray[np.int64]
 
 
 def grid(window: Window, bands: Sequence[Band], column: int) -> Grid:
-    """Return the tiles over bands whose first outputs are in a column of the whole map."""
-    rows, made, before = [], 0, column % 2
+    """Return the tiles over bands; column: of the whole map, of the first outputs."""
+    rows, begin, before = [], 0, column % 2
     for band in bands:
         above = band.origin % 2
         for down in range(-above, band.out, 2):
-            sees, out = band.first - band.top + down, made + down
-            rows.append((sees, band.first, band.stop, out, made, made + band.out))
-        made += band.out
+            first, out = band.first - band.top + down, begin + down
+            rows.append((first, band.first, band.stop, out, begin, begin + band.out))
+        begin += band.out
     across = -(-(before + window.out_columns) // 2)
     tiles = np.asarray([across, before], np.int64)
     return Grid(len(rows) * across, tiles, np.asarray(rows, np.int64).reshape(-1, 6))
 
 
 def tiles_of(window: Window, bands: Sequence[Band], column: int) -> int:
-    """Return how many tiles the grid over bands has."""
+    """Return the number of tiles over bands."""
     down = sum(-(-(band.origin % 2 + band.out) // 2) for band in bands)
     return down * -(-(column % 2 + window.out_columns) // 2)
 
 
 def winograd_work(window: Window, n: int, count: int) -> Work:
-    """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the product that is made.
+    """Return the work of a convolution to n columns: the FLOPs of its definition, priced as the products of tiles.
 
-    That is one of as many rows as tiles, over 16 matrices [C, n], whose reading is in the price of a product; the
-    transforms of the map, and those of the weights, made again for each block of tiles, are bytes moved beside it.
+    These have a row for each tile, over 16 matrices [C, n]; a product's price includes reading them. Bytes moved: the
+    transforms of the map, and those of the weights for each block of tiles.
     """
     c = window.channels
     values = count * (c + n) * (PRODUCTS + OUTPUTS)
@@ -197,7 +192,7 @@ def _multiply_tiles(v: Any, channels: int, count: int, unit: Any, near: Any, non
 def _finish(
     m: Any, first: int, count: int, unit: Any, where: Any, how: Any, sums: Any, out: Any, residual: Any
 ) -> None:
-    """Finish the outputs of `count` tiles from `first` on, m [16, count, NR], and copy those that are in out."""
+    """Finish the outputs of `count` tiles from `first` on, m [16, count, NR], and copy outputs inside out."""
     window, tiles, rows = where
     width = -(-(unit[SHIFT] + unit[VALID]) // _LANES) * _LANES
     for t in range(count):
@@ -214,10 +209,10 @@ def _finish(
 
 
 @helper
-def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limits: Any, beside: Any, out: Any) -> None:
-    """Do what `_finish` does where sums are only cut to limits, in whole vectors: they never leave the registers.
+def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limits: Any, spare: Any, out: Any) -> None:
+    """Compute `_finish` for whole vectors that are only cut to limits: sums stay in registers.
 
-    beside: an address where outputs that are not in out may go.
+    spare: address for outputs beyond out.
     """
     window, tiles, rows, targets = where
     n = out.shape[1]
@@ -230,7 +225,7 @@ def _finish_directly(m: Any, first: int, count: int, unit: Any, where: Any, limi
                 y, x = y0 + i, x0 + j
                 is_inside = (y >= low) & (y < high) & (x >= 0) & (x < window[10])
                 pixel = np.int64(out.ctypes.data) + 4 * ((y * window[10] + x) * n + unit[COLUMN])
-                targets[2 * i + j] = pixel if is_inside else beside
+                targets[2 * i + j] = pixel if is_inside else spare
         at = m + 4 * t * NR
         outputs_transformed(at, count * NR + _LINE, unit[VALID], unit[BIAS], targets.ctypes.data, limits)
 
@@ -253,7 +248,7 @@ def winograd(
     )
     m, sums = np.empty(PRODUCTS * (most * NR + _LINE), np.float32), np.empty(OUTPUTS * NR, np.float32)
     table = np.empty(PRODUCTS, np.int64)
-    # Addresses are read where they are used: an array of which nothing is read any more is freed.
+    # Addresses are read at their use: Numba frees an array after its last use.
     for first in range(first_tile, last_tile, max(most, 1)):
         count = min(most, last_tile - first)
         nothing = np.int64(zeros.ctypes.data)
@@ -263,15 +258,15 @@ def winograd(
         for place in range(first_unit, last_unit):
             unit, near = units[place], (np.int64(u.ctypes.data), np.int64(m.ctypes.data))
             _multiply_tiles(np.int64(v.ctypes.data), channels, count, unit, near, np.int64(zeros.ctypes.data))
-            made, is_whole = np.int64(m.ctypes.data), unit[SHIFT] == 0 and unit[VALID] % _LANES == 0
+            products, is_whole = np.int64(m.ctypes.data), unit[SHIFT] == 0 and unit[VALID] % _LANES == 0
             if is_whole and how[IN_REGISTERS] != 0 and residual.size == 0:
-                limits, beside = np.int64(how.ctypes.data) + 8 * BOUNDS, np.int64(sums.ctypes.data)
-                _finish_directly(made, first, count, unit, (window, tiles, rows, table), limits, beside, out)
+                limits, spare = np.int64(how.ctypes.data) + 8 * BOUNDS, np.int64(sums.ctypes.data)
+                _finish_directly(products, first, count, unit, (window, tiles, rows, table), limits, spare, out)
             else:
-                _finish(made, first, count, unit, (window, tiles, rows), how, sums, out, residual)
+                _finish(products, first, count, unit, (window, tiles, rows), how, sums, out, residual)
 
 
-# A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay near while the tiles pass over them.
+# A panel is used for PIXELS pixels, in pieces [DEPTH, NR] that stay in the cache for all tiles.
 DEPTH: Final = 512
 # Below so many channels a row of a patch is one piece of memory, in a copy of the map with its border.
 _FEW_CHANNELS: Final = 16
@@ -327,7 +322,7 @@ def _multiply(
 
 
 @helper
-def _beside(table: Any, first: int, count: int, unit: Any, places: int, sums: Any) -> None:
+def _rest(table: Any, first: int, count: int, unit: Any, places: int, sums: Any) -> None:
     """Fill the sums [count, NR] of a depthwise unit's channels beyond its last whole vector."""
     whole = unit[VALID] // _LANES * _LANES
     rest = unit[VALID] - whole
@@ -393,14 +388,14 @@ def _conv2d(
                         size, begin, end = (rows, vectors, depth), (start, start_stride), (to, stride, done)
                         _multiply(is_depthwise, size, at, count, weights, begin, end, offset)
                         if is_depthwise and not is_whole:
-                            _beside(table, i, rows, unit, places, to)
+                            _rest(table, i, rows, unit, places, to)
                         if ends and not direct:
                             finish_rows(sums, i, rows, block + i, unit, how, out, residual)
 
 
 @kernel(reads(float32, 3), fills(float32, 3), INT, INT, INT, INT, part=2, maps=True)
 def _surround(x: Any, wide: Any, top: int, left: int, first: int, stop: int) -> None:
-    """Fill rows first..stop of wide [.., .., C] with x, whose first value lies at `top` and `left`, and zeros."""
+    """Fill rows first..stop of wide [.., .., C] with x, from row `top` and column `left` on, and zeros around it."""
     columns, channels = min(x.shape[1], wide.shape[1] - left), x.shape[2]
     for row in range(first, stop):
         target = floats(wide.ctypes.data + 4 * row * wide.shape[1] * channels, wide.shape[1] * channels)
@@ -438,14 +433,14 @@ def _bind(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     given, (out,) = operands(op, slots)
     residual = given[1].reshape(-1, n) if has_residual else np.empty((0, 0), np.float32)
     arrays = ProductArrays(given[0], out.reshape(-1, n), residual)
-    made = _Convolution(matrix, bias, units, window, bands, how)
+    convolution = _Convolution(matrix, bias, units, window, bands, how)
     if fits(window, groups.number, op.attrs):
-        return made.by_winograd(arrays, pool, op.attrs.get("origin", (0, 0))[1])
-    return made.direct(arrays, pool)
+        return convolution.by_winograd(arrays, pool, op.attrs.get("origin", (0, 0))[1])
+    return convolution.direct(arrays, pool)
 
 
 class _Convolution(NamedTuple):
-    """A checked convolution; its matrix and biases stay alive with it, since `units` has only addresses."""
+    """A checked convolution; owns its matrix and biases, because `units` has only addresses."""
 
     matrix: PackedMatrix
     bias: NDArray[np.float32]
@@ -455,7 +450,7 @@ class _Convolution(NamedTuple):
     how: list[int]
 
     def direct(self, arrays: ProductArrays, pool: Workers) -> Calls:
-        """Return its calls."""
+        """Return the calls of the direct method."""
         window, bands, how = self.window, self.bands, np.asarray(self.how, np.int64)
         zeros, units = np.zeros(max(1, window.channels), np.float32), self.units
         ragged = bool(units[-1, VALID] < NR)
@@ -471,7 +466,7 @@ class _Convolution(NamedTuple):
         return calls + convolve(x, *arrays[1:], zeros, units, table, rows, how, alive=(self,))
 
     def by_winograd(self, arrays: ProductArrays, pool: Workers, column: int) -> Calls:
-        """Return its calls in tiles of 2 x 2; column: of the whole map, where its first outputs lie."""
+        """Return the calls of Winograd's method; column: of the whole map, of the first outputs."""
         window, units, how = self.window, self.units, np.asarray(self.how, np.int64)
         zeros, ragged = np.zeros(max(NR, window.channels), np.float32), bool(units[-1, VALID] < NR)
         count, tiles, rows = grid(window, self.bands, column)
@@ -482,18 +477,18 @@ class _Convolution(NamedTuple):
 
 
 def _of_rows(window: Window, bands: Sequence[Band]) -> tuple[Window, tuple[Band, ...]]:
-    """Return the window over a map of bands with their borders, one below the other; its places are rows of a patch."""
-    reach, found, height = (window.kernel_rows - 1) * window.dilation_rows + 1, [], 0
+    """Return the window over a map of bands with borders, one below the other; its places are rows of a patch."""
+    reach, placed, height = (window.kernel_rows - 1) * window.dilation_rows + 1, [], 0
     for band in bands:
         rows = (band.out - 1) * window.stride_rows + reach if band.out else 0
-        found.append(Band(height, height + rows, 0, 0, band.origin, band.out))
+        placed.append(Band(height, height + rows, 0, 0, band.origin, band.out))
         height += rows
     columns = (window.out_columns - 1) * window.stride_columns + window.kernel_columns
-    return window._replace(rows=height, columns=columns, kernel_columns=1, top=0, left=0), tuple(found)
+    return window._replace(rows=height, columns=columns, kernel_columns=1, top=0, left=0), tuple(placed)
 
 
 def _surrounding(x: Operand, window: Window, bands: Sequence[Band], pool: Workers) -> tuple[Calls, Operand]:
-    """Return calls that give the bands of a map borders of zeros, as far as patches reach, and that map."""
+    """Return the calls that give the bands of a map the borders of zeros that patches need, and the new map."""
     whole, places = _of_rows(window, bands)
     wide, calls = scratch((whole.rows, whole.columns, whole.channels), np.float32), Calls()
     for band, place in zip(bands, places, strict=True):
@@ -529,9 +524,9 @@ def _work(op: Compute, slots: Slots) -> Work:
     window, bands = banded(Check(op, slots), op)
     if fits(window, groups, op.attrs):
         return winograd_work(window, n, tiles_of(window, bands, op.attrs.get("origin", (0, 0))[1]))
-    # A product was measured with k of some hundreds: with fewer, what is written counts.
-    beside = float(out.nbytes) * (2 if op.attrs["residual"] else 1)
-    return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n, nbytes=beside)
+    # Products are measured with k of some hundreds: with smaller k the writes count.
+    nbytes = float(out.nbytes) * (2 if op.attrs["residual"] else 1)
+    return Work("linear", rows=y * x, k=k, n=n, flops=2.0 * y * x * k * n, nbytes=nbytes)
 
 
 CONV2D: Final = Kernel("conv2d", _bind, _reference, _work, later=True)

@@ -215,7 +215,7 @@ class TransformWriter(VectorWriter):
         self, side: Side, size: int, count: Any, sources: Sequence[Any], targets: Sequence[Any],
         finish: Callable[[Any], Callable[[Any], Any]] = lambda _: lambda value: value,
     ) -> ir.Function:  # fmt: skip
-        """Return the finished function. finish: what is done with values at a place before they are stored."""
+        """Return the finished function. finish: (place) -> a function of the values before they are stored."""
         b = self.builder
         given, taken = ([self.pointer(each, F32) for each in some] for some in (sources, targets))
 
@@ -302,8 +302,8 @@ def _plain_sums(m: int, apart: int, count: int, bias: int, y: int, apart_y: int)
         floats(y + 4 * i * apart_y, count)[:] = value + floats(bias, count)
 
 
-# Fill v, 16 arrays [count] that lie `apart` floats apart, with the transform of a patch of 16 pixels [count], whose
-# addresses are at `table`. Arguments: table, count, v, apart. Counts are of whole vectors.
+# Fill v, 16 arrays [count] that lie `apart` floats apart, with the transform of a patch of 16 pixels [count]; table:
+# their addresses. Arguments: table, count, v, apart. Counts are of whole vectors.
 pixels_transformed: Final = lowered(emit_sized("hepti_pixels", [()], 4, _write_pixels), _plain_pixels)
 # Fill u, 16 arrays [count], with the transform of the 9 places of w [count], each `apart` floats from the next.
 # Arguments: w, apart of w, count, u, apart of u.
@@ -311,6 +311,6 @@ weights_transformed: Final = lowered(emit_sized("hepti_weights", [()], 5, _write
 # Fill y, 4 arrays [count] that lie `apart of y` floats apart, with bias [count] + the transform of 16 arrays [count] of
 # m. Arguments: m, apart of m, count, bias, y, apart of y.
 sums_transformed: Final = lowered(emit_sized("hepti_sums", [()], 6, _write_sums), _plain_sums)
-# Fill y, 4 arrays [count] whose addresses are at `targets`, with the same, cut to the two numbers at `limits`.
+# Fill y, 4 arrays [count] at the addresses in `targets`, with the same, cut to the two numbers at `limits`.
 # Arguments: m, apart of m, count, bias, targets, limits.
 outputs_transformed: Final = lowered(emit_sized("hepti_outputs", [()], 6, _write_outputs), _plain_outputs)

@@ -1,4 +1,4 @@
-"""The instruction set of this machine, and the register tile that follows from it."""
+"""The instruction set of this machine, and its register tiles."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _HWCAP_ASIMDDP: Final = 1 << 20
 
 
 class Tile(NamedTuple):
-    """Register tile of the matmul micro-kernel.
+    """Register tile of the matmul micro-kernel."""
 
-    lanes: f32 values of one vector register. rows: rows of the activation. vectors: vectors of the weight panel.
-    fma: whether a fused multiply-add is one instruction. lane_broadcast: whether an instruction multiplies by one lane
-    of a register, so that activations are loaded as vectors (NEON) and not broadcast one by one from memory (x86).
-    panel: vectors of a panel of which the tile takes only some, or of each of several that it takes, else 0. steps: of
-    k in one turn of the loop of a tile that has all its vectors; 0 as many as the compiler likes. depth: rows of a
-    panel that all tiles use before they go on to the next ones.
-    """
-
+    #: f32 values of one vector register
     lanes: int
+    #: rows of the activation
     rows: int
+    #: vectors of the weight panel
     vectors: int
+    #: whether a fused multiply-add is one instruction
     fma: bool
+    #: whether an instruction multiplies by one lane of a register: activations are then loaded as vectors (NEON), else
+    #: broadcast one by one from memory (x86)
     lane_broadcast: bool
+    #: vectors of a panel, if the tile takes only some of them or several panels; else 0
     panel: int = 0
+    #: steps of k in one turn of the loop of a tile with all its vectors; 0: the compiler chooses
     steps: int = 0
+    #: rows of a panel that all tiles use before the next ones
     depth: int = 512
 
     @property
@@ -67,20 +68,19 @@ TILES: Final[Mapping[str, Tile]] = {
 
 
 class Dot(NamedTuple):
-    """Register tile of the int8 micro-kernel, whose step adds four products of bytes to each i32 of a vector.
+    """Register tile of the int8 micro-kernel; a step adds four products of bytes to each i32 of a vector."""
 
-    lanes: i32 sums of one vector register. rows, vectors: as in `Tile`. intrinsic: LLVM function of the instruction, or
-    "" where there is none (widened to i32, multiplied and added). signed: whether it takes activations as s8 (NEON) or
-    as u8 (x86); weights are s8. needs: the set of `TILES` and the CPU feature that it goes with, or "". enables: what
-    LLVM must be given as a feature where it does not detect it.
-    """
-
+    #: i32 sums of one vector register
     lanes: int
     rows: int
     vectors: int
+    #: LLVM function of the instruction; "" without one (bytes are widened to i32, multiplied and added)
     intrinsic: str
+    #: whether activations are s8 (NEON) or u8 (x86); weights are s8
     signed: bool
+    #: the set of `TILES` and the CPU feature, or ""
     needs: tuple[str, str]
+    #: a feature that LLVM does not detect
     enables: str = ""
 
     @property
@@ -89,7 +89,7 @@ class Dot(NamedTuple):
         return self.lanes * self.vectors
 
 
-# The first one that the CPU has is used.
+# The first supported one is used.
 DOTS: Final[Mapping[str, Dot]] = {
     "avx512vnni": Dot(16, 6, 4, "llvm.x86.avx512.vpdpbusd.512", False, ("avx512", "avx512vnni")),
     "avxvnni": Dot(8, 6, 2, "llvm.x86.avx512.vpdpbusd.256", False, ("avx2", "avxvnni")),
@@ -101,18 +101,18 @@ DOTS: Final[Mapping[str, Dot]] = {
 def isa() -> str:
     """Return the instruction set that the kernels use: a key of `TILES`.
 
-    The environment variable HEPTI_KERNELS_ISA overrides it (for tests). One that names none counts as unset here, where
-    modules are imported: `require_known` is asked before any kernel is loaded.
+    The environment variable HEPTI_KERNELS_ISA overrides it (for tests). An unknown name counts as unset during imports;
+    `require_known` refuses it before any kernel is loaded.
     """
     chosen = os.environ.get(OVERRIDE)
     return chosen if chosen and chosen in TILES else _own()
 
 
 def architecture() -> str:
-    """Return what this process is compiled for, as LLVM names it: x86_64, aarch64, ...
+    """Return the architecture of this process, as LLVM names it: x86_64, aarch64, ...
 
-    `platform.machine` is what the kernel says, which under a 32-bit personality (`setarch`, some containers) is a
-    32-bit machine for a 64-bit process too.
+    `platform.machine` names the kernel's: under a 32-bit personality (`setarch`, some containers) a 32-bit machine,
+    also for a 64-bit process.
     """
     name: str = llvm.get_process_triple().partition("-")[0].lower()
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
@@ -130,9 +130,9 @@ def _own() -> str:
 
 
 def _features() -> dict[str, bool]:
-    """Return what the CPU has that Numba compiles for: this one, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say other.
+    """Return the features of Numba's target CPU: this one, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES name another.
 
-    What a name alone implies is not known here: a smaller tile than might be is right, a larger one ends the process.
+    Features that a CPU's name implies are not listed: a tile may be smaller than possible; a larger one would crash.
     """
     listed: str | None = getattr(numba.config, "CPU_FEATURES", None)  # "" for the CPU called generic
     if listed is None:
@@ -141,10 +141,7 @@ def _features() -> dict[str, bool]:
 
 
 def dot() -> str:
-    """Return how int8 products are added: a key of `DOTS`.
-
-    The environment variable HEPTI_KERNELS_DOT overrides it (for tests), as HEPTI_KERNELS_ISA does the other.
-    """
+    """Return the int8 tile of this machine: a key of `DOTS`; HEPTI_KERNELS_DOT overrides it (for tests)."""
     if (chosen := os.environ.get(DOT_OVERRIDE)) in DOTS:
         return str(chosen)
     return _dots()[0]
@@ -158,9 +155,9 @@ def _dots() -> list[str]:
 
 
 def require_known() -> None:
-    """Raise ConfigError if the environment forces an unknown instruction set or int8 tile, or one that this CPU lacks.
+    """Raise ConfigError if the environment forces an instruction set or int8 tile that is unknown or not supported.
 
-    LLVM ends the process where code names a register or an instruction that the CPU lacks.
+    LLVM ends the process if code uses a register or an instruction that the CPU lacks.
     """
     if (chosen := os.environ.get(OVERRIDE)) and chosen not in TILES:
         raise ConfigError(f"{OVERRIDE}={chosen!r} is not an instruction set of the kernels; use one of {list(TILES)}")
@@ -169,11 +166,11 @@ def require_known() -> None:
     if (chosen := os.environ.get(DOT_OVERRIDE)) and chosen not in DOTS:
         raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is no int8 tile of the kernels; use one of {list(DOTS)}")
     if chosen and chosen not in _dots():
-        raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is an int8 tile that {isa()} has not here; use one of {_dots()}")
+        raise ConfigError(f"{DOT_OVERRIDE}={chosen!r} is an int8 tile that {isa()} lacks here; use one of {_dots()}")
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU, as far as the system tells."""
+    """Return the architecture and the name of the CPU, if the system reports one."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -185,9 +182,9 @@ def cpu_model() -> str:
 
 
 def _has_sdot() -> bool:
-    """Return whether Linux says that this ARM CPU has byte dot products.
+    """Return whether Linux reports byte dot products of this ARM CPU.
 
-    LLVM (22) does not list them among the features of the host, not even of a CPU that it knows by name.
+    LLVM (22) does not list them among the features of the host, not even of a CPU with a name.
     """
     return sys.platform == "linux" and architecture() == "aarch64" and bool(_hwcap() & _HWCAP_ASIMDDP)
 

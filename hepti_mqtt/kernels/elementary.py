@@ -11,7 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from hepti_mqtt.kernels.jit import exact, lowered
+from hepti_mqtt.kernels.jit import emitter, exact, lowered
 
 f32 = np.float32
 
@@ -22,26 +22,17 @@ HALF: Final = f32(0.5)
 _I32: Final = ir.IntType(32)
 
 
-def _emit_power_of_two(_context: Any, _shifted: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        bits = builder.add(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 127))
-        return builder.bitcast(builder.shl(bits, ir.Constant(_I32, 23)), ir.FloatType())
-
-    return types.float32(types.float32), codegen
+def _emit_power_of_two(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    bits = builder.add(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 127))
+    return builder.bitcast(builder.shl(bits, ir.Constant(_I32, 23)), ir.FloatType())
 
 
-def _emit_bits_of(_context: Any, _x: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _I32)
-
-    return types.int32(types.float32), codegen
+def _emit_bits_of(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], _I32)
 
 
-def _emit_from_bits(_context: Any, _bits: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+def _emit_from_bits(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], ir.FloatType())
 
 
 def _plain_bits_of(x: Any) -> Any:
@@ -56,8 +47,8 @@ def _plain_power_of_two(shifted: Any) -> Any:
     return _plain_from_bits(_plain_bits_of(shifted) + 127 << 23)
 
 
-bits_of: Final = lowered(_emit_bits_of, _plain_bits_of)  # f32 -> i32
-from_bits: Final = lowered(_emit_from_bits, _plain_from_bits)  # i32 -> f32
+bits_of: Final = lowered(emitter(1, _emit_bits_of, types.int32, types.float32), _plain_bits_of)
+from_bits: Final = lowered(emitter(1, _emit_from_bits, types.float32, types.int32), _plain_from_bits)
 
 _REBIAS: Final = f32(2.0**112)  # from the exponent of a half to that of a float
 _HALF_INFINITY: Final = 0x7C00 << 13
@@ -73,7 +64,7 @@ def from_half(bits: Any) -> Any:
 
 
 # 2**n for 1.5 * 2**23 + n: the low bits of such a float are the integer n.
-_power_of_two: Final = lowered(_emit_power_of_two, _plain_power_of_two)
+_power_of_two: Final = lowered(emitter(1, _emit_power_of_two, types.float32, types.float32), _plain_power_of_two)
 
 _LOG2E: Final = f32(1.4426950408889634)
 _SHIFT: Final = f32(12582912.0)

@@ -191,7 +191,7 @@ def _multiply_blocks(
             valid = min(WIDTH, n - p * WIDTH)
             for t in range(group, stop):
                 row, count = tiles[t, _FIRST], tiles[t, _COUNT]
-                # Addresses are read where they are used: an array of which nothing is read any more is freed.
+                # Addresses are read at their use: Numba frees an array after its last use.
                 left, of_words = taken.ctypes.data + of_row[0] * row, words.ctypes.data + 4 * of_row[1] * row
                 c, c_stride = sums.ctypes.data, 4 * WIDTH
                 if valid == WIDTH:
@@ -445,7 +445,5 @@ def _scratch(op: Compute, slots: Slots) -> int:
     return int(m * op.attrs["chosen"]) * (8 * k + 4 * n * (2 if op.kernel == "experts_up" else 1))
 
 
-EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_function=_scratch, by_matrix=True)
-EXPERTS_DOWN: Final = Kernel(
-    "experts_down", _bind_down, _reference_down, _work, scratch_function=_scratch, by_matrix=True
-)
+EXPERTS_UP: Final = Kernel("experts_up", _bind_up, _reference_up, _work, scratch_bytes=_scratch, by_matrix=True)
+EXPERTS_DOWN: Final = Kernel("experts_down", _bind_down, _reference_down, _work, scratch_bytes=_scratch, by_matrix=True)

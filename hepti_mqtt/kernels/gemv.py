@@ -4,9 +4,7 @@ One row of an f32 panel has two sums (AVX2, SSE, NEON), and each multiply-add wa
 enough panels for eight sums reads caches and memory at full speed. A sum still runs over k in ascending order, so its
 bits are those of any other tile.
 
-Over narrow weights, one compiled call quantises the rows where needed, and one call of a tile goes down each panel:
-at
-40 GB/s a matrix of 1 MB takes 25 microseconds, and every call from Python takes one.
+Over narrow weights, one compiled call quantises the rows if needed, and one call of a tile computes each panel.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.ir_vectors import emit_sized
 from hepti_mqtt.kernels.jit import INT, TABLE, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, adjacent, panels_of
-from hepti_mqtt.kernels.quantised import F16, STORAGE, W8A8, quantise
-from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_gemv, dot_gemv, half_gemv, together
+from hepti_mqtt.kernels.quantised import F16, W8A8, quantise
+from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, KINDS, narrow_gemv, together
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, panels_at_once, plain_panels, store
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
@@ -35,12 +33,12 @@ _NR: Final = TILE.width
 
 
 def panels_together(rows: int, tile: Tile) -> int:
-    """Return how many panels a tile of so many rows goes down at once."""
+    """Return the number of panels of a tile of so many rows."""
     return panels_at_once(rows, tile.vectors, tile.lanes)
 
 
 def most_rows(tile: Tile) -> int:
-    """Return the most rows for which that is more than one, 0 if it never is."""
+    """Return the most rows with several panels, 0 if there are none."""
     return max((rows for rows in range(1, tile.rows + 1) if panels_together(rows, tile) > 1), default=0)
 
 
@@ -48,7 +46,7 @@ MOST_ROWS: Final = most_rows(TILE)
 
 
 def tile_sizes(tile: Tile) -> list[tuple[int, int]]:
-    """Return the (rows, panels) of all tiles: over one panel, and over as many as go together."""
+    """Return the (rows, panels) of all tiles: over one panel, and over `panels_together`."""
     rows = range(1, max(most_rows(tile), 1) + 1)
     return list(dict.fromkeys((r, n) for r in rows for n in (1, panels_together(r, tile))))
 
@@ -63,7 +61,7 @@ def _write_panels(module: ir.Module, name: str, rows: int, panels: int) -> ir.Fu
     return write_panels(module, name, TILE, rows, panels * TILE.vectors)
 
 
-# Fill c [rows, panels * NR] with start + a @ [b_1 | b_2 ...], b_i panels of k rows that lie one behind the other.
+# Fill c [rows, panels * NR] with start + a @ [b_1 | b_2 ...], b_i adjacent panels of k rows.
 # Arguments: rows (1 to MOST_ROWS), panels (1, or `together`), a, floats between rows of a, k, b, start, floats
 # between rows of start, c, floats between rows of c.
 panels_of_rows: Final = lowered(emit_sized("hepti_panels_rows", tile_sizes(TILE), 10, _write_panels, 8), plain_panels)
@@ -111,7 +109,7 @@ def bind_f32(
     return pool.bind(_gemv, parts, m)(*arrays, table, activation, panels_together(m, TILE), alive=alive)
 
 
-# The most rows that one tile has: with them a panel is read once, in one call.
+# The most rows of one tile: a panel is read once, in one call.
 MOST_ROWS_QUANTISED: Final = {storage: form.rows for storage, form in FORMS.items()}
 _NR_WIDENED: Final = FORMS["f16"].width
 _NR_DOT: Final = FORMS["w8a8"].width
@@ -134,7 +132,7 @@ def _gemv_quantised(
     codes = np.empty((quantised, GROUP * -(-k // GROUP)), np.uint8)
     row_scales, zeros = np.empty((quantised, blocks), np.float32), np.empty((quantised, blocks), np.float32)
     if dot:
-        # Every thread for itself: a few thousand values take less than a hand-over.
+        # In every thread: a few thousand values take less than a hand-over.
         quantise(x, codes, row_scales, zeros, 0, rows)
         stride, steps = codes.shape[1], codes.shape[1] // GROUP
     sums = np.empty(rows * width * at_once, np.float32)
@@ -147,27 +145,16 @@ def _gemv_quantised(
         direct = plain and valid == columns
         weights, bias = panels[p, CODES], panels[p, BIAS]
         of_columns, of_codes = panels[p, SCALES], panels[p, SUMS]
-        # Addresses are read where they are used: an array of which nothing is read any more is freed.
+        # Addresses are read at their use: Numba frees an array after its last use.
         left = codes.ctypes.data if dot else x.ctypes.data
         of_rows, zero, scale_stride = row_scales.ctypes.data, zeros.ctypes.data, 4 * blocks
         c, c_stride = sums.ctypes.data, 4 * columns
         if direct:
             c, c_stride = out.ctypes.data + 4 * column, 4 * out.shape[1]
-        if dot:
-            dot_gemv(
-                rows, vectors, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
-        elif storage == F16:
-            half_gemv(
-                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
-        else:
-            byte_gemv(
-                rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
-                bias, 0, c, c_stride, 0, 0
-            )  # fmt: skip
+        narrow_gemv(
+            storage, rows, over, left, stride, steps, weights, of_rows, zero, scale_stride, of_columns, of_codes,
+            bias, 0, c, c_stride, 0, 0
+        )  # fmt: skip
         if not direct:
             tile = sums[: rows * columns]
             activate(tile, activation)
@@ -182,10 +169,11 @@ def bind_quantised(
     activation: int,
     pool: Workers,
 ) -> Calls:
-    """Return what `narrow.bind` does, for at most MOST_ROWS rows."""
+    """Return the calls of `quantised.bind` for at most MOST_ROWS_QUANTISED rows."""
     m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     storage: WeightDtype = matrices[0].storage
     parts = parts_of_panels(len(table), m * PANELS[storage].width * k, pool.threads)
     calls = pool.bind(_gemv_quantised, parts, (m, storage))
-    return calls(STORAGE[storage], *arrays, table, activation, together(m, FORMS[storage]), alive=alive)
+    form = FORMS[storage]
+    return calls(KINDS.index(form.kind), *arrays, table, activation, together(m, form), alive=alive)

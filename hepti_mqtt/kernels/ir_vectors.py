@@ -200,8 +200,8 @@ def emit_sized(
 ) -> Callable[..., Any]:
     """Return the Numba intrinsic that calls the function of a size: numbers of the size, then i64 arguments.
 
-    sizes: those that there are; of others nothing is called. write: writes the function of a size, of (module, name,
-    *size) and `arguments`. given: how many of these the caller gives; the rest are 0.
+    sizes: of all functions; other sizes call none. write: writes the function of a size, of (module, name, *size) and
+    `arguments`. given: number of arguments of the caller; the rest are 0.
     """
     given = arguments if given is None else given
     numbers = len(sizes[0])

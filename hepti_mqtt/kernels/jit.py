@@ -1,13 +1,11 @@
 """The one place that compiles: flags, signatures, cache and warm-up of every kernel, and arrays by address.
 
-A kernel is a plain function that returns nothing, with one explicit signature. Arrays that it reads are declared
-read-only and unaligned, which every C-contiguous array converts to: a view of a received frame never compiles a
-second
-copy. With NUMBA_DISABLE_JIT=1 the same functions run as plain Python.
+A kernel is a plain function that returns nothing, with one explicit signature. Its input arrays are declared read-only
+and unaligned, to which every C-contiguous array converts: a view of a received frame never compiles a second copy. With
+NUMBA_DISABLE_JIT=1 the same functions run as plain Python.
 
-`release_compiler` returns memory once all code is loaded: LLVM keeps the bitcode of every kernel for linking, and
-its own
-code and tables (some 70 MB of a mapped file) are read once. They come back from the file when needed.
+`release_compiler` returns memory after all code is loaded: LLVM keeps the bitcode of every kernel for linking, and its
+own code and tables (some 70 MB of a mapped file) are needed once. They can be read from the file again.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from hepti_mqtt.kernels.cpu import DOT_OVERRIDE, OVERRIDE, dot, require_known
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The package of kernels, with all the packages in it.
+# The package of kernels.
 SOURCES: Final = Path(__file__).parent
-# Those that say when something is compiled: no code comes from them.
+# Files without compiled code: they decide when code is compiled or on how many threads it runs.
 AROUND: Final = ("choice.py", "precompile.py")
 
 JIT: Final = not getattr(numba.config, "DISABLE_JIT", False)
 
 # Sums may be re-ordered (so that they vectorise) and multiplications fused; NaN and infinity keep their meaning, since
-# "nnan" and "ninf" would break the -inf of an empty attention row. EXACT keeps the order of what is written: argument
-# reductions such as (x + big) - big depend on it.
+# "nnan" and "ninf" would break the -inf of an empty attention row. EXACT keeps the written order: argument reductions
+# such as (x + big) - big depend on it.
 FASTMATH: Final = frozenset({"contract", "reassoc", "nsz"})
 EXACT: Final = frozenset({"contract"})
 
@@ -60,11 +58,11 @@ TABLE: Final = types.Array(types.int64, 2, "C")
 # Every kernel with its signature, in the order of definition.
 registered: Final[list[tuple[Any, tuple[Any, ...]]]] = []
 _signatures: Final[dict[Any, tuple[Any, ...]]] = {}
-# Those that not every model needs, and that take long: what is needed at once is compiled before them.
+# Kernels that few models need and that take long to compile: `compile_first` leaves them out.
 later: Final[set[Any]] = set()
-# Those that several threads divide: their signature, and how many of its last arguments say the part.
+# Kernels that several threads divide: their signature, and how many of its last arguments are the part.
 divided: Final[dict[Any, tuple[tuple[Any, ...], int]]] = {}
-_compiled = {"first": 0, "all": 0}  # how many of `registered` were looked at
+_compiled = {"first": 0, "all": 0}  # number of `registered` that were handled
 _compiling = Lock()
 
 
@@ -84,13 +82,13 @@ def _options(fastmath: frozenset[str]) -> dict[str, Any]:
 
 @cache
 def sources_stamp() -> str:
-    """Return a digest of what compiled code depends on and Numba's key has not: llvmlite and all sources of kernels.
+    """Return a digest of the dependencies of compiled code that Numba's key lacks: llvmlite and all kernel sources.
 
-    By content, not by time: the same version installed again finds what it compiled before.
+    By content, not by time: a reinstalled version finds its compiled code again.
     """
     digest = sha256(llvmlite.__version__.encode())
     if llvm.get_host_cpu_name() == "generic":
-        # A CPU without a name may have dot products that the features in Numba's key do not tell of.
+        # A CPU without a name may have dot products that are not among the features in Numba's key.
         digest.update(dot().encode())
     for variable in (OVERRIDE, DOT_OVERRIDE):
         digest.update(os.environ.get(variable, "").encode() + b"\0")
@@ -100,12 +98,12 @@ def sources_stamp() -> str:
 
 
 def _cached(dispatcher: Any) -> None:
-    """Turn on the compile cache of a kernel, where a directory can be written.
+    """Enable the compile cache of a kernel if its directory can be written.
 
-    Numba's cache looks at the file of the function alone; a kernel also depends on the helpers and the tile that it
-    inlines, so its stamp becomes that of the whole package. The CPU's name and features are in Numba's key: another CPU
-    on the same directory compiles its own. A forced instruction set is not in it: no cache, unless NUMBA_CACHE_DIR is a
-    directory called like the set, for it alone.
+    Numba's cache depends on the function's file; a kernel also depends on the helpers and tiles that it inlines, so its
+    stamp becomes that of the whole package. The CPU's name and features are in Numba's key: another CPU with the same
+    directory compiles its own code. A forced instruction set is not in the key: no cache, unless NUMBA_CACHE_DIR is a
+    directory with the set's name.
     """
     forced = os.environ.get(OVERRIDE) or os.environ.get(DOT_OVERRIDE)
     if forced and Path(os.environ.get("NUMBA_CACHE_DIR", "")).name != forced:
@@ -122,8 +120,8 @@ def kernel(
 ) -> Callable[[F], F]:
     """Return a decorator that compiles a kernel for exactly these argument types.
 
-    part: how many of the last arguments, all INT, say which part of the work is done; 0 if it is not divided. narrow,
-    maps, seldom: it serves narrow weights, maps of images, or few plans alone, so only `compile_all` compiles it.
+    part: number of last arguments, all INT, that are the part of the work; 0 if it is not divided. narrow, maps,
+    seldom: it serves only narrow weights, maps of images, or few plans, so only `compile_all` compiles it.
     """
 
     def decorate(function: F) -> F:
@@ -143,7 +141,7 @@ def kernel(
 
 
 def template(function: Callable[..., Any]) -> Any:
-    """Return what `entry_of` compiles for several argument types."""
+    """Return a function that `entry_of` compiles for several argument types."""
     if not JIT:
         return function
     dispatcher = numba.njit(**_options(FASTMATH))(function)
@@ -152,24 +150,24 @@ def template(function: Callable[..., Any]) -> Any:
 
 
 def entry_of(dispatcher: Any, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], int]:
-    """Return (what Python calls, the address of the code) of a kernel or template for exactly these argument types.
+    """Return (Python's entry point, the address of the code) of a kernel or template for exactly these argument types.
 
-    The call trusts its arguments: nothing is looked up by their types, and an array of another dtype is read as if it
-    had the right one.
+    The call trusts its arguments: their types are not checked, and an array of another dtype is read as if it had the
+    right one.
     """
     if arguments not in dispatcher.overloads:
         dispatcher.compile(arguments)
-    made = dispatcher.overloads[arguments]
-    return made.entry_point, made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+    compiled = dispatcher.overloads[arguments]
+    return compiled.entry_point, compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
 
 
 @cache
 def entry(function: Callable[..., None]) -> Callable[..., None]:
-    """Return what an op calls for a kernel that is compiled, which may also be a plain function: the code itself.
+    """Return the entry point of a compiled kernel; a plain function is returned as it is.
 
-    A dispatcher looks at the types of all arguments, in every call; where caches are cold that costs more than the call
-    (5 of 11 µs). The code trusts its arguments as `entry_of` says: arrays of an op have the dtypes of its slots, which
-    are checked when it is bound, and what comes from elsewhere is checked by the executor or by `Kernel.checked`.
+    A dispatcher checks the types of all arguments in every call; with cold caches that costs more than the call (5 of
+    11 µs). The code trusts its arguments, as in `entry_of`: an op's arrays have the dtypes of its slots, which are
+    checked when it is bound.
     """
     arguments = _signatures.get(function)
     return function if arguments is None else entry_of(function, arguments)[0]
@@ -186,23 +184,23 @@ def helper(function: F) -> F:
 
 
 def exact(function: F) -> F:
-    """Compile a helper whose operations keep the order in which they are written."""
+    """Compile a helper with operations in the written order."""
     return numba.njit(forceinline=True, **_options(EXACT))(function) if JIT else function
 
 
 def lowered(emit: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is LLVM IR in compiled code (`emit`, a Numba intrinsic) and `plain` in plain Python.
 
-    Whole vectors are computed also where only some lanes are used: overflow in the other lanes does not matter.
+    Vectors are computed whole even if only some lanes are used: overflow in the other lanes does not matter.
     """
     return numba.extending.intrinsic(emit) if JIT else np.errstate(all="ignore")(plain)
 
 
-def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void) -> Callable[..., Any]:
-    """Return what `lowered` takes for a function of `count` i64 arguments that returns a `result`."""
+def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void, kind: Any = INT) -> Callable[..., Any]:
+    """Return the intrinsic of a function of `count` arguments of a kind that returns a `result`, for `lowered`."""
 
     def emit(_context: Any, *_arguments: Any) -> Any:
-        return result(*[types.int64] * count), codegen
+        return result(*[kind] * count), codegen
 
     # Numba reads the number of arguments from the signature, and takes no *args.
     names = ["context", *(f"argument_{i}" for i in range(count))]
@@ -211,17 +209,17 @@ def emitter(count: int, codegen: Callable[..., Any], result: Any = types.void) -
 
 
 class Warm(NamedTuple):
-    """Where the machine code of a process's kernels came from; both 0 where the JIT is disabled."""
+    """The sources of the machine code of a process's kernels; both 0 if the JIT is disabled."""
 
     compiled: int
     from_cache: int
 
 
 def compile_first() -> None:
-    """Compile, or load from the cache, every kernel that f32 weights need and that is not compiled yet.
+    """Compile, or load from the cache, every kernel that f32 weights need and that is not ready.
 
-    It is called for every op that is bound, so it costs nothing where nothing is left to do. Raises ConfigError for a
-    wrong setting of the environment.
+    Called for every op that is bound, so it costs nothing if all are ready. Raises ConfigError for a wrong setting of
+    the environment.
     """
     if _compiled["first"] != len(registered):
         require_known()
@@ -230,7 +228,7 @@ def compile_first() -> None:
 
 
 def compile_all(before: Callable[[], None] | None = None) -> None:
-    """Compile, or load from the cache, every kernel that is not compiled yet; nothing compiles in a call after it.
+    """Compile, or load from the cache, every kernel that is not ready; no later call compiles.
 
     before: fills the cache; other threads that need these kernels wait for it.
     """
@@ -251,42 +249,42 @@ def _compile(which: Literal["first", "all"]) -> None:
 
 
 def warm_up() -> Warm:
-    """Compile every kernel, or load it from the cache, so that nothing compiles in a request; again does nothing."""
+    """Compile every kernel, or load it from the cache, so that no request compiles; repeated calls do nothing."""
     compile_all()
     return warm()
 
 
 def warm() -> Warm:
-    """Return where the code of those kernels came from that are ready."""
+    """Return the sources of the code of all ready kernels."""
     ready = [dispatcher for dispatcher, _ in registered if dispatcher.signatures]
     from_cache = sum(bool(dispatcher.stats.cache_hits) for dispatcher in ready)
     return Warm(len(ready) - from_cache, from_cache)
 
 
 def all_ready() -> bool:
-    """Return whether nothing is left to compile or to load."""
+    """Return whether every kernel is ready."""
     return _compiled["all"] == len(registered)
 
 
 def forget_bitcode() -> None:
-    """Release the bitcode that LLVM keeps of cached kernels for linking others with them.
+    """Release the bitcode of cached kernels, which LLVM keeps for linking.
 
-    For when all kernels are there: what is compiled later calls them by address.
+    Only after all kernels are ready: code that is compiled later calls them by address.
     """
     for dispatcher, _ in registered:
-        for made in dispatcher.overloads.values():
-            # Not public in Numba: where a version lacks it, it stays, and a test says so.
-            if getattr(made.library, "_shared_module", None) is not None:
-                made.library._shared_module = None
+        for compiled in dispatcher.overloads.values():
+            # Not public in Numba: if a version lacks it, the bitcode stays, and a test fails.
+            if getattr(compiled.library, "_shared_module", None) is not None:
+                compiled.library._shared_module = None
 
 
 def in_cache(dispatcher: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether the cache has a kernel's code, whole; also False where this version of Numba cannot tell."""
+    """Return whether the cache has a kernel's complete code; also False if this version of Numba cannot tell."""
     return is_cached(dispatcher._cache, arguments, dispatcher.targetctx.codegen())
 
 
 def cache_directory() -> Path | None:
-    """Return where compiled code is kept, None where there is no cache."""
+    """Return the directory of compiled code, None without a cache."""
     place = getattr(registered[0][0], "_cache", None) if registered else None
     path = getattr(place, "cache_path", None)
     return None if path is None else Path(path)
@@ -298,7 +296,7 @@ _FIRST_LEVEL: Final = (3, 1)  # locality, data
 
 
 def _pointer_to(item: Any) -> Any:
-    """Return what compiled code calls to turn an address into a pointer to items of a type."""
+    """Return the intrinsic that turns an address into a pointer to items of a type."""
 
     def emit(_context: Any, _address: Any) -> Any:
         result: Any = types.CPointer(item)  # type: ignore[no-untyped-call]
@@ -312,9 +310,9 @@ def _pointer_to(item: Any) -> Any:
 
 
 def _in_python(c_type: Any, dtype: Any) -> Callable[[Any], Any]:
-    """Return a decorator for a helper that returns the array [count] at an address: without the JIT it is this one.
+    """Return a decorator that, if the JIT is disabled, replaces a helper by one in Python: the array at an address.
 
-    Numba's own `carray` takes fifty microseconds for an array in plain Python, and kernels ask for thousands.
+    Numba's own `carray` takes fifty microseconds for an array in plain Python, and kernels need thousands.
     """
 
     def at(address: int, count: int) -> Any:
@@ -347,23 +345,20 @@ def halves(address: int, count: int) -> Any:
 
 
 def _fetch(purpose: int) -> Any:
-    """Return the function that asks for the cache line at an address."""
+    """Return the function that prefetches the cache line at an address."""
     byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
 
-    def emit(_context: Any, _address: Any) -> Any:
-        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
-            ask = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
-            address = builder.inttoptr(arguments[0], byte_pointer)
-            builder.call(ask, [address, *(ir.Constant(word, v) for v in (purpose, *_FIRST_LEVEL))])
-            return context.get_dummy_value()
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
+        prefetch = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, _PREFETCH)
+        address = builder.inttoptr(arguments[0], byte_pointer)
+        builder.call(prefetch, [address, *(ir.Constant(word, v) for v in (purpose, *_FIRST_LEVEL))])
+        return context.get_dummy_value()
 
-        return types.void(types.int64), codegen
-
-    return lowered(emit, lambda _address: None)
+    return lowered(emitter(1, codegen), lambda _address: None)
 
 
-# Ask for the cache line at an address, which need not be valid, so that a later read or store does not wait for it.
+# Prefetch the cache line at an address, valid or not, so that a later read or store does not wait for it.
 fetch_to_read: Final = _fetch(_READ)
 fetch_to_write: Final = _fetch(_WRITE)
 
@@ -373,7 +368,7 @@ _PARTS_OF_A_MAPPING: Final = 6  # range, permissions, offset, device, inode, pat
 
 
 def release_compiler() -> None:
-    """Give back the compiler's memory, as far as it is not in use; compiling stays possible."""
+    """Return the compiler's unused memory to the system; compiling stays possible."""
     if not JIT:
         return
     if all_ready():
@@ -387,13 +382,13 @@ def release_compiler() -> None:
 
 
 def return_memory() -> None:
-    """Hand freed memory back to the system, where the C library is glibc."""
+    """Return freed memory to the system, if the C library is glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _clean_pages() -> Iterator[tuple[int, int]]:
-    """Give the address ranges of LLVM's library that are as in its file: read-only, and not one page changed before."""
+    """Yield the address ranges of LLVM's library that equal its file: read-only, without a changed page."""
     start, stop, of_file = 0, 0, False
     with _SMAPS.open() as lines:
         for line in lines:

@@ -1,13 +1,12 @@
 """Kernel `linear`: activation(x [m, k] @ [W_1 | ... | W_p] + [b_1 | ... | b_p]) + residual.
 
-Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ...
-b_p
-plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`), and x ("i8") where matrices in
-blocks are multiplied by rows that are rounded (`block_product`).
+Reads x, or x and residual [m, n]; writes out [m, n]. Weights: W_1 ... W_p packed [k, n_i], then with a bias b_1 ... b_p
+plain [n_i]. Attributes: bias and residual (bool), activation (one of `ACTIVATIONS`), and x ("i8": rows of x are rounded
+for matrices in blocks, `block_product`).
 
-A tile is finished (activation, residual) while it is in the first-level cache, so that memory is written once; a tile
-that needs neither goes from the registers to its place. Every output is one sum over k in ascending order: its bits
-depend neither on its tile nor on the threads.
+A tile is finished (activation, residual) in the first-level cache, so that memory is written once; a tile that needs
+neither is stored from the registers. Every output is one sum over k in ascending order: its bits depend neither on its
+tile nor on the threads.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from hepti_mqtt.kernels.tile import (
     NR,
     activate,
     activation_of,
-    ask_for_rows,
     emit_tile,
+    fetch_rows,
     plain_panel_ahead,
     store,
 )
@@ -42,22 +41,22 @@ from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
 from hepti_mqtt.program import Compute, Work
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
-# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay near while the tiles pass over them. Every piece
-# begins by reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than those of 1024, those of
-# 256 another 1 to 2 %, though even one of 256 is larger than the first-level cache there (AMD EPYC, AVX-512).
+# A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the cache for all tiles. Every piece begins by
+# reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than pieces of 1024, pieces of 256
+# another 1 to 2 %, though even these are larger than the first-level cache (AMD EPYC, AVX-512).
 ROWS: Final = 384
 DEPTH: Final = TILE.depth
 
-# The tiles of a piece fetch the next one, so that few rows compute and read memory at once: the last FETCHERS of them,
-# each its share. Up to SHALLOW_TILES tiles, pieces are shorter, so that what is fetched is near; a single tile reads
-# one stream, which the hardware fetches better alone.
+# The last FETCHERS tiles of a piece prefetch the next piece, each its share, so that few rows compute and read memory
+# at once. Up to SHALLOW_TILES tiles, pieces are shorter, so that prefetched lines stay in the cache; a single tile
+# reads one stream, which the hardware prefetches better alone.
 FETCHERS: Final = 4
 SHALLOW: Final = 64
 SHALLOW_TILES: Final = 3
 
 _LANES: Final = TILE.lanes
 
-# `panel_of_rows` that also fetches: two more arguments, the first address and the bytes for each step of k.
+# `panel_of_rows` with prefetches: two more arguments, the first address and the bytes for each step of k.
 _panel_tile: Final = lowered(emit_tile("rows", TILE, prefetch=True), plain_panel_ahead)
 
 
@@ -93,10 +92,10 @@ def _linear(
                     place, stride = sums.ctypes.data + 4 * i * NR, NR
                     start, start_stride = (place, NR) if low > 0 else (panels[p, BIAS], 0)
                     if final:
-                        ask_for_rows(block + i, count, out, residual, column, valid)
+                        fetch_rows(block + i, count, out, residual, column, valid)
                     if final and direct:
                         place, stride = out.ctypes.data + 4 * ((block + i) * width + column), width
-                    # What comes after this piece is fetched by the last tiles, each its share.
+                    # The last tiles prefetch the next piece, each its share.
                     share = t - tiles + fetchers
                     fetch = -(-4 * NR // fetchers) if share >= 0 and tiles > 1 else 0
                     ahead = right + 4 * NR * depth + share * depth * fetch
@@ -108,7 +107,7 @@ def _linear(
 
 
 def _kept(weight: Weight) -> str:
-    """Return what all matrices of a product have in common; of blocks each may have its own storage."""
+    """Return the kind of storage that all matrices of a product share; "blocks" may be several storages."""
     if isinstance(weight, BlockMatrix):
         return "blocks"
     return weight.storage if isinstance(weight, NarrowMatrix) else "f32"
@@ -195,10 +194,10 @@ def _work(op: Compute, slots: Slots) -> Work:
 
 
 def _scratch(op: Compute, slots: Slots) -> int:
-    """Return the bytes of x as products in integers take it: codes, or digits, and what blocks of them have."""
+    """Return the bytes of x for products in integers: codes or digits, and the words of their blocks."""
     storages = {ref.weight_dtype for ref in op.weights}
     by = 2 if storages & set(BLOCK_STORAGES) else int("w8a8" in storages)
     return by * slots[op.reads[0]].nbytes
 
 
-LINEAR: Final = Kernel("linear", _bind, _reference, _work, scratch_function=_scratch)
+LINEAR: Final = Kernel("linear", _bind, _reference, _work, scratch_bytes=_scratch)

@@ -1,8 +1,8 @@
-"""Memory for weights: it begins at a cache line, and lies on huge pages where it is large.
+"""Memory for weights: aligned to cache lines, and on huge pages if it is large.
 
 A row of activations reads every weight once, and one address translation per 4 KB would cost some 10 %. Many weights
-are smaller than a huge page (2 MB), so they lie side by side in one mapping; an array that dies gives its pages back at
-once, the mapping goes with the last of its arrays.
+are smaller than a huge page (2 MB), so they share a mapping; a freed array returns its pages immediately, the mapping
+ends with its last array.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 _LINE: Final = 64  # bytes of a cache line
 _HUGE: Final = 1 << 21
-# Address space of one mapping, of which only what is used takes memory.
+# Address space of one mapping; only used pages take memory.
 _MAPPING: Final = 32 * _HUGE
-# Smaller arrays stay in the heap: rounded to whole pages they would take too much more than their size.
+# Smaller arrays stay in the heap: rounded to whole pages they would waste too much memory.
 _LEAST: Final = 16 * mmap.PAGESIZE
-# Of what a huge page is on Linux alone; elsewhere everything lies in the heap.
+# None without huge pages (not Linux): all arrays are then in the heap.
 _ADVICE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class _Mapping:
-    """Anonymous memory that is handed out from its first huge page on, in whole pages."""
+    """Anonymous memory for arrays, from its first huge page on, in whole pages."""
 
     def __init__(self, nbytes: int) -> None:
         self._size = max(_MAPPING, nbytes + _HUGE)
@@ -39,7 +39,7 @@ class _Mapping:
                 self._memory.madvise(_ADVICE)
 
     def take(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return zeros that begin at a page, or None where no room is left."""
+        """Return zeros that begin at a page, or None without room."""
         start, pages = self._at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if start + pages > self._size:
             return None
@@ -56,7 +56,7 @@ _open: _Mapping | None = None
 def aligned_zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Return zeros that begin at a cache line, so that no vector lies across two; large ones on huge pages.
 
-    Padding costs no memory until it is touched, but for what its huge page has.
+    Padding takes no memory until it is touched, except within a used huge page.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     array = None if nbytes < _LEAST or _ADVICE is None else _mapped(nbytes)
@@ -70,9 +70,9 @@ def _heap(nbytes: int) -> NDArray[np.uint8]:
 
 
 def _mapped(nbytes: int) -> NDArray[np.uint8] | None:
-    """Return zeros of a mapping, None where the system gives no more of them.
+    """Return zeros of a mapping, None if the system gives no more mappings.
 
-    A mapping is larger than what it is made for, so the heap may still have that much, or says that it has not.
+    A mapping is larger than its first array, so the heap may still have room for the array.
     """
     global _open  # noqa: PLW0603
     with _lock:

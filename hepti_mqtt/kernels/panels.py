@@ -1,4 +1,4 @@
-"""The table of panels: where the matrices of a product lie, and which columns of its result they fill."""
+"""The table of panels: the addresses of a product's matrices, and the columns of its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES, BIAS, COLUMN, VALID, KIND, SCALES, SUMS = range(7)
 def panels_of(
     matrices: Sequence[Matrix], biases: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.int64], tuple[object, ...]]:
-    """Return the table int64 [P, 7], and what must live as long as it, since it has only addresses.
+    """Return the table int64 [P, 7], and the owners of its addresses, which must live as long as it.
 
     biases: one for each matrix, or none.
     """
@@ -53,22 +53,22 @@ def storage_of(matrix: Matrix) -> Any:
 
 
 def _address(array: NDArray[Any], p: int) -> int:
-    """Return the address of what a panel has of an array, 0 of an empty one."""
+    """Return the address of a panel's part of an array, 0 of an empty array."""
     return int(array.__array_interface__["data"][0]) + p * array[0].nbytes if len(array) else 0
 
 
 @helper
 def adjacent(panels: Any, p: int, count: int, last: int, width: int, nbytes: int, scale_bytes: int) -> Any:
-    """Return `count` if so many panels from p on lie one behind the other, with biases and scales, else 1.
+    """Return `count` if so many panels from p on are adjacent, with biases and scales, else 1.
 
     nbytes, scale_bytes: of a panel's codes and scales.
     """
     if p + count > last:
         return 1
     for q in range(p + 1, p + count):
-        behind = panels[q, CODES] == panels[q - 1, CODES] + nbytes
+        coded = panels[q, CODES] == panels[q - 1, CODES] + nbytes
         scaled = panels[q, SCALES] == panels[q - 1, SCALES] + scale_bytes
         biased = panels[q, BIAS] == panels[q - 1, BIAS] + 4 * width
-        if not (behind and scaled and biased and panels[q, COLUMN] == panels[q - 1, COLUMN] + width):
+        if not (coded and scaled and biased and panels[q, COLUMN] == panels[q - 1, COLUMN] + width):
             return 1
     return count

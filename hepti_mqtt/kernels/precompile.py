@@ -1,8 +1,8 @@
-"""Fills the compile cache in processes of their own, so that the compiler's memory ends with them.
+"""Fills the compile cache in separate processes, so that the compiler's memory ends with them.
 
-`python -m hepti_mqtt.kernels.precompile` is such a process: it reads places in `jit.registered`, a line each,
-compiles what is there into the cache, and answers with the same line. One process at a time fills a cache
-(`compile_lock`); others that need it wait, and find it filled.
+`python -m hepti_mqtt.kernels.precompile` is such a process: it reads places in `jit.registered`, a line each, compiles
+the kernel of each place into the cache, and answers with the same line. One process at a time fills a cache
+(`compile_lock`); others that need it wait until it is filled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hepti_mqtt.kernels import (
 from hepti_mqtt.kernels.compile_cache import LOOK_S, compile_lock
 from hepti_mqtt.kernels.cpu import require_known
 
-Which = Literal["first", "all", "behind"]
+Which = Literal["first", "all", "slowly"]
 Tell = Callable[[int, int], None]
 
-# Between two kernels behind an agent's work, so that an agent that starts and looks for the lock gets it.
+# Between two kernels compiled `slowly`, so that a starting agent that waits for the lock gets it.
 _PAUSE_S: Final = 2 * LOOK_S
-# The kernels that take longest come first: a long one that is begun last would hold up the others.
+# The kernels with the longest compilation are first: at the end they would delay the whole.
 _LONG: Final = (
     "attention_units",
     "attention_by_distance",
@@ -38,14 +38,13 @@ _LONG: Final = (
     "linear_int8",
     "_conv2d",
     "quantise_rows",
-    "_linear_stream",
     "_linear",
 )
 _ROOT: Final = Path(__file__).parents[2]
 
 
 class _Job:
-    """A kernel and the wrapper of its signature; `place` is its place in `jit.registered`."""
+    """A kernel and the wrapper of its signature; place: in `jit.registered`."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -53,11 +52,11 @@ class _Job:
         self.name: str = self.dispatcher.py_func.__name__
 
     def done(self) -> bool:
-        """Return whether all of it is in the cache."""
+        """Return whether kernel and wrapper are in the cache."""
         return jit.in_cache(self.dispatcher, self.arguments) and tape.wrapper_in_cache(self.dispatcher)
 
     def compile(self) -> None:
-        """Compile it into the cache."""
+        """Compile kernel and wrapper into the cache."""
         self.dispatcher.compile(self.arguments)
         tape.wrapper_of(self.dispatcher)
 
@@ -75,13 +74,12 @@ def fill_cache(
     most: int | None = None,
     rest: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Compile what the cache lacks in other processes; return when it is there, or when they cannot go on.
+    """Compile the kernels that the cache lacks in other processes; return after the last one, or if they fail.
 
-    which: what `jit.compile_first` needs, what `compile_all` needs, or the latter `behind` an agent's work: slowly, one
-    kernel at a time. tell: gets (kernels that are there, all of them) again
-    and again; what it raises ends the work. most: processes at once, by default one per core. rest: gets the
-    seconds that a kernel took `behind` an agent's work, and returns when the next may be compiled. Without a cache it
-    returns at once, and every process compiles for itself. Raises ConfigError for a wrong setting of the environment.
+    which: the kernels of `jit.compile_first`, of `compile_all`, or of the latter `slowly`, one at a time in the
+    background. tell: gets (compiled kernels, all kernels) repeatedly; its exception ends the work. most: processes, by
+    default one per core. rest: gets the seconds of a kernel compiled `slowly`, and returns when the next one may be
+    compiled. Without a cache nothing is compiled here. Raises ConfigError for a wrong setting of the environment.
     """
     require_known()
     directory, jobs = jit.cache_directory(), _jobs(which)
@@ -89,16 +87,16 @@ def fill_cache(
 
     def missing() -> list[_Job]:
         nonlocal left
-        left = [job for job in left if not job.done()]  # a look reads a kernel's files, so no job is looked at again
+        left = [job for job in left if not job.done()]  # `done` reads files, so finished jobs are dropped
         tell(len(jobs) - len(left), len(jobs))
         return left
 
     if not missing() or directory is None:
         return
-    arguments = ["nice"] if which == "behind" else []
-    most = 1 if which == "behind" else most or len(os.sched_getaffinity(0))
+    arguments = ["nice"] if which == "slowly" else []
+    most = 1 if which == "slowly" else most or len(os.sched_getaffinity(0))
     with Compilers([sys.executable, "-m", "hepti_mqtt.kernels.precompile", *arguments], most) as compilers:
-        if which == "behind":
+        if which == "slowly":
             for job in left:
                 begun_s = time.perf_counter()
                 with compile_lock(directory, missing):
@@ -112,10 +110,10 @@ def fill_cache(
 
 
 class Compilers:
-    """Up to `most` processes that compile, each started when there is work for it and ended with the `with` block.
+    """Up to `most` compiling processes, each started for its first kernel and ended with the `with` block.
 
-    One that ends early, for want of memory or disk, is not replaced: its kernel stays missing, and the process that
-    needs it compiles it.
+    A process that ends early, without memory or disk, is not replaced: its kernel stays missing, and the process that
+    needs the kernel compiles it.
     """
 
     def __init__(self, command: Sequence[str], most: int) -> None:
@@ -137,11 +135,11 @@ class Compilers:
             child.communicate()
 
     def compile(self, places: Sequence[int], look: Callable[[], object]) -> None:
-        """Compile the kernels at these places; `look` is called again and again, and may raise."""
+        """Compile the kernels at these places; `look` is called repeatedly, and may raise."""
         waiting = list(places)
         while True:
             while waiting and (child := self._free()) is not None:
-                with suppress(BrokenPipeError):  # it has ended: its end of file is seen below
+                with suppress(BrokenPipeError):  # the process has ended: `select` returns its end of file
                     print(waiting.pop(0), file=child.stdin, flush=True)
                 self._busy.register(child.stdout, EVENT_READ, child)  # type: ignore[arg-type]
             if not self._busy.get_map():
@@ -157,7 +155,7 @@ class Compilers:
     def _free(self) -> subprocess.Popen[str] | None:
         if not self._idle and len(self._all) < self._most:
             pipe, environment = subprocess.PIPE, self._environment
-            with suppress(OSError):  # no memory for another process: those that there are go on
+            with suppress(OSError):  # no memory for another process: the existing ones continue
                 self._idle.append(subprocess.Popen(self._command, env=environment, stdin=pipe, stdout=pipe, text=True))
                 self._all += self._idle
         return self._idle.pop() if self._idle else None
@@ -170,25 +168,25 @@ def compiled() -> tuple[int, int]:
 
 
 def load_first() -> jit.Warm:
-    """Load what f32 weights need from the cache, and compile here what it lacks."""
+    """Load the kernels of f32 weights from the cache, and compile missing ones in this process."""
     jit.compile_first()
     return jit.warm()
 
 
 def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
-    """Load the kernels that are left and compile what the cache lacks behind the agent's work, one after the other.
+    """Load the remaining kernels, and compile missing ones in the background, one after the other.
 
-    Threads that need a kernel that is being compiled wait for it. tell, rest: as of `fill_cache`; rest also gets the
-    processor seconds of each kernel that was loaded.
+    Threads that need a kernel in compilation wait for it. tell, rest: of `fill_cache`; rest also gets the processor
+    seconds of each loaded kernel.
     """
     jobs = _jobs("all")
     for job in jobs:
         begun_s = time.thread_time()
         if not job.dispatcher.signatures and job.done():
-            with suppress(RuntimeError):  # another thread has loaded it since the look, and nothing compiles it again
+            with suppress(RuntimeError):  # another thread has just loaded it, and disabled its compilation
                 job.compile()
             rest(time.thread_time() - begun_s)
-    jit.compile_all(lambda: fill_cache("behind", tell, rest=rest))
+    jit.compile_all(lambda: fill_cache("slowly", tell, rest=rest))
     tape.prepare()
     for job in jobs:
         job.dispatcher.disable_compile()

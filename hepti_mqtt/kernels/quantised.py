@@ -7,7 +7,7 @@ included, so that 0 stays exact), adds products of bytes in i32 without error, a
 scales of column and row. Its error is at most the sum over k of |x| scale_column / 2 + |w| scale_row / 2, and f32
 rounding. A row with a value that is not finite gives NaN in every column; magnitudes below 1e-35 count as 0.
 
-Each output depends on its row of x and its column alone: not on other rows, its tile or the threads.
+Each output depends only on its row of x and its column: not on other rows, its tile or the threads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from hepti_mqtt.kernels.cpu import DOT
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, TABLE, exact, fetch_to_write, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, SCALES, SUMS, VALID, panels_of
-from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, byte_tile, dot_tile, half_tile
+from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, KINDS, dot_tile, widened_tile
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
-from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix, blocks
+from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, blocks
 
+F16, W8A8 = KINDS.index("f16"), KINDS.index("w8a8")
 _MR_DOT: Final = FORMS["w8a8"].rows
 _NR_DOT: Final = FORMS["w8a8"].width
 _LANES: Final = FORMS["w8a8"].lanes
@@ -51,7 +52,7 @@ _MINUS_INFINITE: Final = np.uint32(0xFF800000)
 _LARGEST: Final = np.uint32(0x7FFFFFFF)
 # Blocks that are quantised at a time.
 _BATCH: Final = 16
-# What is taken from a code of 0 to 255 so that it is what the instruction takes.
+# Subtracted from codes 0 to 255 for an instruction with signed bytes.
 _OFFSET: Final = np.int32(128 if DOT.signed else 0)
 
 
@@ -156,9 +157,9 @@ def quantise_rows(x: Any, codes: Any, scales: Any, zeros: Any, first: int, last:
 
 @helper
 def _in_turn(turn: int, panels: int, chunks: int) -> Any:
-    """Return which panel comes at a turn, and for which chunk of rows.
+    """Return the panel and the chunk of rows of a turn.
 
-    All panels for the first _CHUNKS chunks, then for the next: each panel for one chunk after the other.
+    All panels for the first _CHUNKS chunks, then for the next ones: each panel for one chunk after the other.
     """
     group = turn // (_CHUNKS * panels)
     panel, chunk = divmod(turn - group * _CHUNKS * panels, min(_CHUNKS, chunks - group * _CHUNKS))
@@ -167,7 +168,7 @@ def _in_turn(turn: int, panels: int, chunks: int) -> Any:
 
 @helper
 def _fetch_rows(place: int, stride: int, rows: int, valid: int) -> None:
-    """Ask for the lines of `valid` values in some rows, so that storing them does not wait."""
+    """Prefetch the lines of `valid` values in some rows, so that stores do not wait."""
     for row in range(place, place + rows * stride, stride):
         for line in range(row, row + 4 * valid, _LINE):
             fetch_to_write(line)
@@ -203,7 +204,7 @@ def linear_int8(
         column, valid = panels[p, COLUMN], panels[p, VALID]
         vectors = -(-valid // _LANES)
         direct = plain and valid == vectors * _LANES
-        # Here, not before the loop: an array of which nothing is read any more is freed.
+        # Here, not before the loop: Numba frees an array after its last use.
         sums = -(-scratch.ctypes.data // _LINE) * _LINE
         for low in range(0, max(k, 1), BLOCK):
             depth = min(BLOCK, k - low)
@@ -231,7 +232,7 @@ def linear_int8(
                 ahead = codes + steps * GROUP * _NR_DOT + share * steps * _LINE
                 fetch = _LINE if share >= 0 else 0
                 dot_tile(
-                    count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
+                    W8A8, count, vectors, x, stride, steps, codes, of_rows, zero, scale_stride, of_columns, of_codes,
                     begin, begin_stride, c, c_stride, ahead, fetch
                 )  # fmt: skip
                 if final and not direct:
@@ -251,8 +252,6 @@ def linear_w8a8(x: Any, out: Any, residual: Any, panels: Any, activation: int) -
     linear_int8(codes, k, scales, zeros, out, residual, panels, activation, 0, len(panels), 0, m)
 
 
-F16, W8A32, W8A8 = range(3)
-STORAGE: Final = {"f16": F16, "w8a32": W8A32, "w8a8": W8A8}
 _MR: Final = FORMS["f16"].rows
 _NR: Final = FORMS["f16"].width
 _VECTORS: Final = FORMS["f16"].vectors
@@ -260,7 +259,7 @@ _VECTORS: Final = FORMS["f16"].vectors
 # A panel is used for _ROWS rows of x, in pieces [BLOCK, width] that stay in the first-level cache while the tiles pass
 # over them; the rows of x stay in the second level.
 _ROWS: Final = 384
-# Values to quantise of which there must be as many as these for each thread; above it `choice` finds out.
+# Values to quantise per thread at least; above it `choice` decides.
 _ROW_GRAIN: Final = 1 << 15
 
 
@@ -298,16 +297,10 @@ def _linear_widened(
                     if final and direct:
                         c = out.ctypes.data + row * out_stride + 4 * column
                         c_stride = out_stride
-                    if storage == F16:
-                        half_tile(
-                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
-                            c, c_stride, 0, 0
-                        )  # fmt: skip
-                    else:
-                        byte_tile(
-                            count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin, begin_stride,
-                            c, c_stride, 0, 0
-                        )  # fmt: skip
+                    widened_tile(
+                        storage, count, _VECTORS, left, stride, depth, codes, 0, 0, 0, of_columns, 0, begin,
+                        begin_stride, c, c_stride, 0, 0
+                    )  # fmt: skip
                     if final and not direct:
                         tile = sums[i * _NR : (i + count) * _NR]
                         activate(tile, activation)
@@ -328,7 +321,8 @@ def bind(
     m, k = arrays.x.shape
     table, alive = panels_of(matrices, biases)
     stride = GROUP * -(-k // GROUP)
-    code, width = STORAGE[matrices[0].storage], PANELS[matrices[0].storage].width
+    form = FORMS[matrices[0].storage]
+    code, width = KINDS.index(form.kind), form.width
     parts = matmul_parts(len(table), bool(table[-1, VALID] < width), m, width * k, pool.threads, _MR)
     if code != W8A8:
         return pool.bind(_linear_widened, parts, code)(code, *arrays, table, activation, alive=alive)

@@ -1,12 +1,10 @@
 """Register tiles over narrow weights, as LLVM vector IR: some rows of the left side times one or several panels.
 
 One step over k differs by kind. `f16` and `w8a32`: one f32 of each row times one row of the panel, widened in
-registers,
-fused multiply-adds in ascending order of k. `w8a8`: four bytes of each row times four rows of the panel,
-interleaved by
-column, added exactly in i32. So a row's bits do not depend on its tile.
+registers, fused multiply-adds in ascending order of k. `w8a8`: four bytes of each row times four rows of the panel,
+interleaved by column, added exactly in i32. So a row's bits do not depend on its tile.
 
-The tile of few rows goes down a whole panel in one call, block by block of scales, and prefetches far ahead, because
+The tile of few rows computes a whole panel in one call, block by block of scales, and prefetches far ahead, because
 memory is its limit. Its arithmetic and order are the same.
 """
 
@@ -33,7 +31,7 @@ GROUP: Final = 4  # bytes of a row that one step of an int8 dot product takes
 
 
 class Form(NamedTuple):
-    """What a kind of tile is made of: its size, the type of its sums, bytes of a panel's vector and of a step's row."""
+    """The form of a kind of tile: its size, the type of its sums, the bytes of a panel's vector."""
 
     kind: Kind
     lanes: int
@@ -66,12 +64,13 @@ def form(kind: Kind, tile: Tile = TILE, dot: Dot = DOT, half_in_hardware: bool =
     )
 
 
-FORMS: Final = {kind: form(kind) for kind in ("f16", "w8a32", "w8a8")}
+KINDS: Final[tuple[Kind, ...]] = ("f16", "w8a32", "w8a8")
+FORMS: Final[Mapping[str, Form]] = {kind: form(kind) for kind in KINDS}
 
 
 _ARGUMENTS: Final = 15
-# By kind, how far ahead of its use a line is asked for, and for which level of cache: widening fills the window in
-# which the CPU would find loads by itself.
+# By kind, the bytes from a use to its prefetch, and the cache level: widening fills the window in which the CPU would
+# issue loads early.
 _AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (2048, 3), "w8a32": (2048, 3)}
 
 
@@ -80,17 +79,17 @@ class QuantisedTileWriter(VectorWriter):
 
     Arguments: a, bytes between rows of a, steps, panel, row scales, zeros, bytes between rows of both, column scales,
     column sums, start, bytes between rows of start, c, bytes between rows of c, ahead, bytes ahead; all but strides and
-    steps are addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width], of which the first
-    `vectors` vectors count. Row scales and zeros (the code of 0) are one for each row, column scales and sums
-    [width]; all are f32. Only w8a8 reads row scales, zeros and sums, and takes what the zeros add out of the sums; f16
-    reads no scales. Scales are applied one after the other: the product of two small ones alone could be 0, that of two
-    large ones infinite. Every step of w8a8 asks for the next "bytes ahead" of memory from
-    `ahead` on, which need not be valid; the others ask for the panel itself.
+    steps are addresses. a is [rows, steps] of four bytes each; start and c are f32 [rows, width], their first `vectors`
+    vectors count. Row scales and zeros (the code of 0) are one for each row, column scales and sums [width]; all are
+    f32. Only w8a8 reads row scales, zeros and sums, and subtracts the zeros' part from the sums; f16 reads no scales.
+    Scales are applied one after the other: the product of two small ones could be 0, of two large ones infinite. Every
+    step of w8a8 prefetches the next "bytes ahead" of memory from `ahead` on, valid or not; the others prefetch the
+    panel itself.
     """
 
     prefix = ""
     ahead = _AHEAD
-    # Bytes from a panel to the next one, and from its scales to the next one's, where a tile goes down several.
+    # Bytes from a panel to the next one, and from its scales to the next one's, if a tile has several panels.
     panel_bytes: Any = None
     scale_bytes: Any = None
 
@@ -130,7 +129,7 @@ class QuantisedTileWriter(VectorWriter):
     def _run(
         self, at_rows: list[Any], steps: Any, panel: Any, start: list[Any], ahead: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the sums that `start` becomes in `steps` steps of k. ahead: what w8a8 asks for, and by how much."""
+        """Return the sums after `steps` steps of k from `start`. ahead: of w8a8, address and bytes of prefetches."""
         b, first, at_once = self.builder, self.whole(0), self._at_once()
 
         def turn(p: Any, sums: list[Any]) -> list[Any]:
@@ -146,7 +145,7 @@ class QuantisedTileWriter(VectorWriter):
         return loop(b, (first, steps, 1), start, turn, as_written=bool(at_once))
 
     def _at_once(self) -> int:
-        """Return how many steps a turn of the loop does, 0 if the compiler may choose."""
+        """Return the steps of a turn of the loop, 0 if the compiler may choose."""
         return self.form.steps if self.vectors == self.form.vectors else 0
 
     def _step(self, at_rows: list[Any], p: Any, panel: Any, sums: list[Any], ahead: Sequence[Any]) -> list[Any]:
@@ -165,24 +164,24 @@ class QuantisedTileWriter(VectorWriter):
         return new
 
     def _of_vector(self, first: Any, j: int, nbytes: int, between: Any) -> Any:
-        """Return where vector j lies, of `nbytes`, if the first is there; `between` two panels: address and bytes."""
+        """Return the address of vector j; first: of vector 0. nbytes: of a vector. between: bytes between panels."""
         b = self.builder
         panel, place = divmod(j, self.form.vectors)
         within = b.add(first, self.whole(place * nbytes))
         return b.add(within, b.mul(between, self.whole(panel))) if panel else within
 
     def _of_columns(self, first: Any, j: int) -> Any:
-        """Return where the scales or sums of vector j lie, if those of the first are there."""
+        """Return the address of the scales or sums of vector j; first: of vector 0."""
         return self._of_vector(first, j, 4 * self.form.lanes, self.scale_bytes)
 
     def _fetch(self, p: Any, at: Any) -> None:
-        """Ask in step p, whose weights lie at an address, for those of a later step."""
+        """Prefetch the weights of a later step in step p; at: address of this step's weights."""
         del p
         distance, level = self.ahead[self.form.kind]
         self._prefetch(self.builder.add(at, self.whole(distance)), self.form.vector_bytes * self.form.vectors, level)
 
     def _prefetch(self, at: Any, nbytes: int, locality: int) -> None:
-        """Ask for `nbytes` from an address on."""
+        """Prefetch `nbytes` from an address on."""
         for line in range(0, nbytes, LINE):
             self.prefetch(self.after(at, line), locality)
 
@@ -190,10 +189,10 @@ class QuantisedTileWriter(VectorWriter):
         self, sums: list[Any], at_zeros: list[Any], column_sums: Any, at_scales: list[Any], column_scales: Any,
         at_start: list[Any], at_c: list[Any],
     ) -> None:  # fmt: skip
-        """Scale the sums, add what the tile starts with and store them.
+        """Scale the sums, add the tile's start and store them.
 
-        Sums of products of bytes over a block, and what a zero adds to them, are below 2**24, so that f32 is exact. An
-        integer product at the start of the tile instead would keep its first steps waiting.
+        Sums of products of bytes over a block, and the zeros' part of them, are below 2**24, so f32 is exact. An
+        integer product at the start of the tile instead would delay its first steps.
         """
         b, f = self.builder, self.form
         for j in range(self.vectors):
@@ -211,12 +210,12 @@ class QuantisedTileWriter(VectorWriter):
                 self.store(value, b.add(at_c[i], at))
 
     def _of_codes(self, sums: Any, zero: Any, of_codes: Any, scale: Any) -> Any:
-        """Return sums of products of bytes in steps of a row, without what the code of 0 has added to them."""
+        """Return sums of products of bytes in steps of a row, without the part of the code of 0."""
         b = self.builder
         return b.fmul(self.multiply_add(b.fneg(zero), of_codes, b.sitofp(sums, of_codes.type)), scale)
 
     def _start(self, at_start: list[Any]) -> list[Any]:
-        """Return what the sums begin with: f16 the start itself, the others, whose sums are scaled, nothing."""
+        """Return the initial sums: of f16 the tile's start; of the others, with scaled sums, 0."""
         b, f = self.builder, self.form
         if f.kind != "f16":
             return [ir.Constant(self.vector, None)] * (self.rows * self.vectors)
@@ -248,13 +247,19 @@ class QuantisedTileWriter(VectorWriter):
         return total
 
 
-def emit_quantised_tile(shape: Form, writer: type[QuantisedTileWriter] = QuantisedTileWriter) -> Callable[..., Any]:
-    """Return the Numba intrinsic that calls the tile of one of `writer.sizes`: rows, vectors."""
+def _tiles(
+    writer: type[QuantisedTileWriter], plain: Callable[[Form], Callable[..., None]], *kinds: Kind
+) -> Callable[..., Any]:
+    """Return the function that calls a tile: number of the kind, one of `writer.sizes`, then the writer's arguments."""
+    forms = {KINDS.index(kind): form(kind) for kind in kinds}
+    in_python = {number: plain(shape) for number, shape in forms.items()}
 
-    def write(module: ir.Module, name: str, rows: int, vectors: int) -> ir.Function:
-        return writer(module, name, shape, rows, vectors).write()
+    def write(module: ir.Module, name: str, number: int, rows: int, vectors: int) -> ir.Function:
+        return writer(module, name, forms[number], rows, vectors).write()
 
-    return emit_sized(f"hepti_{writer.prefix}{shape.kind}", writer.sizes(shape), _ARGUMENTS, write)
+    sizes = [(number, *size) for number, shape in forms.items() for size in writer.sizes(shape)]
+    emit = emit_sized(f"hepti_{writer.prefix}narrow", sizes, _ARGUMENTS, write)
+    return lowered(emit, lambda number, *arguments: in_python[number](*arguments))
 
 
 def _at(address: int, count: int, dtype: Any) -> NDArray[Any]:
@@ -297,30 +302,29 @@ def plain_tile(shape: Form) -> Callable[..., None]:
     return tile
 
 
-# Arguments: rows (1 to the form's), vectors (w8a8: 1 to the form's, else all), then those of `StorageTileWriter`.
-half_tile: Final = lowered(emit_quantised_tile(FORMS["f16"]), plain_tile(FORMS["f16"]))
-byte_tile: Final = lowered(emit_quantised_tile(FORMS["w8a32"]), plain_tile(FORMS["w8a32"]))
-dot_tile: Final = lowered(emit_quantised_tile(FORMS["w8a8"]), plain_tile(FORMS["w8a8"]))
+# Tiles of f16 and w8a32 with all vectors of a panel, and of w8a8 with 1 to all of them.
+widened_tile: Final = _tiles(QuantisedTileWriter, plain_tile, "f16", "w8a32")
+dot_tile: Final = _tiles(QuantisedTileWriter, plain_tile, "w8a8")
 
 
-# By kind, how far ahead of its use a line is asked for, and for which cache: 0 passes by the second level, which keeps
-# what the interpreter needs between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
-# Bytes that need no widening leave the CPU time to find its loads by itself.
+# By kind, the bytes from a use to its prefetch, and the cache level: 0 passes by the second level, which keeps the
+# interpreter's data between two calls. 2 KB is slower for w8a32; other distances differ by less than the noise.
+# Bytes without widening leave the CPU time to issue loads early.
 _GEMV_AHEAD: Final[Mapping[str, tuple[int, int]]] = {"f16": (6144, 0), "w8a32": (8192, 0)}
-# How many blocks ahead their scales and sums are asked for: what the loop waits for, it cannot hide.
+# Blocks between a prefetch of scales and sums and their use: the loop cannot hide a wait for them.
 _BLOCKS_AHEAD: Final = 2
 
 
 def together(rows: int, shape: Form) -> int:
-    """Return how many panels a tile of so many rows goes down at once; byte dot products wait for nothing."""
+    """Return the number of panels of a tile of so many rows; byte dot products need no second one."""
     return 1 if shape.kind == "w8a8" else panels_at_once(rows, shape.vectors, shape.lanes)
 
 
 class QuantisedGemvWriter(QuantisedTileWriter):
-    """Writes the tile of `StorageTileWriter` with steps for all of k, and scales, sums and zeros by block.
+    """Writes the tile of `QuantisedTileWriter` with steps for all of k, and scales, sums and zeros by block.
 
-    Column scales and sums are [blocks, width], row scales and zeros one for each block, side by side. With more vectors
-    than a panel has, it goes down several panels that lie one behind the other, as their scales and sums do.
+    Column scales and sums are [blocks, width], row scales and zeros one for each block, adjacent. With more vectors
+    than a panel, it computes several adjacent panels; their scales and sums are adjacent, too.
     """
 
     prefix = "stream_"
@@ -328,7 +332,7 @@ class QuantisedGemvWriter(QuantisedTileWriter):
 
     @classmethod
     def sizes(cls, shape: Form) -> Sequence[tuple[int, int]]:
-        """Return (rows, vectors) of all tiles: over a panel, a whole one, and over as many as go together."""
+        """Return (rows, vectors) of all tiles: over a whole panel, and over `together` panels."""
         rows = range(1, shape.rows + 1)
         return list(dict.fromkeys((r, n * shape.vectors) for r in rows for n in (1, together(r, shape))))
 
@@ -380,7 +384,7 @@ class QuantisedGemvWriter(QuantisedTileWriter):
         return 0
 
     def _fetch(self, p: Any, at: Any) -> None:
-        """Ask for one line of the panels in turn, each often enough; of the panels after these where those end."""
+        """Prefetch lines of the panels in turn, often enough for each; at their end, of the panels after them."""
         b, f = self.builder, self.form
         panels = self.vectors // f.vectors
         if panels == 1:
@@ -431,7 +435,5 @@ def plain_gemv(shape: Form) -> Callable[..., None]:
     return stream
 
 
-# Arguments: rows (1 to the form's), vectors (all of a panel's, or of `together` panels), then those of the writer.
-half_gemv: Final = lowered(emit_quantised_tile(FORMS["f16"], QuantisedGemvWriter), plain_gemv(FORMS["f16"]))
-byte_gemv: Final = lowered(emit_quantised_tile(FORMS["w8a32"], QuantisedGemvWriter), plain_gemv(FORMS["w8a32"]))
-dot_gemv: Final = lowered(emit_quantised_tile(FORMS["w8a8"], QuantisedGemvWriter), plain_gemv(FORMS["w8a8"]))
+# Tiles of all kinds over all vectors of a panel, or of `together` panels.
+narrow_gemv: Final = _tiles(QuantisedGemvWriter, plain_gemv, *KINDS)

@@ -1,11 +1,11 @@
-"""Kernel `rotate`: rotary positions (RoFormer, Su et al., 2021) in queries and keys, behind a norm of each head.
+"""Kernel `rotate`: rotary positions (RoFormer, Su et al., 2021) in queries and keys, after a norm of each head.
 
 rotate  x [r, n], n columns of whole heads: first those of queries, then of keys, then of values -> the same, queries
         and keys rotated by their positions. Columns i and i + d / 2 of a head are a pair. Attributes: head_dim (d),
         q_heads, k_heads, theta, rows (packed row of each row of x), lengths. Weights: none, or gamma [d] of queries and
         of keys, by which heads are normed first; then attributes eps and gamma_offset as `base.norm_of` has. Optional:
-        divisors, of the frequencies [d / 2]. With an i32 slot `at` [B] behind x, the rows of each of the B sequences
-        stand that many places later; attribute places: how many there are, and others raise ValueError.
+        divisors, of the frequencies [d / 2]. With an i32 slot `at` [B] after x, the rows of each of the B sequences are
+        that many places later; attribute places: their number; places beyond raise ValueError.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 add             residual, p_1 ... p_n -> residual + (bias + p_1 + ... + p_n), in that order; weight bias if
                 attribute bias.
 sum             p_1 ... p_n of one shape of any rank -> activation(p_1 + ... + p_n); attribute activation, optional,
-                one of
-                `ACTIVATIONS`.
+                one of `ACTIVATIONS`.
 gate            x, y of one shape -> activation(x) * y; attribute activation.
 layer_norm      x of any rank -> its norm over the last dimension, as `base.norm_of` says: weights gamma and perhaps
                 beta; attributes eps, rms (without the mean; Zhang and Sennrich, 2019), gamma_offset.
@@ -14,16 +13,15 @@ normalize_rows  x -> x / max(L2 norm, 1e-12).
 pool_rows       x -> one row of each sequence [B, h]; attributes lengths, mode: mean, sqrt_mean (the sum by the root
                 of the length), weighted_mean (by place, the first counts once) or max. An empty sequence gives 0.
 
-Layer norm of rows whose columns lie on several devices:
+Layer norm of rows with columns on several devices:
 
-moments         x [r, c] -> [r, 2]: mean and standard deviation of the c values, which are finite in f32 as x is;
-                the sum of
-                squared distances would overflow from 1e19 on. Without columns both are 0.
+moments         x [r, c] -> [r, 2]: mean and standard deviation of the c values, which are finite in f32 if x is; a sum
+                of squared distances would overflow from 1e19 on. Without columns both are 0.
 normalise       x [r, c], p_1 ... p_n [r, 2] (moments of all columns of the row) -> the norm of x; weights [c] and
                 attributes as `layer_norm` has, and counts (columns of each part). Parts are combined in the given order
                 (Chan, Golub and LeVeque 1979, formula 2.1).
 
-Moments are computed in f64 and sent in f32. A sum of squares beside a sum would lose the digits that its mean takes.
+Moments are computed in f64 and sent in f32. A sum and a sum of squares instead would lose the digits of the mean.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ from hepti_mqtt.kernels.threads import NO_PARTS, Workers
 from hepti_mqtt.kernels.tile import activate, activation_of
 from hepti_mqtt.program import Compute
 
-# Elements that are summed and activated while they are in the first-level cache: a tenth of one of 32 KB.
+# Elements of a block that is summed and activated in the first-level cache: a tenth of 32 KB.
 _BLOCK: Final = 1024
 
 
@@ -97,7 +95,7 @@ def _sum(addresses: Any, count: int, out: Any, activation: int, first: int, stop
 
 
 def same_shapes(op: Compute, slots: Slots, reads: int | None, writes: int = 1) -> tuple[Check, int, int]:
-    """Check an op whose slots are all f32 [m, h]; return (its checks, m, h)."""
+    """Check an op with only f32 [m, h] slots; return (its checks, m, h)."""
     check = Check.of(op, slots, reads, writes=writes, rank=2)
     m, h = check.reads[0].shape
     for spec in (*check.reads, *check.writes):
@@ -244,7 +242,7 @@ def _add_norm(
     addresses: Any, count: int, total: Any, out: Any, bias: Any, gamma: Any, beta: Any, eps: Any, centred: int,
     first: int, stop: int,
 ) -> None:  # fmt: skip
-    """Fill total and out; without keep_sum they are one array, whose rows are normalised in place."""
+    """Fill total and out; without keep_sum they are one array, and rows are normalised in place."""
     for row in range(first, stop):
         add_row(addresses, count, bias, row * out.shape[1], total[row])
         normalise_row(total[row], out[row], gamma, beta, eps, centred)
@@ -408,7 +406,7 @@ def _pool_rows(x: Any, out: Any, starts: Any, mode: int) -> None:
         for row in range(first, stop):
             for i in range(h):
                 if mode == 3:
-                    # What is no number stays: no comparison with it holds.
+                    # NaN stays: no comparison with it holds.
                     if row == first or x[row, i] > out[b, i] or x[row, i] != x[row, i]:
                         out[b, i] = x[row, i]
                 elif mode == 2:

@@ -3,8 +3,8 @@
 embed_tokens       ids i32 [m] -> norm of scale * word[id % V] + position[offset + place in its sequence] +
                    type[id // V], [m, h], of V words. Attribute parts names the weights in their order: word, and
                    perhaps position, type, gamma (without it there is no norm), beta. Others: lengths, position_offset,
-                   scale, those of `base.norm_of`, and `words` (first, V) where word has a range of all words alone:
-                   it is zeros for others. word may also be a packed matrix, of which words are columns.
+                   scale, those of `base.norm_of`, and `words` (first, V) if word is a range of all words: others have
+                   zeros. word may also be a packed matrix with a column for each word.
 embed_at           ids i32 [m], at -> word[id] + position[at + i], [m, h]; weights word, position. Attributes lengths:
                    of the items, one without; i counts within each; and `words`, as above. `at` is an i32 slot [1];
                    positions beyond the table raise ValueError.
@@ -16,7 +16,7 @@ add_table          x [r, c] -> x + table[first row + i, first column + j]; weigh
 prepend_positions  patches [B n, h] -> [B (k + n), h]: for each image the rows of a prefix [k, h], then its patches.
                    Weights: parts of the prefix, if any, tables or single rows, and last position [j + n, h], which is
                    added to the first j rows of the prefix and to the patches; attribute images (B).
-repeat_row         x [m, *] -> [m, h], whose rows are all the weight row [h]; x says only how many.
+repeat_row         x [m, *] -> [m, h]: the weight row [h] in all rows; only the number of rows of x counts.
 
 An id outside the vocabulary, or of a type that is not there, raises ValueError before anything is read.
 """
@@ -91,7 +91,7 @@ def _positions(op: Compute) -> NDArray[np.int64]:
 
 
 def _parts(op: Compute, weights: Sequence[Any]) -> dict[str, Any]:
-    """Return the weights of embeddings by their names; a packed word is the matrix of which rows are columns."""
+    """Return the weights of embeddings by their names; a packed word has a column for each row of the table."""
     names = op.attrs["parts"]
     if len(weights) != len(names):
         raise ValueError(f"{op.kernel}: needs {len(names)} weights, {', '.join(names)}, got {len(weights)}")
@@ -138,7 +138,7 @@ def _bind_embed_at(op: Compute, slots: Slots, weights: Weights, _pool: Workers) 
 
 
 def _reference_words(op: Compute, given: Array) -> Array:
-    """Return the embeddings of all words [V, h], zeros for those that an op does not have."""
+    """Return the embeddings of all words [V, h], zeros for words beyond an op's range."""
     rows = given.T if op.weights and op.weights[0].layout == "packed" else given
     first, vocabulary = op.attrs.get("words", (0, len(rows)))
     whole = np.zeros((vocabulary, rows.shape[1]))

@@ -54,7 +54,7 @@ Array = NDArray[Any]
 _I64: Final = ir.IntType(64)
 _SUCCESS: Final = (0, -2)  # results of compiled code that returns a value, or None
 _WORD: Final = 8
-# Runs that are not measured, after one that is.
+# Runs without a measurement after a measured one.
 _SKIPS: Final = 3
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
@@ -62,8 +62,8 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 # numbers below; the block of a transfer is its descriptor.
 _WRAPPER, _BLOCK, _PART, _SHARE, _COLUMNS = range(5)
 _SENDS, _RECEIVES = -1, -2
-# Places in a pool's `control` behind its flag: nanoseconds after which to stop, 0 for never; looks for other threads;
-# then the results: next row, why, lanes to wait for. `transfers` has more.
+# Places in a pool's `control` after its flag: nanoseconds until a stop, 0 for never; looks for other threads; then the
+# results: next row, why, lanes to wait for. `transfers` has more.
 _LIMIT, _POLLS, _NEXT, _CODE, _LANES = range(1, 6)
 # Why the loop returned. _ASLEEP: wake threads and try again. _LATE: wait for other threads; the row is done then.
 # UNSENT, AWAITED: a row that Python has to send, or to wait for.
@@ -113,7 +113,7 @@ def _wrapping(fixed: Any, varying: Any) -> Any:
 
 
 def _kinds(function: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the types of a kernel's arguments, and of those that say the part."""
+    """Return the types of a kernel's arguments without the part, and of the part."""
     kinds = signature_of(function)
     assert kinds is not None
     width = divided.get(function, (kinds, 0))[1]
@@ -271,7 +271,7 @@ class Tape:
         #: of each slot that a row receives its number among them
         arrays = [call.arguments[0] for call in self.calls if call.function is received]
         self._received = {array.memory: number for number, array in enumerate(arrays)}
-        #: those that have no memory here, but that in which they come
+        #: received arrays that are too large for scratch memory: they stay in the memory of their frames
         self._foreign = {array.memory for array in arrays if array.nbytes > transfers.LARGEST}
         self._offsets, nbytes = lay_out(self._uses())
         self.nbytes = nbytes + LINE_BYTES if nbytes else 0  # a line more, for its alignment
@@ -341,7 +341,7 @@ class Tape:
             for word, argument in places:
                 if isinstance(argument, Operand):
                     patches.append((begin + word, *self._base_of(argument)))
-                    if argument.memory in growing and argument.start == 0:  # the extent that comes behind the address
+                    if argument.memory in growing and argument.start == 0:  # the word after the address: the extent
                         patches.append((begin + word + 1, growing[argument.memory], 0))
                 else:
                     at = len(blocks) // _WORD

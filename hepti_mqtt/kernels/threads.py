@@ -1,23 +1,23 @@
-"""Threads that run the parts of one kernel, and how they get them: through memory, in compiled code, without the GIL.
+"""Threads that run the parts of one kernel; compiled code hands parts over through memory, without the GIL.
 
 Kernels release the GIL, so plain threads are enough; Numba's own thread layer cannot be used because its portable
 implementation must not be entered from two threads. A part's result depends neither on its thread nor on the number of
-parts; on how many threads an op runs is a matter of time alone (`choice`).
+parts; the number of threads of an op only changes its time (`choice`).
 
-The calling thread runs the rows of a tape (`tape`) in compiled code. For a kernel that several threads share it marks a
-lane for every other thread, runs parts until none is left, takes back the lanes that no thread has begun, and waits for
-the others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; when it has done them it takes parts that
-others have not begun. So a late or slow thread delays the others little. A thread polls its lane for a while after its
-last parts: waking it takes as long as many an op. Then it sleeps on its queue. Without the compiler there are no other
+The calling thread runs the rows of a tape (`tape`) in compiled code. For a kernel of several threads it marks the lane
+of every other thread, runs parts until none is left, takes back lanes that no thread has begun, and waits for the
+others. Of n threads, thread t has the parts t, t + n, t + 2 n, and so on; then it takes parts that other threads have
+not begun. So a late or slow thread delays the others little. After its last parts a thread polls its lane for a while,
+because a wake-up takes as long as many ops; then it sleeps on its queue. Without the compiler there are no other
 threads: plain Python would share one interpreter.
 
-The pool's memory is int64 [threads x LANE]. The first lane is the calling thread's and says where the parts are, and
-where the block of the kernel's arguments.
+The pool's memory is int64 [threads x LANE]. The first lane is the calling thread's; it has the addresses of the parts
+and of the block of the kernel's arguments.
 
-Linux wakes a thread on the core of the waking thread unless it knows of an idle core that shares a cache, and on a
-virtual machine it knows of none. Two threads of a pool then share one core, for seconds where both poll: the other core
-takes no thread that has run within half a millisecond. So a thread that begins its parts on the core of another one
-moves to one that none of them is on.
+Linux wakes a thread on the core of the waking thread, unless an idle core shares a cache with it; a virtual machine
+shows no shared caches. Two threads of a pool then share one core, for seconds if both poll: the other core takes no
+thread that has run within half a millisecond. So a thread that begins its parts on another one's core moves to a core
+without threads of the pool.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from hepti_mqtt.kernels.calls import CacheWork, Call, Calls, Part, SizedChoice
 from hepti_mqtt.kernels.choice import Choice
 from hepti_mqtt.kernels.jit import INT, JIT, emitter, helper, kernel, lowered
 
-# Places in a lane, and its size: whole pairs of cache lines, so that no two threads write to one, nor to a pair fetched
-# together. In the second line, BEGUN counts the thread's parts that anybody has begun, and CORE says on which core it
-# began. Then two sets of cores.
+# Places in a lane, and its size: whole pairs of cache lines, so that no two threads write to one line, nor to a pair
+# that is fetched together. In the second line, BEGUN counts the begun parts of the thread, and CORE is the core on
+# which it began. Then two sets of cores.
 STATE, ASLEEP, BEGUN, CORE, _MAY, _FREE, LANE = 0, 1, 8, 9, 16, 32, 48
 _WORDS: Final = _FREE - _MAY
-# Places in the first lane: what all threads read, and whether a part has failed.
+# Places in the first lane: values for all threads, and whether a part has failed.
 BLOCK, ENTRY, FIRST, COUNT, STRIDE, THREADS, FAILED = 2, 3, 4, 5, 6, 7, 10
 
-# States of a lane. Its thread makes TAKEN of ISSUED, and IDLE when the parts are done. The calling thread takes a lane
-# back that is still ISSUED, and makes AWAITED of TAKEN before it sleeps until that thread wakes it. CLOSED sends the
-# thread to its queue.
+# States of a lane. Its thread turns ISSUED into TAKEN, and TAKEN into IDLE after the parts. The calling thread takes a
+# lane back that is still ISSUED, and turns TAKEN into AWAITED before it sleeps until that thread wakes it. CLOSED sends
+# the thread to its queue.
 IDLE, ISSUED, TAKEN, AWAITED, CLOSED = range(5)
 
-# `control`, through which a tape and Python speak: a flag that stops the tape, memory of the clock, and its size.
+# Places in `control`, shared by a tape and Python: a flag that stops the tape, memory for the clock; and its size.
 FLAG, CLOCK, CONTROL = 0, 6, 16
 
-# Why a thread is asleep: nothing came, or it must not poll where it is.
+# Why a thread is asleep: no parts were issued, or it must not poll on its core.
 UNUSED, _DRIVEN_OFF = 1, 2
 
 # Looks between two offers of the core to other threads, so that two models on one core do not wait for each other.
 LOOKS: Final = 256
-_MONOTONIC: Final = 1  # the clock, as Linux calls it
-_MOST_AWAY: Final = 100_000  # nanoseconds after which it came back to this thread too late: others compute there
-# What a look that found nothing does, with its arguments, so that a thread that shares the core's units runs faster.
+_MONOTONIC: Final = 1  # the clock's number on Linux
+_MOST_AWAY: Final = 100_000  # nanoseconds of a yield; if it takes longer, others compute on the core
+# Instructions, with arguments, of a look without a result: a thread on the same core's units then runs faster.
 _PAUSE: Final = ("llvm.x86.sse2.pause", ())
 _ISB: Final = ("llvm.aarch64.isb", (15,))
 _REST: Final = {"x86_64": _PAUSE, "amd64": _PAUSE, "aarch64": _ISB, "arm64": _ISB}.get(platform.machine().lower())
@@ -71,46 +71,35 @@ _REST: Final = {"x86_64": _PAUSE, "amd64": _PAUSE, "aarch64": _ISB, "arm64": _IS
 _I64: Final = ir.IntType(64)
 
 
-def _emit_call(_context: Any, entry: Any, block: Any, part: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        function = builder.inttoptr(values[0], ir.FunctionType(_I64, [_I64, _I64]).as_pointer())
-        return builder.call(function, values[1:])
-
-    return types.int64(entry, block, part), codegen
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
 
 
-def _emit_get(_context: Any, address: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], _I64.as_pointer()), "acquire", 8)
-
-    return types.int64(address), codegen
+def _emit_call(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    function = builder.inttoptr(values[0], ir.FunctionType(_I64, [_I64, _I64]).as_pointer())
+    return builder.call(function, values[1:])
 
 
-def _emit_put(_context: Any, address: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.store_atomic(values[1], builder.inttoptr(values[0], _I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(address, value), codegen
+def _emit_get(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    return builder.load_atomic(_word(builder, values[0]), "acquire", 8)
 
 
-def _emit_swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        place = builder.inttoptr(values[0], _I64.as_pointer())
-        return builder.extract_value(builder.cmpxchg(place, values[1], values[2], "acq_rel", "acquire"), 1)
-
-    return types.boolean(address, old, new), codegen
+def _emit_put(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    builder.store_atomic(values[1], _word(builder, values[0]), "release", 8)
+    return context.get_dummy_value()
 
 
-def _emit_take(_context: Any, counter: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], _I64.as_pointer()), _I64(1), "monotonic")
+def _emit_swap(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    swapped = builder.cmpxchg(_word(builder, values[0]), values[1], values[2], "acq_rel", "acquire")
+    return builder.extract_value(swapped, 1)
 
-    return types.int64(counter), codegen
+
+def _emit_take(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    return builder.atomic_rmw("add", _word(builder, values[0]), _I64(1), "monotonic")
 
 
 def _of_system(name: str, count: int) -> Callable[..., Any]:
-    """Return what `lowered` takes for a function of the C library; its result is -1 where there is none."""
+    """Return the intrinsic of a function of the C library, for `lowered`; it returns -1 if the library lacks it."""
     try:
         is_there = hasattr(ctypes.CDLL(None), name)
     except (OSError, TypeError):  # no such library here
@@ -136,26 +125,27 @@ def _emit_rest(context: Any, builder: Any, _signature: Any, _values: Any) -> Any
 
 
 def _compiled_alone(*_arguments: Any) -> Any:
-    raise NotImplementedError("parts are handed over by compiled code alone; without it the pool's queues carry them")
+    raise NotImplementedError("only compiled code hands parts over; without the compiler there are no threads")
 
 
-_call: Final = lowered(_emit_call, _compiled_alone)
-_get: Final = lowered(_emit_get, _compiled_alone)
-_put: Final = lowered(_emit_put, _compiled_alone)
-_swap: Final = lowered(_emit_swap, _compiled_alone)  # whether the value was the old one and is the new one now
-_take: Final = lowered(_emit_take, _compiled_alone)  # the value, which is one more from then on
+_call: Final = lowered(emitter(3, _emit_call, types.int64), _compiled_alone)  # (entry, block, part)
+_get: Final = lowered(emitter(1, _emit_get, types.int64), _compiled_alone)  # (address)
+_put: Final = lowered(emitter(2, _emit_put), _compiled_alone)  # (address, value)
+# (address, old, new): whether the value was `old`; it is `new` then
+_swap: Final = lowered(emitter(3, _emit_swap, types.boolean), _compiled_alone)
+_take: Final = lowered(emitter(1, _emit_take, types.int64), _compiled_alone)  # (address): the value before adding 1
 _rest: Final = lowered(emitter(0, _emit_rest), _compiled_alone)
 _pass_on: Final = lowered(_of_system("sched_yield", 0), _compiled_alone)  # lets a thread that waits for this core run
 _core: Final = lowered(_of_system("sched_getcpu", 0), _compiled_alone)
-_clock: Final = lowered(_of_system("clock_gettime", 2), _compiled_alone)  # of (which, address of seconds, nanoseconds)
-# Of (0: this thread, bytes, address of the set): fill the set of cores that it may run on, or change it; 0 if done.
+_clock: Final = lowered(_of_system("clock_gettime", 2), _compiled_alone)  # (clock, address of seconds, nanoseconds)
+# (0: this thread, bytes, address): fill the set of cores that it may run on, or change it; return 0 on success.
 _allowed: Final = lowered(_of_system("sched_getaffinity", 3), _compiled_alone)
 _allow: Final = lowered(_of_system("sched_setaffinity", 3), _compiled_alone)
 
 
 @helper
 def _is_taken(lanes: int, number: int, core: int) -> bool:
-    """Return whether the calling thread, or another one before this one, began on a core."""
+    """Return whether a thread with a lower number began on a core."""
     taken = False
     for i in range(number):
         taken |= _get(lanes + 8 * (LANE * i + CORE)) == core
@@ -164,10 +154,7 @@ def _is_taken(lanes: int, number: int, core: int) -> bool:
 
 @helper
 def _keep_apart(lanes: int, number: int) -> None:
-    """Note the core that this thread is on, and leave it if it is taken.
-
-    It may go anywhere afterwards, as before: this is no pinning.
-    """
+    """Note this thread's core, and leave it if it is taken; the thread is not pinned afterwards."""
     here = _core()
     _put(lanes + 8 * (LANE * number + CORE), here)
     if not _is_taken(lanes, number, here):
@@ -182,7 +169,7 @@ def _keep_apart(lanes: int, number: int) -> None:
             if taken // 64 == word:
                 left &= ~(1 << taken % 64)
         _put(free + 8 * word, left)
-    # It fails where none is free; then it stays.
+    # Without a free core this fails, and the thread stays.
     if _allow(0, 8 * _WORDS, free) == 0:
         _allow(0, 8 * _WORDS, may)
         _put(lanes + 8 * (LANE * number + CORE), _core())
@@ -190,17 +177,17 @@ def _keep_apart(lanes: int, number: int) -> None:
 
 @helper
 def _now(place: int) -> Any:
-    """Return nanoseconds since some time; place: of two values. Always the same where the clock is not known."""
+    """Return nanoseconds of a monotonic clock, a constant without one; place: address of two values."""
     _clock(_MONOTONIC, place)
     return 1_000_000_000 * _get(place) + _get(place + 8)
 
 
 @helper
 def _offer(lanes: int, number: int) -> Any:
-    """Let a thread that waits for this core run; return whether to go on polling here.
+    """Yield this core to a waiting thread; return whether to continue polling.
 
-    Not on a taken core, where it would take half the time of the thread that computes, nor where others compute: it
-    would be one more that shares all cores with its caller.
+    Not on a taken core, because polling would take half of the computing thread's time, nor on a core on which others
+    compute: it would be one more thread on the cores of its caller.
     """
     if _is_taken(lanes, number, _core()):
         return False
@@ -212,27 +199,27 @@ def _offer(lanes: int, number: int) -> Any:
 
 @helper
 def _run(lanes: int, number: int) -> None:
-    """Run the parts of this thread, then those that the others have not begun; lanes: the address of the first."""
+    """Run the parts of this thread, then parts that others have not begun; lanes: address of the first lane."""
     block = _get(lanes + 8 * BLOCK)
     entry, first, stride = _get(lanes + 8 * ENTRY), _get(lanes + 8 * FIRST), _get(lanes + 8 * STRIDE)
     count, threads = _get(lanes + 8 * COUNT), _get(lanes + 8 * THREADS)
     failed = 0
     for turn in range(threads):
-        whose = (number + turn) % threads
-        begun = lanes + 8 * (LANE * whose + BEGUN)
-        part = whose + threads * _take(begun)
+        owner = (number + turn) % threads
+        begun = lanes + 8 * (LANE * owner + BEGUN)
+        part = owner + threads * _take(begun)
         while part < count:
             failed |= _call(entry, block, first + part * stride)
-            part = whose + threads * _take(begun)
+            part = owner + threads * _take(begun)
     if failed:
         _put(lanes + 8 * FAILED, 1)
 
 
 @kernel(INT, INT, INT)
 def serve(lanes: int, number: int, polls: int) -> None:
-    """Run what is issued in a thread's lane, until nothing was in `polls` looks, or the pool is closed.
+    """Run issued parts of a thread's lane, until `polls` looks in a row see none or the pool is closed.
 
-    lanes: the address of the first.
+    lanes: address of the first lane.
     """
     lane = lanes + 8 * LANE * number
     _put(lane + 8 * ASLEEP, 0)
@@ -258,49 +245,48 @@ def serve(lanes: int, number: int, polls: int) -> None:
     _put(lane + 8 * ASLEEP, UNUSED)
 
 
-# Multiply-adds of which an op needs as many as these for each thread, and those of the least part. Less is over before
-# another thread has begun, whatever the machine; above it `choice` finds out.
+# Multiply-adds of an op per thread at least, and of a part at least. Less work ends before another thread has begun, on
+# any machine; above it `choice` decides.
 _GRAIN: Final = 1 << 17
 _LEAST: Final = 1 << 18
 
-# How long a thread polls, and the calling one for others: longer than most gaps between two hand-overs of a run, since
+# Time of polling, also of the calling thread for others: longer than most gaps between two hand-overs of a run, because
 # waking takes some 50 µs of both threads, and shorter than a wait for the network.
 POLL_SECONDS: Final = 1e-3
 
 
 class Parts(tuple[Part, ...]):
-    """Parts of one kernel, also as the table int64 [parts, values] that compiled code reads.
+    """Parts of one kernel, each (start, stop, start, stop ...). Of n threads, thread t has the parts [t::n]."""
 
-    Of n threads, which are as many as the pool has but no more than `threads`, thread t has the parts [t::n]. work:
-    what tells how long they take from others of the same kernel.
-    """
-
+    #: int64 [parts, values], for compiled code
     table: NDArray[np.int64]
+    #: the most threads that they are worth
     threads: int
+    #: the size of the work, which tells its time from other parts of the same kernel
     work: int
 
     def __new__(cls, parts: Iterable[Part], threads: int | None = None, work: int = 0) -> Parts:
-        """Return the parts; they are worth as many threads as there are parts unless `threads` says less."""
-        made = super().__new__(cls, parts)
-        made.table = np.array(made, np.int64, ndmin=2)
-        made.threads = len(made) if threads is None else min(threads, len(made))
-        made.work = work
-        return made
+        """Return the parts; they are worth a thread each, and at most `threads`."""
+        new = super().__new__(cls, parts)
+        new.table = np.array(new, np.int64, ndmin=2)
+        new.threads = len(new) if threads is None else min(threads, len(new))
+        new.work = work
+        return new
 
     def whole(self) -> Part:
-        """Return all of them as one, of parts that are ranges: start, stop, start, stop ..."""
+        """Return the ranges of all parts as one part."""
         starts, stops = self.table[:, ::2].min(axis=0), self.table[:, 1::2].max(axis=0)
         return tuple(np.stack([starts, stops], axis=1).ravel().tolist())
 
 
-#: Parts of nothing.
+#: No parts.
 NO_PARTS: Final = Parts(())
 
 
 class Workers:
-    """Runs a kernel's parts on `threads` threads, of which the calling thread is one.
+    """Runs a kernel's parts on `threads` threads, the calling thread included.
 
-    Made for one calling thread. `close()` ends the threads; a closed pool runs everything on the calling thread. Raises
+    For one calling thread. `close()` ends the threads; a closed pool runs everything on the calling thread. Raises
     ValueError if `threads` < 1.
     """
 
@@ -309,13 +295,13 @@ class Workers:
             raise ValueError(f"kernels need at least one thread, got {threads}")
         self.threads = threads
         self._choices: dict[Hashable, Choice] = {}
-        #: the choice for what one thread does
+        #: the choice of one thread
         self.alone = Choice((1,))
         self.memory: NDArray[np.int64] = np.zeros(threads * LANE, np.int64)
         self.control: NDArray[np.int64] = np.zeros(CONTROL, np.int64)
         self.polls = _polls_of(POLL_SECONDS) if JIT and threads > 1 else 0
         self._done: SimpleQueue[None] = SimpleQueue()
-        #: of each other thread: True to look at its lane, False to end
+        #: for each other thread: True to look at its lane, False to end
         self._calls: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads - 1 if JIT else 0)]
         self._running = [
             threading.Thread(target=self._serve, args=(calls, i), name=f"hepti-kernel-{i}", daemon=True)
@@ -326,16 +312,16 @@ class Workers:
 
     @property
     def is_open(self) -> bool:
-        """Return whether other threads than the calling one run parts."""
+        """Return whether other threads run parts."""
         return bool(self._calls)
 
     def bind(
         self, function: Callable[..., None], parts: Parts, kind: Hashable = None, work: CacheWork | None = None
     ) -> Callable[..., Calls]:
-        """Return `calls(*arguments)`: a compiled kernel for all parts, on as many threads as take least time.
+        """Return `calls(*arguments)`: a compiled kernel for all parts, on the fastest number of threads.
 
-        The parts are ranges. kind: what of the other arguments tells how long it takes. work: if it differs from run to
-        run. calls takes `refuse` and `alive` of a `Call`, too.
+        kind: the part of the arguments on which its time depends. work: for work that differs from run to run. calls
+        also takes `refuse` and `alive` of a `Call`.
         """
         if not parts:
             return lambda *_arguments, **_options: []
@@ -348,9 +334,9 @@ class Workers:
         return lambda *arguments, **options: [Call(function, arguments, parts, choice, **options)]
 
     def choice(self, key: Hashable, parts: Parts) -> Choice | None:
-        """Return the choice among all threads that the parts are worth, half of them, and so on; None if it is one.
+        """Return the choice among all threads that the parts are worth, half of them, and so on; None for one thread.
 
-        key: what has in common with others how long the ways take.
+        key: calls with equal keys take equal times and share a choice.
         """
         threads, ways = min(self.threads, parts.threads), list[int]()
         while threads > 1:
@@ -365,7 +351,7 @@ class Workers:
         return choice or self.alone
 
     def interrupt(self) -> None:
-        """Make the calling thread's tape stop before its next row, until `resume`; from any thread."""
+        """Stop the calling thread's tape before its next row, until `resume`; from any thread."""
         self.control[FLAG] = 1
 
     def resume(self) -> None:
@@ -373,7 +359,7 @@ class Workers:
         self.control[FLAG] = 0
 
     def wake(self, threads: int) -> bool:
-        """Wake those of the first threads that sleep; return whether one did because nothing came."""
+        """Wake the sleeping ones of the first threads; return whether one slept because no parts were issued."""
         memory, unused = self.memory, False
         for at, calls in zip(range(LANE, threads * LANE, LANE), self._calls, strict=False):
             if why := memory[at + ASLEEP]:
@@ -408,7 +394,7 @@ class Workers:
 
 
 def _polls_of(seconds: float) -> int:
-    """Return how many polls take `seconds` on this machine."""
+    """Return the number of polls that take `seconds` on this machine."""
     lane, polls, best = np.zeros(LANE, np.int64), 1 << 15, 1.0
     for _ in range(3):
         start = time.perf_counter()
@@ -429,9 +415,9 @@ def panel_parts(
 ) -> Parts:
     """Divide panels x rows for `threads` into parts (first panel, stop, first row, stop).
 
-    Every thread gets as many whole panels, in parts that each have half of what is left, `least_panels` at least: what
-    it has not begun others may take. The panels left over, and a last one that is ragged (narrower), are cut by rows,
-    one piece for each thread, unless that makes fewer than `least_rows`: then some threads get a panel more.
+    Every thread gets equally many whole panels, in parts of half of the rest, `least_panels` at least: other threads
+    may take parts that it has not begun. Panels left over, and a ragged (narrower) last one, are cut by rows, one piece
+    for each thread, unless pieces are below `least_rows`: then some threads get a panel more.
     """
     if threads == 1:
         return Parts([(0, panels, 0, rows)], 1, work)
@@ -456,6 +442,6 @@ def matmul_parts(
 
 
 def parts_of_panels(panels: int, panel_size: int, threads: int) -> Parts:
-    """Divide panels as `matmul_parts` does, each for all rows: (first panel, last panel). panel_size: with all rows."""
+    """Divide panels like `matmul_parts` into (first panel, stop), each for all rows; panel_size: with all rows."""
     by_panel = matmul_parts(panels, False, 1, panel_size, threads, 1)
     return Parts((part[:2] for part in by_panel), by_panel.threads, by_panel.work)

@@ -1,10 +1,9 @@
-"""The register tile of every matmul, as LLVM vector IR, and what follows it: activation and residual.
+"""The register tile of every matmul, as LLVM vector IR, and the activation and residual after it.
 
 A tile [rows, NR] of sums stays in vector registers while k runs: per step one load for each vector of the panel, one
-broadcast for each row, and a fused multiply-add for each pair (as in BLIS, Van Zee and van de Geijn 2015).
-Every sum runs over k in ascending order, one term at a time, whatever the number of rows: a row's bits do not
-depend on
-its tile. Kernels call it by address; the loops around it are theirs.
+broadcast for each row, and a fused multiply-add for each pair (as in BLIS, Van Zee and van de Geijn 2015). Every sum
+runs over k in ascending order, one term at a time, for any number of rows: a row's bits do not depend on its tile.
+Kernels call it by address, in loops of their own.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from hepti_mqtt.kernels.jit import fetch_to_read, fetch_to_write, floats, helper
 MR: Final = TILE.rows
 NR: Final = TILE.width
 
-# Sums that hide how long a multiply-add takes: two begin in a cycle and are there after four (AMD, Intel), or fewer
-# begin and they take longer (ARM). And values of sums with which a tile reads 64 bytes of f32 weights in a cycle, which
-# is what the nearest cache gives.
+# Sums that hide the latency of a multiply-add: two begin in a cycle and take four (AMD, Intel), or fewer begin and take
+# longer (ARM). And values of sums with which a tile reads 64 bytes of f32 weights in a cycle, the first-level cache's
+# rate.
 _SUMS: Final = 8
 _VALUES: Final = 64
 
@@ -37,7 +36,7 @@ _ARGUMENTS: Final = 10
 
 
 def panels_at_once(rows: int, vectors: int, lanes: int) -> int:
-    """Return how many panels a tile of so few rows goes down together, so that it does not wait for its own sums.
+    """Return the number of panels of a tile of few rows, so that it does not wait for its own sums.
 
     vectors: of a panel. lanes: f32 values of a vector.
     """
@@ -48,10 +47,9 @@ class TileWriter(VectorWriter):
     """Writes the LLVM function of one tile: (a, stride of a, k, b, start, stride of start, c, stride of c,
     ahead, bytes ahead).
 
-    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is [k, NR] with NR = tile.width, of which the first
-    `vectors` vectors count, or several such panels behind each other; start and c are [rows, vectors]. Addresses;
-    strides in floats. With `prefetch`, every step of k asks for the next "bytes ahead" of memory from `ahead` on: what
-    the next tiles read comes while this one adds.
+    a is [rows, k] (layout `rows`) or [k, rows] (`columns`), b is the first `vectors` vectors of [k, NR] with
+    NR = tile.width, or several such adjacent panels; start and c are [rows, vectors]. Addresses; strides in floats.
+    With `prefetch`, every step of k prefetches the next "bytes ahead" of memory from `ahead` on, for the next tiles.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class TileWriter(VectorWriter):
         b = self.builder
         start = [self._start(i, j) for i in range(self.rows) for j in range(self.vectors)]
         if self.prefetched:
-            # Apart: asking for a line that is not in the first-level cache costs as much as reading it.
+            # A loop without prefetches: a prefetch beyond the first-level cache costs as much as a read.
             with b.if_then(b.icmp_signed("==", self.bytes_ahead, self.whole(0))):
                 self._write(start, prefetch=False)
         self._write(start, self.prefetched)
@@ -92,7 +90,7 @@ class TileWriter(VectorWriter):
         left: Callable[[Any], list[Any]] | None = None,
         prefetch: bool = False,
     ) -> list[Any]:
-        """Return what the sums become over all of k. left: broadcasts of all rows at p, if not those of `at_rows`."""
+        """Return the sums over all of k. left: returns the broadcasts of all rows at p, by default of `at_rows`."""
         b, first = self.builder, self.whole(0)
 
         def one(p: Any) -> list[Any]:
@@ -105,7 +103,7 @@ class TileWriter(VectorWriter):
                 yield from (one(b.add(p, self.whole(q))) for q in range(count))
 
         by_lane = self.tile.lane_broadcast and not left
-        # More than two, and what is to be fetched, are too many addresses for the registers.
+        # More than two steps and a prefetch need too many addresses for the registers.
         count = self.lanes if by_lane else min(self.steps, 2) if prefetch else self.steps
         if count > 1:
             first = b.and_(self.k, self.whole(-count))
@@ -147,7 +145,7 @@ class TileWriter(VectorWriter):
         return loop(b, (first, stop, step), start, turn, as_written=bool(self.steps))
 
     def _in_panel(self, j: int) -> Any:
-        """Return how far vector j lies from the first one of a step; those beyond a panel's are in the next one."""
+        """Return the offset of vector j from the first one of a step; after a panel the next one follows."""
         panel, place = divmod(j, self.tile.panel or self.tile.vectors)
         within = self.whole(place * self.lanes)
         return (
@@ -155,7 +153,7 @@ class TileWriter(VectorWriter):
         )
 
     def _prefetch(self, p: Any, step: int) -> None:
-        """Ask for the share of steps p to p + step: lines of 64 bytes, for half of the panel at least."""
+        """Prefetch the share of steps p to p + step: lines of 64 bytes, for half of the panel at least."""
         b, nbytes = self.builder, 4 * self.tile.width * step
         count = max(nbytes // 128, min(nbytes // LINE, 2), 1)
         for nth in range(count):
@@ -221,14 +219,14 @@ def _plain_panel(
 def plain_panels(
     rows: int, panels: int, a: int, stride: int, k: int, b: int, start: int, start_stride: int, c: int, c_stride: int
 ) -> None:
-    """Compute what a tile over several panels does that lie one behind the other."""
+    """Compute a tile over several adjacent panels."""
     for p in range(panels):
         of_panel = (b + 4 * p * k * NR, start + 4 * p * NR, start_stride, c + 4 * p * NR, c_stride)
         _plain_panel(rows, TILE.vectors, a, stride, k, *of_panel)
 
 
 def plain_panel_ahead(*arguments: int) -> None:
-    """Compute what a tile does that fetches memory ahead; its last two arguments are not used."""
+    """Compute a tile with prefetches; the last two arguments are not used."""
     _plain_panel(*arguments[:-2])
 
 
@@ -316,11 +314,11 @@ def activate(tile: Any, activation: int) -> None:
 
 
 @helper
-def ask_for_rows(row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
-    """Ask for the memory that `store` will write and read, while the tile computes.
+def fetch_rows(row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
+    """Prefetch the memory that `store` will write and read, while the tile computes.
 
-    Rows lie KB apart, so no hardware fetches the next one. Where rows do not begin with a cache line, the first line of
-    a panel is the last one of the panel before.
+    Rows lie KB apart, so the hardware does not prefetch the next one. If rows do not begin with a cache line, the first
+    line of a panel is the last one of the previous panel.
     """
     for i in range(rows):
         for j in range(0, valid, _LINE):
@@ -334,7 +332,7 @@ def ask_for_rows(row: int, rows: int, out: Any, residual: Any, column: int, vali
 def store(tile: Any, stride: int, row: int, rows: int, out: Any, residual: Any, column: int, valid: int) -> None:
     """Copy `valid` columns of tile [rows, stride] to out[row :, column :], and add those of residual if it has any.
 
-    Rows are taken by address: an index that might be negative, for all that Numba knows, made every store a scatter.
+    Rows are taken by address: with an index that Numba could not prove to be >= 0, every store was a scatter.
     """
     for i in range(rows):
         sums = floats(tile.ctypes.data + 4 * i * stride, valid)

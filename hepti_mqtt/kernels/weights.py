@@ -1,10 +1,8 @@
 """Weights as kernels read them: packed panels or plain arrays, filled tile by tile in any order.
 
-A packed matrix [k, n] is stored as panels [ceil(n / NR), k, NR] (NR = `TILE.width`): the micro-kernel walks down one
-panel with every load next to the last one. Columns beyond n are zero. Half precision is stored alike. int8 has a
-scale
-for each column of each block of `BLOCK` rows, and is quantised block by block; a block that no single tile covers is
-held in f32 until all of it has arrived.
+A packed matrix [k, n] is stored as panels [ceil(n / NR), k, NR] (NR = `TILE.width`): the micro-kernel reads a panel in
+order. Columns beyond n are zero. Half precision has the same layout. int8 has a scale for each column of each block of
+`BLOCK` rows, and is quantised block by block; a block that no single tile covers is held in f32 until it is complete.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRow
 
 NR: Final = TILE.width
 
-# Rows of k that share the scale of a column, and values of a row of x that share one: of the real MiniLM's embeddings
-# the least cosine over sentences is 0.9986 with whole columns and rows, 0.9992 with 256, 0.9995 with 128, which costs a
+# Rows of k with one scale for a column, and values of a row of x with one scale. The least cosine of the real MiniLM's
+# embeddings over sentences is 0.9986 with whole columns and rows, 0.9992 with 256, 0.9995 with 128, which costs a
 # seventh of the speed of w8a8.
 BLOCK: Final = 256
 _STEPS: Final = np.float32(127.0)
 
 
-# Of what `arrays_of` returns: to be raised when packing changes, so that no file of packed weights is misread.
+# Version of the arrays of `arrays_of`: raise it if packing changes, so that no file of packed weights is misread.
 LAYOUT_VERSION: Final = 1
 
 
 class Panels(NamedTuple):
-    """How a storage lays out panels: columns of a panel, rows of k interleaved by column, and the dtype."""
+    """The layout of a storage's panels: columns of a panel, rows of k interleaved by column, and the dtype."""
 
     width: int
     group: int
@@ -74,22 +72,21 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class NarrowMatrix:
-    """The right-hand side of a matmul in a narrow storage.
-
-    panels: [P, ceil(rows / group), width, group], zero beyond `rows` and `columns`. scales: f32 [P, B, width] for
-    B = `blocks(rows)`, what one step of a column's codes in that block of rows stands for (f16: empty); NaN where it
-    has a value that is not finite. sums: f32 [P, B, width], the sum of its codes (w8a8, else empty).
-    """
+    """The right-hand side of a matmul in a narrow storage."""
 
     storage: WeightDtype
+    #: [P, ceil(rows / group), width, group], zero beyond `rows` and `columns`
     panels: NDArray[Any]
+    #: f32 [P, B, width] for B = `blocks(rows)`: one step of a column's codes in a block; NaN if a value is not finite;
+    #: f16: empty
     scales: NDArray[np.float32]
+    #: f32 [P, B, width]: the sums of codes; w8a8, else empty
     sums: NDArray[np.float32]
     rows: int
     columns: int
 
     def plain(self) -> NDArray[np.float32]:
-        """Return a copy as [rows, columns], in f32: what the codes stand for."""
+        """Return a copy of the values as f32 [rows, columns]."""
         count, groups, width, group = self.panels.shape
         wide = self.panels.transpose(1, 3, 0, 2).reshape(groups * group, count * width).astype(np.float32)
         if self.scales.size:
@@ -102,26 +99,24 @@ Weight = PackedMatrix | NarrowMatrix | BlockMatrix | NDArray[np.float32]
 
 
 def twin(weight: Weight) -> Weight:
-    """Return an equal weight in memory of its own."""
+    """Return a copy of a weight in new memory."""
     if isinstance(weight, np.ndarray):
         return weight.copy()
     panels = _aligned(weight.panels)
-    if isinstance(weight, PackedMatrix):
-        return replace(weight, panels=panels)
-    if isinstance(weight, BlockMatrix):
-        return replace(weight, panels=panels)
-    return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+    if isinstance(weight, NarrowMatrix):
+        return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
+    return replace(weight, panels=panels)  # type: ignore[arg-type]  # either matrix has panels
 
 
 def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
-    """Return the arrays that a weight consists of, in a fixed order: with its `layout_of` they are all of it."""
+    """Return the arrays of a weight in a fixed order; with its `layout_of` they describe it completely."""
     if isinstance(weight, np.ndarray):
         return (weight,)
     return (weight.panels, weight.scales, weight.sums) if isinstance(weight, NarrowMatrix) else (weight.panels,)
 
 
 def layout_of(ref: WeightRef) -> str:
-    """Return how this machine's kernels lay out the arrays of a weight; equal texts mean equal arrays."""
+    """Return a text of the array layout of a weight on this machine; equal texts mean equal arrays."""
     panels = PANELS[ref.weight_dtype] if ref.layout == "packed" else None
     return f"{LAYOUT_VERSION} {sys.byteorder} {BLOCK} {panels}"
 
@@ -133,12 +128,12 @@ def _aligned(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def blocks(rows: int) -> int:
-    """Return into how many blocks of scales `rows` of k fall; one where there are none, so that a scale exists."""
+    """Return the number of blocks of scales of `rows` of k; at least one, so that a scale exists."""
     return max(1, -(-rows // BLOCK))
 
 
 def weight_bytes(ref: WeightRef) -> int:
-    """Return the bytes that the weight of `ref` keeps resident, padding and scales included."""
+    """Return the resident bytes of the weight of `ref`, padding and scales included."""
     rows, columns = _size(ref)
     if ref.layout == "plain":
         return rows * columns * 4
@@ -151,10 +146,10 @@ def weight_bytes(ref: WeightRef) -> int:
 
 
 def loading_bytes(ref: WeightRef) -> int:
-    """Return the most bytes that a buffer of `ref` holds beside its weight while tiles arrive.
+    """Return the most bytes of a buffer of `ref` in addition to its weight while tiles arrive.
 
-    An int8 panel is kept in f32 until it is complete; tiles that come row of tiles by row of tiles complete all panels
-    with the last row of tiles.
+    An int8 panel is kept in f32 until it is complete; tiles that arrive row by row complete all panels with the last
+    row of tiles.
     """
     rows, columns = _size(ref)
     if ref.layout == "plain" or ref.weight_dtype not in ("w8a8", "w8a32"):
@@ -164,7 +159,7 @@ def loading_bytes(ref: WeightRef) -> int:
 
 
 class WeightBuffer:
-    """A weight while its tiles arrive, in any order; a tile that comes twice counts once."""
+    """A weight while its tiles arrive, in any order; a repeated tile counts once."""
 
     def __init__(self, ref: WeightRef) -> None:
         self.ref = ref
@@ -188,19 +183,19 @@ class WeightBuffer:
         self._arrived = Arrived(ref)
 
     def put(self, tile: NDArray[Any] | StoredRows, row0: int, column0: int) -> int:
-        """Copy what of a tile lies in the range of the weight; return how many elements are new.
+        """Copy the part of a tile in the range of the weight; return the number of new elements.
 
-        tile: f32 or f16 [k', n'], any strides, or rows in blocks, whose first element is (row0, column0) of the tensor.
-        Raises ValueError if it is neither, or if it overlaps an earlier tile without being the same.
+        tile: f32 or f16 [k', n'], any strides, or rows in blocks; its first element is (row0, column0) of the tensor.
+        Raises ValueError if it is neither, or if it overlaps an earlier tile without being equal.
         """
         if isinstance(tile, StoredRows):
             tile = tile.values()
         if tile.ndim != 2 or tile.dtype not in (np.float32, np.float16):
             raise ValueError(f"a tile of {self.ref.tensor} must be f32 or f16 [rows, columns], got {_describe(tile)}")
-        found = self._arrived.inside(tile.shape, row0, column0)
-        if found is None:
+        inside = self._arrived.inside(tile.shape, row0, column0)
+        if inside is None:
             return 0
-        (top, bottom, left, right), new = found
+        (top, bottom, left, right), new = inside
         part = tile[top - row0 : bottom - row0, left - column0 : right - column0]
         if new:
             self._copy(part, top - self.ref.rows[0], left - self.ref.columns[0])
@@ -212,7 +207,7 @@ class WeightBuffer:
         return self.weight()
 
     def weight(self) -> Weight:
-        """Return the weight, whatever has arrived: its arrays are views of this buffer's memory."""
+        """Return the weight, complete or not: its arrays are views of this buffer's memory."""
         rows, columns = _size(self.ref)
         if self._panels is None:
             return self._array[0] if self.ref.rows == (0, 1) else self._array
@@ -229,7 +224,7 @@ class WeightBuffer:
             return
         (compile_first if self.ref.weight_dtype == "f32" else compile_all)()
         if self.ref.weight_dtype == "f16":
-            with np.errstate(over="ignore"):  # beyond 65504 is infinity, as in hardware: results say so
+            with np.errstate(over="ignore"):  # values beyond 65504 become infinity, as in hardware
                 half = part.astype(np.float16)
             _pack_half(half.view(np.uint16), self._array.view(np.uint16), row, column)
             return
@@ -246,7 +241,7 @@ class WeightBuffer:
                 self._stage(p, b, piece, top - b * BLOCK, left - p * width)
 
     def _stage(self, panel: int, block: int, part: NDArray[np.float32], row: int, column: int) -> None:
-        """Quantise a block of a panel if `part` is all of it or the rest of it; else keep what has come in f32."""
+        """Quantise a block of a panel if `part` completes it; else keep its arrived values in f32."""
         rows, columns = _size(self.ref)
         width = self._scales.shape[2]
         height, valid = min(BLOCK, rows - block * BLOCK), min(width, columns - panel * width)
@@ -267,11 +262,11 @@ class WeightBuffer:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranges that lie inside others: a weight may be a view of columns of a larger one, cut where its panels begin and end.
+# Ranges inside others: a weight may be a view of columns of a larger one, cut at the borders of panels.
 
 
 def is_part(ref: WeightRef, matrix: WeightRef) -> bool:
-    """Return whether the weight of `ref` is a view of that of `matrix`: whole panels of it, or any part of a vector."""
+    """Return whether the weight of `ref` is a view of the weight of `matrix`: whole panels, or any part of a vector."""
     if ref == matrix:
         return True
     step = _cut_step(matrix)
@@ -283,32 +278,32 @@ def is_part(ref: WeightRef, matrix: WeightRef) -> bool:
 
 
 def kin(ref: WeightRef) -> tuple[object, ...]:
-    """Return what a range has in common with those of which it may be a part."""
+    """Return the key that a range has in common with the ranges that may contain it."""
     return (ref.tensor, ref.rows, ref.layout, ref.weight_dtype)
 
 
 def _cut_step(ref: WeightRef) -> int:
-    """Return of how many columns a part is a multiple; 0 where there are no parts."""
+    """Return the number of columns that divides every part; 0 if there are no parts."""
     if ref.layout == "packed":
         return PANELS[ref.weight_dtype].width
     return 1 if ref.rows == (0, 1) else 0
 
 
 def joined(refs: Iterable[WeightRef]) -> dict[WeightRef, WeightRef]:
-    """Return for each range the one that it is a part of: those of a tensor that touch are one, if parts can be cut."""
-    found = {ref: ref for ref in refs}
+    """Return the range that contains each range: touching ranges of a tensor become one, if parts can be cut."""
+    wholes = {ref: ref for ref in refs}
     alike: dict[tuple[object, ...], list[WeightRef]] = {}
-    for ref in found:
+    for ref in wholes:
         alike.setdefault(kin(ref), []).append(ref)
     for several in alike.values():
         if len(several) > 1:
-            found.update(_joined(sorted(several, key=attrgetter("columns"))))
-    return found
+            wholes.update(_joined(sorted(several, key=attrgetter("columns"))))
+    return wholes
 
 
 def _joined(refs: list[WeightRef]) -> dict[WeightRef, WeightRef]:
-    """Return `joined` of ranges of one tensor, which begin one after the other."""
-    step, found = _cut_step(refs[0]), dict[WeightRef, WeightRef]()
+    """Return `joined` of ranges of one tensor, sorted by columns."""
+    step, wholes = _cut_step(refs[0]), dict[WeightRef, WeightRef]()
     (start, stop), parts = refs[0].columns, refs[:1]
     for ref in refs[1:]:
         first, last = ref.columns
@@ -319,15 +314,15 @@ def _joined(refs: list[WeightRef]) -> dict[WeightRef, WeightRef]:
             and all(end == wide or (end - start) % step == 0 for end in (stop, last))
         )
         if not cut or first > stop:
-            found.update(dict.fromkeys(parts, parts[0]._replace(columns=(start, stop))))
+            wholes.update(dict.fromkeys(parts, parts[0]._replace(columns=(start, stop))))
             start, wide, parts = first, last, []
         stop = wide
         parts.append(ref)
-    return {**found, **dict.fromkeys(parts, parts[0]._replace(columns=(start, stop)))}
+    return {**wholes, **dict.fromkeys(parts, parts[0]._replace(columns=(start, stop)))}
 
 
 def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
-    """Return the weight of `ref` as a view of that of `matrix`, which it `is_part` of."""
+    """Return the weight of `ref` as a view of the weight of `matrix`; ref `is_part` of matrix."""
     if ref == matrix:
         return weight
     first, last = (column - matrix.columns[0] for column in ref.columns)
@@ -335,12 +330,9 @@ def part(weight: Weight, matrix: WeightRef, ref: WeightRef) -> Weight:
         return weight[first:last]
     width = PANELS[matrix.weight_dtype].width
     own = slice(first // width, -(-last // width))
-    if isinstance(weight, PackedMatrix):
-        return replace(weight, panels=weight.panels[own], columns=last - first)
-    if isinstance(weight, BlockMatrix):
-        return replace(weight, panels=weight.panels[own], columns=last - first)
-    scales, sums = weight.scales[own], weight.sums[own]
-    return replace(weight, panels=weight.panels[own], scales=scales, sums=sums, columns=last - first)
+    if isinstance(weight, NarrowMatrix):
+        weight = replace(weight, scales=weight.scales[own], sums=weight.sums[own])
+    return replace(weight, panels=weight.panels[own], columns=last - first)  # type: ignore[arg-type]
 
 
 def allocate(ref: WeightRef) -> WeightBuffer | BlockBuffer:

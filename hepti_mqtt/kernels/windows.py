@@ -1,23 +1,17 @@
-"""How patches lie on an image, f32 [Y, X, C], rows first and channels last, and kernels that pool them.
+"""Windows: the patches of an image, f32 [Y, X, C], rows first and channels last, and kernels that pool them.
 
 Attributes kernel (ky, kx), stride (sy, sx), pad (top, left, bottom, right) and optionally dilation (dy, dx) place the
 patches; as many as fit: y = (Y + top + bottom - (ky - 1) dy - 1) // sy + 1.
 
-Attribute `bands`: several ranges of rows in one convolution, each (first row of x that it sees, the one behind the
-last,
-rows of zeros above those and below, its first row on the whole map). Bands may share rows of x, and see none but
-their
-own. Their outputs lie one behind the other; `pad` then has 0 rows above and below.
+Attribute `bands`: several ranges of rows in one convolution, each (first row of x, end of its rows, rows of zeros above
+and below them, its first row on the whole map). Bands may share rows of x, and use only their own. Outputs of bands are
+adjacent, in order; `pad` then has 0 rows above and below.
 
 max_pool2d      x -> the largest value of each channel in each patch, [y, x, C]; -infinity beyond x.
 average_pool2d  x -> the mean of each channel in each patch, [y, x, C]; attribute count_pad (bool): places beyond x
-                count as
-                zeros; if not, the mean is that of the others, and 0 without any. Sums run in ascending order of
-                places.
-global_sum      x -> scale (default 1) times the sum of each channel, [1, C]: with 1 / (rows times columns of the
-                whole map)
-                the parts' sums add up to its mean. Pixels of a row are added in order, then rows: parts that are
-                added
+                count as zeros; else they are left out, and a patch without places gives 0. Sums run in ascending order.
+global_sum      x -> scale (default 1) times the sum of each channel, [1, C]: with 1 / (rows times columns of the whole
+                map) the parts' sums add up to its mean. Pixels of a row are added in order, then rows: sums of parts
                 differ from the whole by rounding.
 scale_map       row [1, C], x -> activation(row) * x, [Y, X, C]; attribute activation.
 """
@@ -55,7 +49,7 @@ from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 class Window(NamedTuple):
-    """How patches lie on an image; compiled code reads it as a table in this order."""
+    """The patches of an image; compiled code reads it as a table in this order."""
 
     rows: int
     columns: int
@@ -72,7 +66,7 @@ class Window(NamedTuple):
     dilation_columns: int
 
     def table(self) -> NDArray[np.int64]:
-        """Return the window as compiled code reads it."""
+        """Return the table for compiled code."""
         return np.asarray(self, np.int64)
 
     @property
@@ -87,14 +81,14 @@ class Window(NamedTuple):
 
 
 def window_of(check: Check, op: Compute) -> Window:
-    """Return the window of an op whose first read is [Y, X, C] and whose result is [y, x, n]."""
+    """Return the window of an op that reads [Y, X, C] first and writes [y, x, n]."""
     window = measured(check, op)
     check.shape(check.writes[0], (window.out_rows, window.out_columns, check.writes[0].shape[2]))
     return window
 
 
 def measured(check: Check, op: Compute) -> Window:
-    """Return the window of an op whose first read is [Y, X, C], with as many patches as fit."""
+    """Return the window of an op that reads [Y, X, C] first, with all patches that fit."""
     check.that(len(check.reads[0].shape) == len(check.writes[0].shape) == 3, "slots must have 3 dimensions")
     height, width, channels = check.reads[0].shape
     (ky, kx), (sy, sx) = op.attrs["kernel"], op.attrs["stride"]
@@ -108,7 +102,7 @@ def measured(check: Check, op: Compute) -> Window:
 
 
 def fitting(op: Compute, dim: int, size: int) -> int:
-    """Return how many patches of an op fit into `size` rows (dimension 0), or columns (1)."""
+    """Return the number of patches that fit into `size` rows (dimension 0), or columns (1)."""
     reach: int = (op.attrs["kernel"][dim] - 1) * op.attrs.get("dilation", (1, 1))[dim] + 1
     stride: int = op.attrs["stride"][dim]
     return max(0, (size - reach) // stride + 1)
@@ -128,7 +122,7 @@ def pooling(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> tuple
 
 
 def pooling_work(op: Compute, slots: Slots) -> Work:
-    """Return the work of an op that pools: for each place of a patch, its values and what they change are moved."""
+    """Return the work of a pooling op: for each place of a patch, its values and the results are moved."""
     places, out = prod(op.attrs["kernel"]), slots[op.writes[0]]
     return Work("rowwise", nbytes=2.0 * (places + 1) * out.nbytes)
 
@@ -140,16 +134,16 @@ def patches_of(op: Compute, x: Array, out: SlotSpec, fill: float) -> Array:
     top, left, bottom, right = op.attrs["pad"]
     padded = np.pad(x.astype(np.float64), ((top, bottom), (left, right), (0, 0)), constant_values=fill)
     y, across, _ = out.shape
-    found = np.empty((y, across, ky, kx, x.shape[2]))
+    patches = np.empty((y, across, ky, kx, x.shape[2]))
     for i in range(y):
         for j in range(across):
             rows = slice(i * sy, i * sy + (ky - 1) * dy + 1, dy)
-            found[i, j] = padded[rows, j * sx : j * sx + (kx - 1) * dx + 1 : dx]
-    return found
+            patches[i, j] = padded[rows, j * sx : j * sx + (kx - 1) * dx + 1 : dx]
+    return patches
 
 
 class Band(NamedTuple):
-    """Rows first..stop of x, with rows of zeros above and below, make `out` rows, from row `origin` of a map on."""
+    """Rows first..stop of x, with rows of zeros above and below, give `out` rows from row `origin` of a map on."""
 
     first: int
     stop: int
@@ -160,14 +154,14 @@ class Band(NamedTuple):
 
 
 def banded(check: Check, op: Compute) -> tuple[Window, tuple[Band, ...]]:
-    """Return the window of an op as `window_of` does, whose rows written are those of all bands, and the bands."""
+    """Return the window of an op, with the output rows of all its bands, and the bands."""
     window, (top, _, bottom, _) = measured(check, op), op.attrs["pad"]
     given = op.attrs.get("bands")
     if given is None:
         row = op.attrs.get("origin", (0, 0))[0]
         bands: tuple[Band, ...] = (Band(0, window.rows, top, bottom, row, window.out_rows),)
     else:
-        check.that(top == bottom == 0, f"pad {op.attrs['pad']} must have no rows where bands have their own")
+        check.that(top == bottom == 0, f"pad {op.attrs['pad']} must have no rows, because bands have their own")
         bands = tuple([_band(check, op, window, *band) for band in given])
         window = window._replace(out_rows=sum(band.out for band in bands))
     check.shape(check.writes[0], (window.out_rows, window.out_columns, check.writes[0].shape[2]))
@@ -183,28 +177,28 @@ def _band(check: Check, op: Compute, window: Window, *given: int) -> Band:
 
 
 def lines(bands: Sequence[Band], stride: int) -> NDArray[np.int64]:
-    """Return, for each row written, (the first row of x that it sees, the first one of its band, the last one + 1)."""
-    found = [(b.first + i * stride - b.top, b.first, b.stop) for b in bands for i in range(b.out)]
-    return np.asarray(found, np.int64).reshape(-1, 3)
+    """Return, for each output row, (the first row of x in its window, the first row of its band, the band's end)."""
+    rows = [(b.first + i * stride - b.top, b.first, b.stop) for b in bands for i in range(b.out)]
+    return np.asarray(rows, np.int64).reshape(-1, 3)
 
 
 def patches_of_bands(op: Compute, x: Array, out: SlotSpec) -> Array:
-    """Return the patches of x, each band as if it were alone, one behind the other; for references."""
+    """Return the patches of x, band after band; for references."""
     if "bands" not in op.attrs:
         return patches_of(op, x, out, 0.0)
-    found, (_, left, _, right) = [], op.attrs["pad"]
+    patches, (_, left, _, right) = [], op.attrs["pad"]
     for first, stop, top, bottom, _ in op.attrs["bands"]:
         alone = op._replace(attrs={**op.attrs, "pad": (top, left, bottom, right)})
         rows = fitting(op, 0, stop - first + top + bottom)
-        found.append(patches_of(alone, x[first:stop], SlotSpec((rows, *out.shape[1:])), 0.0))
-    return np.concatenate(found)
+        patches.append(patches_of(alone, x[first:stop], SlotSpec((rows, *out.shape[1:])), 0.0))
+    return np.concatenate(patches)
 
 
 _LANES: Final = TILE.lanes
 # Columns of the table of units: address of weights, address of biases, first column of out, columns, those of the panel
 # before the first one, bytes from a pixel to its first channel.
 WEIGHTS, BIAS, COLUMN, VALID, SHIFT, OFFSET = range(6)
-# How products are made: what `_conv2d` reads of it, in this order.
+# Values of `how`, the options of a convolution for compiled code.
 LENGTH, DEPTHWISE, ACTIVATION, IN_REGISTERS, BOUNDS, RESIDUAL_FIRST = range(6)
 
 
@@ -229,7 +223,7 @@ def finish_rows(sums: Any, first: int, count: int, pixel: int, unit: Any, how: A
 
 
 class Groups(NamedTuple):
-    """How channels of x and columns of W fall into groups: of a group, so many of each."""
+    """The groups of a convolution: their number, and the channels of x and columns of W of each."""
 
     number: int
     channels: int
@@ -237,7 +231,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(check: Check, op: Compute, window: Window, n: int) -> Groups:
-    """Return the groups of a convolution to n columns; ValueError where channels or columns do not fall into them."""
+    """Return the groups of a convolution to n columns; ValueError if channels or columns cannot be divided."""
     count = int(op.attrs.get("groups", 1))
     check.that(count >= 1, f"groups {count} must be >= 1")
     divides = window.channels % count == n % count == 0
@@ -247,7 +241,7 @@ def groups_of(check: Check, op: Compute, window: Window, n: int) -> Groups:
 
 def units_of(matrix: PackedMatrix, bias: NDArray[np.float32], groups: Groups, depthwise: bool) -> NDArray[np.int64]:
     """Return the table of units: columns of one panel and one group; depthwise, of one panel."""
-    found = []
+    units = []
     address = matrix.panels.__array_interface__["data"][0]
     biases = bias.__array_interface__["data"][0]
     for panel in range(len(matrix.panels)):
@@ -260,85 +254,60 @@ def units_of(matrix: PackedMatrix, bias: NDArray[np.float32], groups: Groups, de
             weights = address + 4 * (panel * matrix.rows * NR + skipped)
             shift = first - panel * NR - skipped
             offset = first if depthwise else group * groups.channels
-            found.append((weights, biases + 4 * (first - shift), first, end - first, shift, 4 * offset))
+            units.append((weights, biases + 4 * (first - shift), first, end - first, shift, 4 * offset))
             first = end
-    return np.asarray(found, np.int64)
+    return np.asarray(units, np.int64)
 
 
 _MINUS_INF: Final = np.float32(-np.inf)
 
 
-@kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, part=2, maps=True)
-def _max_pool2d(x: Any, out: Any, window: Any, first: int, stop: int) -> None:
-    """Fill rows first..stop of out [y x, C] with the largest values in the patches of the image x [Y X C]."""
-    height, width, channels = window[0], window[1], window[2]
-    ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
-    for pixel in range(first, stop):
-        best = floats(out.ctypes.data + 4 * channels * pixel, channels)
-        for c in range(channels):
-            best[c] = _MINUS_INF
-        y0 = pixel // across * window[5] - window[7]
-        x0 = pixel % across * window[6] - window[8]
-        for i in range(ky):
-            for j in range(kx):
-                y, column = y0 + i * dy, x0 + j * dx
-                if y < 0 or y >= height or column < 0 or column >= width:
-                    continue
-                values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
-                for c in range(channels):
-                    # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
-                    is_above = (values[c] > best[c]) | np.isnan(values[c])
-                    best[c] = values[c] if is_above else best[c]
-
-
-def _bind_max_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
-    window, parts = pooling(op, slots, weights, pool)
-    c, table = window.channels, window.table()
-    if not c:
-        return []
-    (x,), (out,) = operands(op, slots)
-    return pool.bind(_max_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table)
-
-
-def _reference_max_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
-    return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
-
-
-MAX_POOL2D: Final = Kernel("max_pool2d", _bind_max_pool2d, _reference_max_pool2d, pooling_work, later=True)
+_LARGEST, _MEAN, _MEAN_WITH_PAD = range(3)
 
 
 @kernel(reads(float32, 1), fills(float32, 2), INT_ARRAY, INT, INT, INT, part=2, maps=True)
-def _average_pool2d(x: Any, out: Any, window: Any, count_pad: int, first: int, stop: int) -> None:
-    """Fill rows first..stop of out [y x, C] with the means of the patches of the image x [Y X C]."""
+def _pool2d(x: Any, out: Any, window: Any, mode: int, first: int, stop: int) -> None:
+    """Fill rows first..stop of out [y x, C] with the largest values or means of patches of the image x [Y X C]."""
     height, width, channels = window[0], window[1], window[2]
     ky, kx, across, dy, dx = window[3], window[4], window[10], window[11], window[12]
     for pixel in range(first, stop):
-        total = floats(out.ctypes.data + 4 * channels * pixel, channels)
+        result = floats(out.ctypes.data + 4 * channels * pixel, channels)
         for c in range(channels):
-            total[c] = ZERO
+            result[c] = _MINUS_INF if mode == _LARGEST else ZERO
         y0 = pixel // across * window[5] - window[7]
         x0 = pixel % across * window[6] - window[8]
         count = 0
         for i in range(ky):
             for j in range(kx):
                 y, column = y0 + i * dy, x0 + j * dx
-                if 0 <= y < height and 0 <= column < width:
-                    count += 1
-                    values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                if y < 0 or y >= height or column < 0 or column >= width:
+                    continue
+                count += 1
+                values = floats(x.ctypes.data + 4 * channels * (y * width + column), channels)
+                if mode == _LARGEST:
                     for c in range(channels):
-                        total[c] += values[c]
-        by = np.float32(1.0) / np.float32(ky * kx if count_pad else max(count, 1))
-        for c in range(channels):
-            total[c] *= by
+                        # NaN is above everything, and nothing is above NaN; `or` would be a branch for each channel.
+                        is_above = (values[c] > result[c]) | np.isnan(values[c])
+                        result[c] = values[c] if is_above else result[c]
+                else:
+                    for c in range(channels):
+                        result[c] += values[c]
+        if mode != _LARGEST:
+            by = np.float32(1.0) / np.float32(ky * kx if mode == _MEAN_WITH_PAD else max(count, 1))
+            for c in range(channels):
+                result[c] *= by
 
 
-def _bind_average_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
+def _bind_pool2d(op: Compute, slots: Slots, weights: Weights, pool: Workers) -> Calls:
     window, parts = pooling(op, slots, weights, pool)
-    c, table, count_pad = window.channels, window.table(), int(bool(op.attrs["count_pad"]))
-    if not c:
-        return []
+    mode = _LARGEST if op.kernel == "max_pool2d" else _MEAN_WITH_PAD if op.attrs["count_pad"] else _MEAN
     (x,), (out,) = operands(op, slots)
-    return pool.bind(_average_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), table, count_pad)
+    c = window.channels
+    return pool.bind(_pool2d, parts)(x.reshape(-1), out.reshape(-1, c), window.table(), mode) if c else []
+
+
+def _reference_max_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
+    return [patches_of(op, reads[0], slots[op.writes[0]], -np.inf).max(axis=(2, 3))]
 
 
 def _reference_average_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights: Arrays) -> list[Array]:
@@ -349,12 +318,11 @@ def _reference_average_pool2d(op: Compute, slots: Slots, reads: Arrays, _weights
     return [patches_of(op, reads[0], out, 0.0).sum(axis=(2, 3)) / counts]
 
 
-AVERAGE_POOL2D: Final = Kernel(
-    "average_pool2d", _bind_average_pool2d, _reference_average_pool2d, pooling_work, later=True
-)
+MAX_POOL2D: Final = Kernel("max_pool2d", _bind_pool2d, _reference_max_pool2d, pooling_work, later=True)
+AVERAGE_POOL2D: Final = Kernel("average_pool2d", _bind_pool2d, _reference_average_pool2d, pooling_work, later=True)
 
 
-# Channels whose sums stay in the first-level cache.
+# Channels of a block of sums that stays in the first-level cache.
 _CHANNELS: Final = 1024
 
 

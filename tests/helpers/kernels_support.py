@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,21 @@ def weight(a: Array, layout: str) -> Weight:
     return buffer.finish()
 
 
+def checked(
+    op: Compute, slots: Sequence[SlotSpec], weights: Sequence[Weight], workers: Workers
+) -> Callable[[Sequence[Array], Sequence[Array]], None]:
+    """Return a bound kernel that first checks its arrays, because compiled code trusts them."""
+    run = KERNELS[op.kernel].bind(op, slots, weights, workers)
+
+    def call(reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        for slot, given in zip((*op.reads, *op.writes), (*reads, *writes), strict=True):
+            assert (given.dtype, given.shape) == (NUMPY_DTYPE[slots[slot].dtype], slots[slot].shape)
+            assert given.flags.c_contiguous
+        run(reads, writes)
+
+    return call
+
+
 class Case:
     """One op with its arrays; matrices are given plain and packed where the kernel wants it."""
 
@@ -88,7 +103,7 @@ class Case:
 
     def run(self, threads: int = 1) -> list[Array]:
         with pool(threads) as workers:
-            run = self.kernel.checked(self.op, self.slots, self.weights, workers)
+            run = checked(self.op, self.slots, self.weights, workers)
             writes = [poisoned(self.slots[s]) for s in self.op.writes]
             again = [poisoned(self.slots[s]) for s in self.op.writes]
             with np.errstate(all="ignore"):  # compiled code does not warn; plain Python does

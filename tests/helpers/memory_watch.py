@@ -9,12 +9,11 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from kernels_support import poisoned, pool
 from test_kernels_attention import attention
 from test_kernels_gemm_narrow import linear
-
-from hepti_mqtt.kernels import Run
 
 SIZES = (40, 56, 100, 500, 3000, 20_000, 40_000, 90_000)
 SECONDS = 0.25
@@ -32,7 +31,7 @@ def watch(stop: threading.Event, faults: list[str]) -> None:
                 faults.append(f"{len(block) - block.count(0)} of {len(block)} bytes")
 
 
-def watched(name: str, run: Run, reads: list, writes: list) -> bool:
+def watched(name: str, run: Callable[[list, list], None], reads: list, writes: list) -> bool:
     stop, faults = threading.Event(), []
     watchers = [threading.Thread(target=watch, args=(stop, faults)) for _ in range(2)]
     for thread in watchers:

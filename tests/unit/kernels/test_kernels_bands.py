@@ -130,7 +130,7 @@ def test_bands_that_do_not_fit_are_refused():
         ({"bands": ((0, 3, 1, 0), (3, 6, 0, 1, 6))}, r"band \(0, 3, 1, 0\) must have 5 numbers"),
         ({"bands": ((0, 3, 1, 0, 0), (3, 6, 0, 0, 6))}, r"\(4, 5, 4\) should be \(3, 5, 4\)"),
         ({"bands": ()}, r"\(4, 5, 4\) should be \(0, 5, 4\)"),
-        ({"pad": (1, 1, 0, 1)}, "must have no rows where bands have their own"),
+        ({"pad": (1, 1, 0, 1)}, "must have no rows, because bands"),
     ):
         with pytest.raises(ValueError, match=message):
             Case("conv2d", [x], [(4, 5, 4)], weight, packed=1, **{**attrs, **change}).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf_writer import quantised
-from kernels_support import pool
+from kernels_support import checked, pool
 
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
@@ -73,7 +73,7 @@ def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...
             more = biases if residual else []
             matrices = [packed(part) for part in parts]
             with pool(threads) as workers:
-                KERNELS["linear"].checked(op, slots, [*matrices, *more], workers)(reads, [out])
+                checked(op, slots, [*matrices, *more], workers)(reads, [out])
             plain = [part.values() for part in parts]
             (want,) = KERNELS["linear"].reference(op, slots, reads, [*plain, *more])
             scale = np.abs(x) @ np.abs(np.concatenate(plain, axis=1)) + 1
@@ -83,7 +83,7 @@ def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...
                 one = [SlotSpec((1, k)), SlotSpec((1, n)), SlotSpec((1, n))]
                 own = [np.ascontiguousarray(array[1:2]) for array in reads]
                 with pool(1) as workers:
-                    KERNELS["linear"].checked(op, one, [*matrices, *more], workers)(own, [alone])
+                    checked(op, one, [*matrices, *more], workers)(own, [alone])
                 np.testing.assert_array_equal(alone[0], out[1])
 
 
@@ -96,6 +96,6 @@ def test_what_is_not_finite_stays_so() -> None:
         attrs = {"bias": False, "residual": False, "activation": None, "x": how}
         op = Compute("linear", (0,), (1,), attrs=attrs)
         with pool(1) as workers:
-            KERNELS["linear"].checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], workers)([x], [out])
+            checked(op, [SlotSpec((3, 64)), SlotSpec((3, 40))], [weight], workers)([x], [out])
         assert np.isfinite(out[0]).all()
         assert not np.isfinite(out[1:]).any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf_writer import quantised
-from kernels_support import pool
+from kernels_support import checked, pool
 
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef
@@ -33,7 +33,7 @@ def run(kernel: str, attrs: dict, reads: list, columns: int, packed: list) -> np
     slots = [*(SlotSpec(read.shape) for read in reads), SlotSpec((rows, columns))]
     out = np.full((rows, columns), np.nan, np.float32)
     with pool(1) as workers:
-        KERNELS[kernel].checked(operation(kernel, attrs), slots, packed, workers)(reads, [out])
+        checked(operation(kernel, attrs), slots, packed, workers)(reads, [out])
     return out
 
 

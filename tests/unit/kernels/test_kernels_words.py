@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf_writer import quantised
-from kernels_support import RNG, array, pool
+from kernels_support import RNG, array, checked, pool
 
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.kernels.jit import JIT, signature_of
@@ -31,7 +31,7 @@ def embedded(ids, word, first=0, vocabulary=WORDS):
     op = Compute("embed_tokens", (0,), (1,), (), attrs)
     slots, out = [SlotSpec((len(ids),), "i32"), SlotSpec((len(ids), H))], np.full((len(ids), H), np.nan, np.float32)
     with pool(1) as workers:
-        run = KERNELS["embed_tokens"].checked(op, slots, [word], workers)
+        run = checked(op, slots, [word], workers)
         run([np.asarray(ids, np.int32)], [out])
     return out
 
