@@ -1,18 +1,15 @@
-"""What both clients share: the connection, and the methods as steps that wait; a client only runs the steps.
-
-The steps of a method have its signature and docstring.
-"""
+"""The connection of both clients, and their methods as coroutines; a client adds how a coroutine waits."""
 
 from __future__ import annotations
 
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, Final, Self, Unpack
 
 from hepti_mqtt.client.body import RequestKeys, request_body
 from hepti_mqtt.client.session import (
@@ -48,18 +45,6 @@ PAUSE_S: Final = 0.2  # at most, between two retained records
 ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
 LOOK_S: Final = 2.0  # between two looks for requests whose answers take long
 PLANNER_S: Final = 5.0  # for a planner that restarts
-
-T = TypeVar("T")
-
-
-class Wait(NamedTuple):
-    """A wait for a future, or until `holds` is true, which every message may change; for at most timeout_s."""
-
-    holds: Future[Answer] | Callable[[], bool]
-    timeout_s: float
-
-
-Steps = Generator[Wait, bool, T]  # sent back: whether it came in time
 
 
 def client_name(user: str | None) -> str:
@@ -166,14 +151,14 @@ class Connection:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def _infer(
+    async def _infer(
         self,
         model: str,
         *,
         timeout_s: float | None = None,
         wait_for_plan: bool | None = None,
         **request: Unpack[RequestKeys],
-    ) -> Steps[Answer]:
+    ) -> Answer:
         """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
 
         timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
@@ -188,14 +173,14 @@ class Connection:
             beside_a_plan = self._has_plan(model)  # before it is sent: a plan made between error and look is no reason
             future = self._submit(model, None, request)
             try:
-                if not (yield Wait(future, max(until - time.monotonic(), 0.0))):
+                if not await self._wait(future, max(until - time.monotonic(), 0.0)):
                     raise self._timeout_error(wait_s)
                 return future.result(0.0)
             except PlanError:
                 waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
                 if not waits or beside_a_plan:
                     raise
-                if not (yield Wait(lambda: self._has_plan(model), until - time.monotonic())):
+                if not await self._wait(lambda: self._has_plan(model), until - time.monotonic()):
                     raise
             finally:
                 future.cancel()
@@ -217,7 +202,7 @@ class Connection:
         self._send(model, uuid.uuid4().hex, request_body(**request), stream)
         return stream
 
-    def _foretold(self, /, answer: Answer, **request: Any) -> Steps[Answer]:
+    async def _foretold(self, /, answer: Answer, **request: Any) -> Answer:
         """Return an answer with its simulated forecast, if it came with an estimate.
 
         request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
@@ -226,7 +211,7 @@ class Connection:
         if answer.raw.get("forecast") != "estimated":
             return answer
         try:
-            told = yield from self._infer(answer.model, **{**request, "want": "plan"})
+            told = await self._infer(answer.model, **{**request, "want": "plan"})
         except HeptiError:  # the answer itself is complete
             return answer
         if told.plan["id"] != answer.plan["id"]:
@@ -270,42 +255,42 @@ class Connection:
 
     # -- the site ---------------------------------------------------------------------------------------------------
 
-    def _models(self, timeout: float = PLANNER_S) -> Steps[list[str]]:
+    async def _models(self, timeout: float = PLANNER_S) -> list[str]:
         """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
-        yield from self._require_planner(timeout)
+        await self._require_planner(timeout)
         count = 0
 
         def has_more() -> bool:
             return len(self._session.models()) > count
 
         # Retained records come one by one, and none is marked as the last.
-        while (yield Wait(has_more, PAUSE_S if count else GRACE_S)):
+        while await self._wait(has_more, PAUSE_S if count else GRACE_S):
             with self._changed:
                 count = len(self._session.models())
         with self._changed:
             return self._session.models()
 
-    def _plan(self, model: str, timeout: float = PLANNER_S) -> Steps[dict[str, Any]]:
+    async def _plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
         """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
         Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
         version is incompatible.
         """
-        yield from self._require_planner(timeout)
-        yield Wait(lambda: self._session.record(model) is not None, GRACE_S)
+        await self._require_planner(timeout)
+        await self._wait(lambda: self._session.record(model) is not None, GRACE_S)
         with self._changed:
             record, names = self._session.record(model), self._session.models()
         if record is None:
             raise UnknownModelError(f"no model {model} at site {self.site}; there are: {', '.join(names) or 'none'}")
         return record
 
-    def _wait_ready(
+    async def _wait_ready(
         self,
         model: str,
         timeout: float = 60.0,
         predicate: Callable[[Mapping[str, Any]], bool] | None = None,
         patience_s: float | None = None,
-    ) -> Steps[dict[str, Any]]:
+    ) -> dict[str, Any]:
         """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
 
         patience_s: give up after the planner has reported an error for this long; by default the whole timeout.
@@ -324,15 +309,15 @@ class Connection:
             return bool(record and record["active"] is not None and (predicate is None or predicate(record)))
 
         while time.monotonic() < until:
-            if (yield Wait(ready, min(until - time.monotonic(), GRACE_S))):
-                return (yield from self._plan(model, PLANNER_S))
+            if await self._wait(ready, min(until - time.monotonic(), GRACE_S)):
+                return await self._plan(model, PLANNER_S)
             if patience_s is not None and hopeless_since is not None and time.monotonic() - hopeless_since > patience_s:
                 break
-        record = yield from self._plan(model, GRACE_S)
+        record = await self._plan(model, GRACE_S)
         error = record["error"]
         raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
 
-    def _devices(self, wait_s: float = 1.5) -> Steps[list[dict[str, Any]]]:
+    async def _devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
         """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
 
         wait_s: longest wait for the heartbeats of all online devices.
@@ -344,7 +329,7 @@ class Connection:
                 self._watching = self._transport.subscribe(filters)
             for device in self._session.devices.values():
                 device.heartbeat = None
-        yield Wait(self._all_heard, wait_s)
+        await self._wait(self._all_heard, wait_s)
         with self._changed:
             if self._unseen is not None:
                 raise self._unseen
@@ -391,13 +376,17 @@ class Connection:
         self._transport.subscribe([(topic, 1) for topic in (t.responses(self.client_id), *t.every_group())])
         self._transport.connect(timeout)
 
-    def _require_connection(self, timeout: float) -> Steps[None]:
-        if not (yield Wait(lambda: self._connected, timeout)):
+    async def _require_connection(self, timeout: float) -> None:
+        if not await self._wait(lambda: self._connected, timeout):
             raise NetworkError(f"the broker did not acknowledge the subscriptions within {timeout:g} s")
 
-    def _require_planner(self, timeout: float) -> Steps[None]:
-        if not (yield Wait(lambda: self._session.planner_online, timeout)):
+    async def _require_planner(self, timeout: float) -> None:
+        if not await self._wait(lambda: self._session.planner_online, timeout):
             raise self._timeout_error(timeout)
+
+    async def _wait(self, holds: Future[Answer] | Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether a future ended, or `holds` became true, within the time; every message may change it."""
+        raise NotImplementedError
 
     def _holds(self, predicate: Callable[[], bool]) -> bool:
         """Return whether a wait is over; raises RefusedError."""
