@@ -1,4 +1,4 @@
-"""`hepti infer`: one request, sent as often as asked, timed from publish to answer."""
+"""`hepti infer`: send a request once or repeatedly, and time it from publish to answer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def infer(args: argparse.Namespace) -> int:
         if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
-            asked = {**pin_arguments(args), "wait_for_plan": patient}
-            answers = send_repeatedly(hepti, args.model, body, asked, args.repeat, args.timeout, args.deadline_ms)
+            pinned = {**pin_arguments(args), "wait_for_plan": patient}
+            answers = send_repeatedly(hepti, args.model, body, pinned, args.repeat, args.timeout, args.deadline_ms)
         if args.want != "hidden":
             answers[-1] = hepti.foretold(answers[-1], **body, **pin_arguments(args), timeout_s=args.timeout)
         error = None
@@ -107,7 +107,7 @@ def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> M
     """
     record = hepti.plan(args.model, timeout=min(PLANNER_S, timeout))
     if pin_arguments(args) and record.get("pinned"):
-        return record  # the site is up; the planner's own plan may have made room for what was pinned
+        return record  # the site is up; its own plan may have made room for the pinned one
     try:
         return hepti.wait_ready(args.model, timeout, patience_s=NO_PLAN_PATIENCE_S)
     except PlanError:
@@ -119,10 +119,10 @@ def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> M
 def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user pinned, as keyword arguments of `Hepti.infer`."""
     names = ("strategy", "devices", "wire", "accuracy", "weights", "route", "objective")
-    found = {name: value for name in names if (value := getattr(args, name))}
+    pins = {name: value for name in names if (value := getattr(args, name))}
     if args.variant:
-        found["options"] = variant_options(args.strategy, args.variant)
-    return found
+        pins["options"] = variant_options(args.strategy, args.variant)
+    return pins
 
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
@@ -211,13 +211,13 @@ def check(
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
-    asked = {**body, "want": "hidden"}
-    hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
+    request = {**body, "want": "hidden"}
+    hidden = hepti.infer(args.model, **request, **pin_arguments(args), timeout_s=args.timeout).hidden
     with ExitStack() as stack:
-        found = [stack.enter_context(Checkpoint.open(directory, args.model, p)) for p in model_parts(directory)]
-        if _as_numbers(spec) not in [_as_numbers(spec_from_dict(each.spec.to_dict())) for each in found]:
+        checkpoints = [stack.enter_context(Checkpoint.open(directory, args.model, p)) for p in model_parts(directory)]
+        if _as_numbers(spec) not in [_as_numbers(spec_from_dict(each.spec.to_dict())) for each in checkpoints]:
             raise ConfigError(f"{directory} is not the model that answered; name its files with --model-dir DIR")
-        return max_abs_err(found[reader_of(found, body)], body, hidden)
+        return max_abs_err(checkpoints[reader_of(checkpoints, body)], body, hidden)
 
 
 def _as_numbers(spec: Spec) -> Spec:

@@ -1,4 +1,4 @@
-"""`hepti-agent install`, `upgrade` and `uninstall`: the agent as a service of systemd, from what is installed alone."""
+"""`hepti-agent install`, `upgrade` and `uninstall`: the agent as a service of systemd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOG_LINES: Final = 15
 
 # -- the unit ----------------------------------------------------------------------------------------------------------
 
-# What a user's own manager can do without privileges, of what the unit of the system has.
+# Settings of the system's unit that a user's manager can apply without privileges.
 _USERS_TOO: Final = frozenset(
     (
         *("Description", "ExecStart", "Environment", "Restart"),
@@ -58,7 +58,7 @@ _PLAIN: Final = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 def unit_text(
     bundled: str, command: Sequence[str], environment: Mapping[str, str], *, is_users: bool, about: str = ""
 ) -> str:
-    """Return the unit for a command, made of the one that comes with Hepti.
+    """Return the unit for a command, based on the bundled unit.
 
     environment: added to the unit's own, of a user's unit instead of it. is_users: for a user's own manager.
     """
@@ -87,7 +87,7 @@ def systemd_word(text: str) -> str:
 
 
 def words_of(unit: str, key: str) -> list[str]:
-    """Return the words of a setting of a unit that `unit_text` has made."""
+    """Return the words of a setting of a unit by `unit_text`."""
     value = next((line.partition("=")[2] for line in unit.splitlines() if line.startswith(f"{key}=")), "")
     return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(value)]
 
@@ -267,16 +267,16 @@ def _unit(service: Service, command: Sequence[str], environment: Mapping[str, st
 
 def _program(service: Service) -> Path:
     """Return this installation's own `hepti-agent`; raises ConfigError where the service could not read it."""
-    found = Path(sys.executable).parent / NAME
-    if not found.exists():
-        raise ConfigError(f"there is no {found}: install the package into an environment, by pip, pipx or uv tool")
+    program = Path(sys.executable).parent / NAME
+    if not program.exists():
+        raise ConfigError(f"there is no {program}: install the package into an environment, by pip, pipx or uv tool")
     hidden = (Path("/home"), Path("/root"), Path("/run/user"))
-    if not service.is_users and any(found.is_relative_to(place) for place in hidden):
+    if not service.is_users and any(program.is_relative_to(place) for place in hidden):
         raise ConfigError(
-            f"a service of the system does not see {found}: install the package elsewhere, such as /opt/hepti "
+            f"a service of the system does not see {program}: install the package elsewhere, such as /opt/hepti "
             "(docs/guide/install.md), or use --user"
         )
-    return found
+    return program
 
 
 def _valid(user: str | None) -> str | None:
@@ -329,8 +329,8 @@ def _wait_online(service: Service, reader: StatusReader, device: str, before: St
         if status.state == "online" and status.boot != before.boot:
             return
         if status.state == "starting":
-            told = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
-            progress.print(device, output.status_text(told))
+            state = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
+            progress.print(device, output.status_text(state))
         if service.systemctl("is-active", NAME, check=False) in ("failed", "inactive"):
             break
     last = _last_lines(service)

@@ -32,7 +32,7 @@ from hepti_mqtt.plan import Objective, Quantised
 
 
 class Command(NamedTuple):
-    """One command: its line of help, what adds its arguments, and the function that runs it, as module:name."""
+    """One command. entry: the function that runs it, as module:name; fill: adds its arguments."""
 
     about: str
     fill: Callable[[argparse.ArgumentParser], None]
@@ -44,10 +44,10 @@ class Command(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest known word."""
+    """A parser with errors of one line, which name the nearest valid word."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2; a misspelled option is named before one that is missing."""
+        """Print the error and exit with 2; name a misspelled option before a missing one."""
         if "required" in message and (unknown := next(filter(self._is_unknown, self._words), None)):
             message = self._unknown(unknown)
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -68,10 +68,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments; for an unknown one name the nearest option of the command."""
         self._words = [*(sys.argv[1:] if args is None else args)]
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
-        return found, unknown
+        return parsed, unknown
 
 
 def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -100,7 +100,7 @@ def build() -> argparse.ArgumentParser:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, at_a_site: bool = True) -> None:
-    """Add what every command takes, before its name or after it."""
+    """Add the options of every command, which may stand before or after its name."""
     if at_a_site:
         add_site_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -131,8 +131,8 @@ def _agent(sub: argparse.ArgumentParser) -> None:
         "action",
         nargs="?",
         choices=("install", "upgrade", "uninstall"),
-        help="instead of running here: install a service of systemd with these options, take what is installed now and "
-        "restart, or remove it with all that it kept",
+        help="instead of running here: install a service of systemd with these options, restart it with the installed "
+        "version, or remove it with all its data",
     )
     sub.add_argument("--user", action="store_true", help="the service of this user, without root")
     sub.add_argument(
@@ -142,7 +142,7 @@ def _agent(sub: argparse.ArgumentParser) -> None:
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--text", action="append", metavar="TEXT", help="a text of your own beside the demo's; repeatable")
+    sub.add_argument("--text", action="append", metavar="TEXT", help="a further text of your own; repeatable")
     sub.add_argument("--details", action="store_true", help="print all methods with times, bytes and shares")
     sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
     sub.add_argument(
@@ -230,7 +230,7 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     model = "a model by name (llama-3.2-1b, qwen3-4b, bert-large, ...), a directory with config.json, an ONNX or GGUF "
     sub.add_argument("model", help=f"{model}file; weights are not needed")
     boards = "pi4-2gb, pi4-4gb, pi4-8gb, pi5-4gb, pi5-8gb, pi5-16gb, pi-zero-2w, n100-8gb, n100-16gb, orin-nano-8gb"
-    site = "devices and links: a site file, or one that comes with Hepti: four-pi4, mixed-four, ..., or "
+    site = "devices and links: a site file, the name of a bundled file (four-pi4, mixed-four, ...), or "
     site += "COUNT-BOARD[-wifi|-100mbit] such as four-pi5-8gb"
     sub.add_argument("--devices-file", type=Path, metavar="YAML|NAME", help=site)
     sub.add_argument("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
@@ -276,7 +276,7 @@ def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
     sub.add_argument("--port", type=tcp_port, help="port to listen on (default: a free one; the site's with --closed)")
-    sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site made by `hepti site`")
+    sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site of `hepti site init`")
 
 
 def _health(sub: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ def simulate(args: argparse.Namespace) -> int:
         write_pictures(args, played)
     if args.json:
         work = plan_work_factor(spec, chosen, question.shape).to_dict()
-        candidates = [_told(question, c) for c in decision.ranking]
+        candidates = [_candidate(question, c) for c in decision.ranking]
         output.print_json(
             {
                 "chosen": chosen.to_dict(),
@@ -87,7 +87,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
 
 
 def _decide(args: argparse.Namespace, question: Question) -> Decision:
-    """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
+    """Return the best plan; an accuracy budget needs the weights, to measure the errors of narrow wires."""
     if question.accuracy is None:
         return decide(question)
     if args.model in KINDS or not Path(args.model).exists():  # a name of both is the kind
@@ -100,9 +100,9 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
         return decide_within_accuracy(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
-def _told(question: Question, c: Candidate) -> dict[str, Any]:
+def _candidate(question: Question, c: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON."""
-    told = {
+    candidate = {
         "strategy": c.name,
         "devices": list(c.plan.devices),
         "route": c.plan.route,
@@ -116,10 +116,10 @@ def _told(question: Question, c: Candidate) -> dict[str, Any]:
         "memory_share": c.price.memory_share,
     }
     if (joules := c.price.joules(question.cluster)) is not None:
-        told["joules"] = joules
+        candidate["joules"] = joules
     if question.shape.session_rows:
-        told["step_ms"] = run_s(question, c, 1) * 1e3
-    return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
+        candidate["step_ms"] = run_s(question, c, 1) * 1e3
+    return candidate if c.price.load is None else candidate | {"load": c.price.load.to_dict()}
 
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
@@ -165,7 +165,7 @@ def _texts(question: Question, decision: Decision) -> dict[str, dict[str, Any]]:
 
 
 def _energy(question: Question, decision: Decision) -> list[str]:
-    """Return what the choice draws, beside one device alone, where the site file says watts; and the deadline."""
+    """Return the energy of the chosen plan and the deadline, if the site file has watts."""
     chosen, deadline_ms = decision.chosen, question.cluster.deadline_s * 1e3
     if (joules := chosen.price.joules(question.cluster)) is None:
         return []
@@ -175,11 +175,11 @@ def _energy(question: Question, decision: Decision) -> list[str]:
 
 
 def _spec(args: argparse.Namespace) -> Spec:
-    """Return the spec of a kind, a known model or files, with or without weights; a text as long as --context."""
+    """Return the spec of a kind, a name in models.yaml, or files with or without weights; its texts fit --context."""
     name, pins = args.model, PinOptions.from_args(args)
     weights, cache = pins.quantised, pins.kv_cache
-    if is_kind(name) or name in (known := load_yaml(CONFIG_DIR / "models.yaml")):
-        spec = spec_of_kind(name) if is_kind(name) else spec_from_config(known[name], {})
+    if is_kind(name) or name in (configs := load_yaml(CONFIG_DIR / "models.yaml")):
+        spec = spec_of_kind(name) if is_kind(name) else spec_from_config(configs[name], {})
         spec = with_cache(spec if weights is None else quantised(spec, weights), cache)
     elif onnx_file.find_onnx(Path(name)):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
@@ -187,9 +187,9 @@ def _spec(args: argparse.Namespace) -> Spec:
     elif Path(name).exists():
         spec = described_spec(name, weights, cache)
     else:
-        words = [*(kind for kind in KINDS if not kind.startswith("tiny-")), *known]
+        words = [*(kind for kind in KINDS if not kind.startswith("tiny-")), *configs]
         near = nearest(name, words) or f"; there are {', '.join(words)}"
-        raise ConfigError(f"{name!r} is no model directory, ONNX or GGUF file, or known model{near}")
+        raise ConfigError(f"{name!r} is no model directory, no ONNX or GGUF file, and no name of a model{near}")
     if isinstance(spec, ModelSpec) and largest_shape(spec).session_rows:
         return replace(spec, max_tokens=min(spec.max_tokens, max(args.context, args.tokens or 0)))
     return spec

@@ -79,7 +79,7 @@ class Hepti(Connection):
         """Ask a decoder and yield its tokens as they come, each once and in order: {"index", "token", "text"}.
 
         request: what `infer` takes; where it has "logprobs", tokens have them, too. timeout_s: for each token. The
-        generator's value is the whole answer. Tokens whose messages were lost come with it. Raises as `infer` does.
+        generator's value is the whole answer. Tokens of lost messages come with it. Raises as `infer` does.
         """
         parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         stream = self.stream(model, {**request, "max_new_tokens": max_new_tokens}, parts.put)

@@ -43,7 +43,7 @@ from hepti_mqtt.transport.url import BrokerUrl
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records
 ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
-LOOK_S: Final = 2.0  # between two looks for requests whose answers take long
+LOOK_S: Final = 2.0  # between two looks for late requests
 PLANNER_S: Final = 5.0  # for a planner that restarts
 
 
@@ -56,7 +56,7 @@ def client_name(user: str | None) -> str:
 
 
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
-    """Return the error of a client whose publish or subscription the broker refused; what: "publish to" ...."""
+    """Return the error of a refused publish or subscription; what: "publish to" or "subscribe to"."""
     return RefusedError(
         f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
         "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
@@ -64,7 +64,7 @@ def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
 
 
 class AnswerStream(Future[Answer]):
-    """The future of an answer whose parts go to `put` as they come; None is their end."""
+    """The future of a streamed answer: its parts go to `put` on arrival, then None."""
 
     def __init__(self, put: Callable[[Mapping[str, Any] | None], None]) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class AnswerStream(Future[Answer]):
         self.add_done_callback(lambda _: put(None))
 
     def take(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the token of a part unless it was shown, or an earlier one is missing.
+        """Return the token of a part, unless it was shown or an earlier token is missing.
 
-        Where a text is tried again, its tokens begin with index 0 again.
+        A retried text begins with index 0 again.
         """
         if isinstance(attempt := part.get("attempt", 0), int) and attempt > self._attempt:
             self._shown, self._attempt = [], attempt
@@ -84,7 +84,7 @@ class AnswerStream(Future[Answer]):
         return [{key: part[key] for key in (*TOKEN, LOGPROBS, THINKING) if key in TOKEN or key in part}]
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the tokens whose messages were lost, all of them if others were shown; raises the planner's error."""
+        """Return the tokens of lost messages, or all if other tokens were shown; raises the planner's error."""
         tokens = self.result().result["ids"]
         first = len(self._shown) if tokens[: len(self._shown)] == self._shown else 0
         return [{"index": index, "token": tokens[index], "text": ""} for index in range(first, len(tokens))]
@@ -159,10 +159,10 @@ class Connection:
         wait_for_plan: bool | None = None,
         **request: Unpack[RequestKeys],
     ) -> Answer:
-        """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
+        """Send a request and wait for its answer; request: exactly one input, and options of `RequestKeys`.
 
-        timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
-        default if timeout_s is given. If the broker is lost, the request is sent again after reconnection.
+        timeout_s: 60 by default. wait_for_plan: also wait for a model's first plan; by default if timeout_s is given.
+        After a lost connection the request is sent again.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
@@ -170,7 +170,7 @@ class Connection:
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
-            beside_a_plan = self._has_plan(model)  # before it is sent: a plan made between error and look is no reason
+            had_plan = self._has_plan(model)  # before sending: a later plan is no reason to raise
             future = self._submit(model, None, request)
             try:
                 if not await self._wait(future, max(until - time.monotonic(), 0.0)):
@@ -178,7 +178,7 @@ class Connection:
                 return future.result(0.0)
             except PlanError:
                 waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
-                if not waits or beside_a_plan:
+                if not waits or had_plan:
                     raise
                 if not await self._wait(lambda: self._has_plan(model), until - time.monotonic()):
                     raise
@@ -192,7 +192,7 @@ class Connection:
     def stream(
         self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
     ) -> AnswerStream:
-        """Ask a decoder; parts of its answer go to `put` as they come, from the network's thread, and None at the end.
+        """Send a request to a decoder; parts of its answer go to `put` in the network's thread, and None at the end.
 
         Raises RequestError for a request that generates no tokens, NetworkError.
         """
@@ -205,19 +205,19 @@ class Connection:
     async def _foretold(self, /, answer: Answer, **request: Any) -> Answer:
         """Return an answer with its simulated forecast, if it came with an estimate.
 
-        request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
+        request: the arguments of `infer` without the model; not want="hidden". It is sent again with want="plan". If
         that fails, or another plan is active by then, the answer is returned unchanged.
         """
         if answer.raw.get("forecast") != "estimated":
             return answer
         try:
-            told = await self._infer(answer.model, **{**request, "want": "plan"})
+            forecast = await self._infer(answer.model, **{**request, "want": "plan"})
         except HeptiError:  # the answer itself is complete
             return answer
-        if told.plan["id"] != answer.plan["id"]:
+        if forecast.plan["id"] != answer.plan["id"]:
             return answer
         keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
-        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
+        return replace(answer, raw={**answer.raw, **{key: forecast.raw[key] for key in keys if key in forecast.raw}})
 
     def _submit(self, model: str, request_id: str | None, request: Mapping[str, Any]) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -239,8 +239,8 @@ class Connection:
         with self._changed:
             back = self._session.forget(model, name, future)
             heard = self._connected and self._session.planner_online
-        if back is not None:  # nobody waits any more: what devices have begun ends
-            # With QoS 1 it would wait at the broker behind requests, which that keeps back while others run.
+        if back is not None:  # nobody waits any more: cancel the run
+            # At QoS 1 the broker would deliver it after the requests that it holds back.
             with suppress(NetworkError):
                 self._transport.publish(back.topic, back.payload, 0 if heard else 1)
 
@@ -337,17 +337,17 @@ class Connection:
 
     @property
     def planner_online(self) -> bool:
-        """Return whether the site's planner is known to be online."""
+        """Return whether the site's planner is online, by its last status."""
         with self._changed:
             return self._session.planner_online
 
     def unused(self) -> dict[str, str]:
-        """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
+        """Return why the planner does not use online devices, by name; empty without a planner."""
         with self._changed:
             return self._session.unused()
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the last answers of the site, oldest first, since this was first asked: everybody's, and errors.
+        """Return the last answers and errors of all clients since the first call, oldest first.
 
         Each has time (unix seconds), model, outcome (ok, or an error's code), latency_ms in the planner, and
         predicted_ms and plan, None for an error.
@@ -357,11 +357,11 @@ class Connection:
                 self._answers_watch = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
             return list(self._session.answers)
 
-    def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
+    def odd_clocks(self, devices: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a sentence per clock that differs from most others; devices: of `devices`, just now."""
         now_s = time.time()
         with self._changed:
-            return odd_clocks(found, self._session.clocks(), now_s)
+            return odd_clocks(devices, self._session.clocks(), now_s)
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
@@ -438,7 +438,7 @@ class Connection:
 
     def _publish_again(self, again: Sequence[RequestPublish]) -> None:
         for publication in again:
-            with suppress(NetworkError):  # closed meanwhile, or the queue is full of what waits for the broker
+            with suppress(NetworkError):  # closed meanwhile, or the send queue is full
                 self._transport.publish(publication.topic, publication.payload, 1)
 
     def _state(self, state: State) -> None:

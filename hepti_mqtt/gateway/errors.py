@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from hepti_mqtt.errors import HeptiError, RequestError
 
 RETRY_AFTER_S: Final = 1
-# What a client may send again later has Retry-After.
+# Errors of status 429 and 503 have Retry-After.
 _STATUS: Final[Mapping[str, int]] = {
     "bad_request": 400,
     "bad_name": 400,
@@ -33,18 +33,18 @@ _STATUS: Final[Mapping[str, int]] = {
     "deadline": 504,
 }
 LATER: Final = frozenset({429, 503})
-# What a client may be answered, besides 200.
+# Statuses besides 200.
 MEANINGS: Final[Mapping[int, str]] = {
     400: "the request is wrong; the message names the key",
     401: "no key, or a wrong one",
     403: "a page of another site asks a gateway without keys",
-    404: "the model is not served; the message lists those that are",
+    404: "the model is not served; the message lists the served models",
     405: "the path has another method",
     408: "the body came too slowly",
     409: "a request of this id runs",
     413: "the body is too long",
     415: "the body is of another media type",
-    422: "a form that does not say what is asked",
+    422: "a form without a valid task",
     429: "the site is overloaded",
     502: "the site failed",
     503: "the site has no device, no planner or no broker now",
@@ -61,7 +61,7 @@ class HttpError(RequestError):
 
 
 def status_of(error: HeptiError) -> int:
-    """Return the HTTP status of an error; 502 for what failed behind the gateway."""
+    """Return the HTTP status of an error; 502 if the site failed."""
     return _STATUS.get(error.code, 502)
 
 
@@ -94,6 +94,6 @@ def renamed(error: HeptiError, names: Mapping[str, str]) -> HeptiError:
     """Return an error in the client's words; names: its keys, by MQTT's."""
     if error.param is None or (name := names.get(error.param)) is None:
         return error
-    found = type(error)(str(error).replace(error.param, name, 1))
-    found.param = name
-    return found
+    copy = type(error)(str(error).replace(error.param, name, 1))
+    copy.param = name
+    return copy

@@ -50,14 +50,14 @@ class SamplingOptions(Body):
 
 
 class Loaded(Body):
-    """What all bodies with a model have; keep_alive: models stay loaded."""
+    """A body with a model; keep_alive: models stay loaded."""
 
     model: Annotated[str | None, Field(description="the name of a served model")] = None
     keep_alive: float | str | None = None
 
 
 class OllamaBody(Loaded):
-    """What chat and generate have in common."""
+    """Options of chat and generate."""
 
     neutral: ClassVar = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (True,), "shift": (True,)}
     ignored = frozenset({"_debug_render_only"})
@@ -124,7 +124,7 @@ class ShowBody(Body):
 
 
 class Card(NamedTuple):
-    """What the planner says of a model."""
+    """The planner's description of a model."""
 
     name: str
     about: Mapping[str, Any]
@@ -162,14 +162,14 @@ class Card(NamedTuple):
         """Return what the model does, in Ollama's words."""
         about = self.about
         task = about.get("task")
-        found = {
+        abilities = {
             "completion": task == "generation",
             "tools": about.get("tools"),
             "thinking": about.get("thinking"),
             "vision": about.get("vision"),
             "embedding": task == "embedding",
         }
-        return [name for name, has in found.items() if has]
+        return [name for name, has in abilities.items() if has]
 
 
 def _moment(unix_s: float) -> str:
@@ -223,20 +223,20 @@ async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as Ollama gives them; durations in nanoseconds."""
     begun = time.perf_counter()
     model = await site.model_named(body.model)
-    found = await site.embed(model, body.input, body.truncate, **body.chosen)
+    vectors = await site.embed(model, body.input, body.truncate, **body.chosen)
     return {
         "model": body.model or model,
-        "embeddings": found.items.tolist(),
+        "embeddings": vectors.items.tolist(),
         "total_duration": _since(begun),
         "load_duration": 0,
-        "prompt_eval_count": found.tokens,
+        "prompt_eval_count": vectors.tokens,
     }
 
 
 async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """One embedding, as Ollama gave it before `/api/embed`."""
-    found = await site.embed(await site.model_named(body.model), [body.prompt], True)
-    return {"embedding": found.items[0].tolist()}
+    vectors = await site.embed(await site.model_named(body.model), [body.prompt], True)
+    return {"embedding": vectors.items[0].tolist()}
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -246,8 +246,8 @@ async def chat(site: Site, body: ChatBody) -> Any:
         message: Fields = {"role": "assistant", "content": piece.text}
         message |= {"thinking": piece.thinking} if piece.thinking else {}
         if calls:
-            made = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
-            message["tool_calls"] = [{"function": one} for one in made]
+            functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+            message["tool_calls"] = [{"function": one} for one in functions]
         return {"message": message}
 
     if not body.messages:
@@ -258,15 +258,15 @@ async def chat(site: Site, body: ChatBody) -> Any:
 
 
 def _message(place: int, message: Mapping[str, Any]) -> Fields:
-    """Return a message in OpenAI's words, without what is empty."""
+    """Return a message with OpenAI's keys, without empty values."""
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    found = {
+    fields = {
         names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")
     }
     images = message.get("images") or []
     if not isinstance(images, list):
         raise RequestError(f"messages[{place}].images must be a list of pictures in base64", "messages")
-    return found | ({"content": _with_pictures(images, str(message.get("content") or ""))} if images else {})
+    return fields | ({"content": _with_pictures(images, str(message.get("content") or ""))} if images else {})
 
 
 def _with_pictures(images: Sequence[Any], text: str) -> list[Fields]:

@@ -57,7 +57,7 @@ class ToolText:
         return self._show(self._safe())
 
     def end(self) -> tuple[str, list[Call]]:
-        """Return what is left to be shown, and the calls; a text that only looked like a call is shown."""
+        """Return the rest of the text and the calls; text that only resembles a call is shown."""
         start = self._safe() if self._tools else len(self._text)
         calls = self._calls(self._text[start:])
         rest = self._show(start if calls else len(self._text))
@@ -82,7 +82,7 @@ class ToolText:
         return mark_start(self._text, _MARKS)
 
     def _calls(self, text: str) -> list[Call]:
-        """Return the calls that a text is made of; none if a part of it is no call of one of the tools."""
+        """Return the calls in a text; none if any part is not a call of one of the tools."""
         try:
             calls = [self._call(*one) for one in _written(_AROUND.sub(" ", text))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -122,8 +122,8 @@ def _written(text: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _skipped(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    return at if found is None else found.end()
+    between = _BETWEEN.match(text, at)
+    return at if between is None else between.end()
 
 
 def _loaded(body: str) -> Any:
