@@ -62,6 +62,11 @@ def check_model(name: str) -> str:
     return check_name("model", name)
 
 
+def is_name(name: object) -> bool:
+    """Return whether `check_name` accepts a name."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it may stand in a topic; raise `BadNameError` otherwise.
 

@@ -31,26 +31,15 @@ BOUNDS: Final[Mapping[str, float]] = {"f32": 1e-4, "f16": 1e-2, "i8": 0.2}
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
     sub.add_argument("model", nargs="?", help="name of the model, as the planner serves it (default: the only one)")
-    sub.add_argument(
-        "--methods",
-        type=_words,
-        metavar="NAME,..",
-        help="such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)",
-    )
-    sub.add_argument(
-        "--lengths",
-        type=_lengths,
-        default=(128,),
-        metavar="N,..",
-        help="tokens of a text (default 128)",
-    )
+    methods = "such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)"
+    sub.add_argument("--methods", type=_words, metavar="NAME,..", help=methods)
+    sub.add_argument("--lengths", type=_lengths, default=(128,), metavar="N,..", help="tokens of a text (default 128)")
     sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
     sub.add_argument("--rounds", type=positive_int, default=5, help="turns of each method (default 5)")
     sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests in a turn (default 3)")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of the inputs and the order (default 0)")
-    sub.add_argument(
-        "--timeout", type=positive_seconds, default=300.0, help="seconds to wait for an answer (default 300)"
-    )
+    timeout = "seconds to wait for an answer (default 300)"
+    sub.add_argument("--timeout", type=positive_seconds, default=300.0, help=timeout)
     sub.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (needs matplotlib)")
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.config import settings
-from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError, WireError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.ids import is_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
     from hepti_mqtt.transport.broker_limits import Echo
@@ -136,10 +136,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     from hepti_mqtt.protocol.topics import Topics
     from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, largest_packet, low_queue_warning, queue_capacity
 
-    try:
-        name = check_name("device", url.user or "doctor")
-    except BadNameError:
-        name = "doctor"
+    name = url.user if url.user is not None and is_name(url.user) else "doctor"
     topic = Topics(site).probe(name)
     try:
         # First: a broker may drop larger packets silently.

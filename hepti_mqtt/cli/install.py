@@ -23,8 +23,8 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import add_agent_arguments, host_name
 from hepti_mqtt.config.settings import CONFIG_DIR, DEFAULT_SITE
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
+from hepti_mqtt.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_connection import BrokerConnection
@@ -196,23 +196,32 @@ def _what_to_install(args: argparse.Namespace, service: Service) -> tuple[Broker
     if args.cache is not None:
         raise ConfigError("--cache is not for a service: it has directories of its own; leave it out")
     url = BrokerUrl.parse(args.broker)
-    device = check_name("device", args.device or _valid(url.user) or host_name())
+    device = check_name("device", args.device or (url.user if is_name(url.user) else host_name()))
     cache = str(service.data[0] / "tiles") if service.is_users else CACHE
     command = [str(_program(service)), "--id", device, "--cache", cache, *agent_options(args)]
     return url, device, command, {} if args.site == DEFAULT_SITE else {"HEPTI_SITE": args.site}
 
 
 def _install(args: argparse.Namespace, service: Service) -> int:
+    """Write login and unit, and start the service; a first installation that fails leaves neither."""
     url, device, command, environment = _what_to_install(args, service)
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
-    with _writing(service.login):
-        service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomically(service.login, login, PRIVATE)
-    _write_unit(service, command, environment)
-    service.systemctl("enable", NAME)
-    if service.is_users:
-        _linger()
-    return _start(service, url, args.site, device)
+    is_first = not service.unit.exists()
+    try:
+        with _writing(service.login):
+            service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_atomically(service.login, login, PRIVATE)
+        _write_unit(service, command, environment)
+        service.systemctl("enable", NAME)
+        if service.is_users:
+            _linger()
+        return _start(service, url, args.site, device)
+    except HeptiError:
+        # A service that still starts may come online later.
+        if is_first and service.systemctl("is-active", NAME, check=False) not in ("active", "activating"):
+            service.systemctl("disable", "--now", NAME, check=False)
+            _delete(service, service.unit, service.login)
+        raise
 
 
 def _upgrade(service: Service) -> int:
@@ -233,8 +242,14 @@ def _uninstall(service: Service) -> int:
     service.systemctl("disable", "--now", NAME)
     service.systemctl("clean", "--what=all", NAME, check=False)  # knows where its own user's directories lie
     _forget(service, sites[0] if sites else DEFAULT_SITE, options[options.index("--id") + 1])
-    gone = [service.unit, service.unit.with_name(f"{service.unit.name}.d"), service.login, *service.data]
-    for path in gone:
+    _delete(service, service.unit, service.unit.with_name(f"{service.unit.name}.d"), service.login, *service.data)
+    output.print_lines(["the service, its login and everything it kept are removed; the package stays"])
+    return 0
+
+
+def _delete(service: Service, *paths: Path) -> None:
+    """Delete files and directories of a service that has ended, and let systemd forget it."""
+    for path in paths:
         with _writing(path), contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -242,10 +257,8 @@ def _uninstall(service: Service) -> int:
                 path.unlink()
     with contextlib.suppress(OSError):  # others have files there
         service.login.parent.rmdir()
-    service.systemctl("daemon-reload")
+    service.systemctl("daemon-reload", check=False)
     service.systemctl("reset-failed", NAME, check=False)
-    output.print_lines(["the service, its login and everything it kept are removed; the package stays"])
-    return 0
 
 
 def _write_unit(service: Service, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -277,13 +290,6 @@ def _program(service: Service) -> Path:
             "(docs/guide/install.md), or use --user"
         )
     return program
-
-
-def _valid(user: str | None) -> str | None:
-    try:
-        return None if user is None else check_name("device", user)
-    except BadNameError:
-        return None
 
 
 def _linger() -> None:

@@ -108,54 +108,34 @@ def add_common_arguments(parser: argparse.ArgumentParser, at_a_site: bool = True
 
 
 def _drawing(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--explain",
-        action="store_true",
-        help="also print the work factor, the throughput, each device's Program and the time line",
-    )
-    sub.add_argument(
-        "--layer",
-        type=index_range,
-        default=range(1, 2),
-        metavar="N|A:B",
-        help="layers that --explain prints and --layout-svg draws (default 1)",
-    )
-    sub.add_argument("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
-    sub.add_argument(
-        "--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels"
-    )
+    add = sub.add_argument
+    explain = "also print the work factor, the throughput, each device's Program and the time line"
+    add("--explain", action="store_true", help=explain)
+    layers = "layers that --explain prints and --layout-svg draws (default 1)"
+    add("--layer", type=index_range, default=range(1, 2), metavar="N|A:B", help=layers)
+    add("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
+    add("--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels")
 
 
 def _agent(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "action",
-        nargs="?",
-        choices=("install", "upgrade", "uninstall"),
-        help="instead of running here: install a service of systemd with these options, restart it with the installed "
-        "version, or remove it with all its data",
-    )
+    action = "instead of running here: install a service of systemd with these options, restart it with the installed "
+    action += "version, or remove it with all its data"
+    sub.add_argument("action", nargs="?", choices=("install", "upgrade", "uninstall"), help=action)
     sub.add_argument("--user", action="store_true", help="the service of this user, without root")
-    sub.add_argument(
-        "--dry-run", action="store_true", help="with install: print files and commands, and change nothing"
-    )
+    preview = "with install: print files and commands, and change nothing"
+    sub.add_argument("--dry-run", action="store_true", help=preview)
     add_agent_arguments(sub)
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--text", action="append", metavar="TEXT", help="a further text of your own; repeatable")
-    sub.add_argument("--details", action="store_true", help="print all methods with times, bytes and shares")
-    sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
-    sub.add_argument(
-        "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
-    )
-    sub.add_argument("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
-    sub.add_argument(
-        "--chat",
-        nargs="?",
-        const="What is the capital of France?",
-        metavar="QUESTION",
-        help="ask a small language model instead of the encoder",
-    )
+    add = sub.add_argument
+    add("--text", action="append", metavar="TEXT", help="a further text of your own; repeatable")
+    add("--details", action="store_true", help="print all methods with times, bytes and shares")
+    add("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
+    add("--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page")
+    add("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
+    question, chat = "What is the capital of France?", "ask a small language model instead of the encoder"
+    add("--chat", nargs="?", const=question, metavar="QUESTION", help=chat)
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:
@@ -205,9 +185,8 @@ def _infer(sub: argparse.ArgumentParser) -> None:
 
 def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", help="name of the model (default: the only one)")
-    sub.add_argument(
-        "--objective", choices=get_args(Objective), help="what --explain orders the candidates by (default latency)"
-    )
+    order = "what --explain orders the candidates by (default latency)"
+    sub.add_argument("--objective", choices=get_args(Objective), help=order)
     sub.add_argument("--story", action="store_true", help="also print the last plans' transitions and their causes")
     _drawing(sub)
 
@@ -227,36 +206,27 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
     model = "a model by name (llama-3.2-1b, qwen3-4b, bert-large, ...), a directory with config.json, an ONNX or GGUF "
-    sub.add_argument("model", help=f"{model}file; weights are not needed")
+    add("model", help=f"{model}file; weights are not needed")
     boards = "pi4-2gb, pi4-4gb, pi4-8gb, pi5-4gb, pi5-8gb, pi5-16gb, pi-zero-2w, n100-8gb, n100-16gb, orin-nano-8gb"
     site = "devices and links: a site file, the name of a bundled file (four-pi4, mixed-four, ...), or "
     site += "COUNT-BOARD[-wifi|-100mbit] such as four-pi5-8gb"
-    sub.add_argument("--devices-file", type=Path, metavar="YAML|NAME", help=site)
-    sub.add_argument("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
+    add("--devices-file", type=Path, metavar="YAML|NAME", help=site)
+    add("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
     network = "network of --board (default gigabit)"
-    sub.add_argument("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
+    add("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
     enough = "with --board: also print the fewest boards that reach so many tokens/s"
-    sub.add_argument("--tokens-per-s", type=positive_number, metavar="N", help=enough)
-    sub.add_argument("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
+    add("--tokens-per-s", type=positive_number, metavar="N", help=enough)
+    add("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
     context = "tokens of a decoder's text that devices have room for (default 4096)"
-    sub.add_argument("--context", type=positive_int, default=4096, metavar="N", help=context)
-    sub.add_argument(
-        "--sequences", type=positive_int, default=1, metavar="N", help="of the request, as many as fit into one run"
-    )
-    sub.add_argument(
-        "--requests",
-        type=positive_int,
-        metavar="N",
-        help="simulate N requests at once (per replica), and print each method's throughput",
-    )
-    sub.add_argument(
-        "--in-flight",
-        type=positive_int,
-        default=IN_FLIGHT,
-        metavar="N",
-        help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
-    )
+    add("--context", type=positive_int, default=4096, metavar="N", help=context)
+    sequences = "of the request, as many as fit into one run"
+    add("--sequences", type=positive_int, default=1, metavar="N", help=sequences)
+    several = "simulate N requests at once (per replica), and print each method's throughput"
+    add("--requests", type=positive_int, metavar="N", help=several)
+    at_once = f"requests that run at once, as the planner has it (default {IN_FLIGHT})"
+    add("--in-flight", type=positive_int, default=IN_FLIGHT, metavar="N", help=at_once)
     _drawing(sub)
     add_pin_arguments(sub, opens=True)
 
@@ -267,9 +237,8 @@ def _devices(sub: argparse.ArgumentParser) -> None:
 
 
 def _top(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--wait", type=positive_seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)"
-    )
+    heartbeats = "seconds to listen for heartbeats (default 1.5)"
+    sub.add_argument("--wait", type=positive_seconds, default=1.5, help=heartbeats)
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:

@@ -33,21 +33,14 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the actions of `hepti site`."""
     actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke|forget")
     init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
-    init.add_argument(
-        "--host",
-        action="append",
-        metavar="NAME|ADDRESS",
-        help="name or address of the broker that devices can reach; may be repeated; logins name the first "
-        "(default: this machine's)",
-    )
+    host = "name or address of the broker that devices can reach; may be repeated; logins name the first "
+    host += "(default: this machine's)"
+    init.add_argument("--host", action="append", metavar="NAME|ADDRESS", help=host)
     init.add_argument("--port", type=tcp_port, default=PORT, help=f"the broker's port (default {PORT})")
     init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
     add = actions.add_parser("add", help="add a user of a role: writes its login file")
-    add.add_argument(
-        "role",
-        choices=get_args(AddedRole),
-        help="its role: to compute, to send requests, only to look, or to be Home Assistant",
-    )
+    role = "its role: to compute, to send requests, only to look, or to be Home Assistant"
+    add.add_argument("role", choices=get_args(AddedRole), help=role)
     add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
     revoke = actions.add_parser("revoke", help="revoke a user; `planner` gets a new login")
     revoke.add_argument("name", metavar="NAME", help="name of the user")
@@ -57,9 +50,8 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     gone = actions.add_parser("forget", help="clear what the broker retains of a site, a device or a model")
     _forget(gone)
     for action in (init, add, revoke, gone):
-        action.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object on stdout"
-        )
+        help_text = "print one JSON object on stdout"
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=help_text)
 
 
 def _forget(sub: argparse.ArgumentParser) -> None:

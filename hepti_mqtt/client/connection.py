@@ -23,7 +23,6 @@ from hepti_mqtt.client.session import (
 )
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
-    BadNameError,
     ConfigError,
     DeadlineError,
     HeptiError,
@@ -33,7 +32,7 @@ from hepti_mqtt.errors import (
     RequestError,
     UnknownModelError,
 )
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
@@ -49,10 +48,7 @@ PLANNER_S: Final = 5.0  # for a planner that restarts
 
 def client_name(user: str | None) -> str:
     """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
-    try:
-        return check_name("client", user or "")
-    except BadNameError:
-        return f"py-{uuid.uuid4().hex[:12]}"
+    return user if user is not None and is_name(user) else f"py-{uuid.uuid4().hex[:12]}"
 
 
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:

@@ -134,9 +134,7 @@ class Site:
 
         options: `dimensions` and `prompt`, None for none.
         """
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"texts": list(part)} for part in _parts(texts)]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
+        answers = await self._ask_cut(model, [{"texts": [*part]} for part in _parts(texts)], truncate, options)
         return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
     async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Computed[Vectors]:
@@ -148,9 +146,8 @@ class Site:
         self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
     ) -> list[NDArray[np.float32]]:
         """Return the final hidden states [tokens, h] of each text; raises as `embed` does."""
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"text": text} for text in texts]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, want="hidden", **options)
+        bodies = [{"text": text, "want": "hidden"} for text in texts]
+        answers = await self._ask_cut(model, bodies, truncate, options)
         return [a.hidden for a in answers]
 
     async def rank(
@@ -160,9 +157,8 @@ class Site:
 
         Raises as `embed` does.
         """
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"query": query, "documents": list(part)} for part in _parts(documents)]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
+        bodies = [{"query": query, "documents": [*part]} for part in _parts(documents)]
+        answers = await self._ask_cut(model, bodies, truncate, options)
         offsets = zip(range(0, len(documents), TEXTS), answers, strict=True)
         ranked = [{**one, "index": one["index"] + first} for first, answer in offsets for one in answer.ranking]
         return Computed(sorted(ranked, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
@@ -282,6 +278,12 @@ class Site:
 
     def _late(self, model: str, limit_s: float) -> DeadlineError:
         return DeadlineError(f"no answer within {limit_s:g} s; see `hepti plan {model}`")
+
+    async def _ask_cut(
+        self, model: str, bodies: Sequence[dict[str, Any]], truncate: bool | None, options: Mapping[str, Any]
+    ) -> list[Answer]:
+        cut = self.truncate if truncate is None else truncate
+        return await self._ask_all(model, bodies, truncate=cut or None, **options)
 
     async def _ask_all(
         self, model: str, bodies: Sequence[dict[str, Any]], timeout_s: float | None = None, **options: Any

@@ -67,19 +67,13 @@ class PredictBody(Cut):
     parameters: ClassifyParameters = ClassifyParameters()
 
 
-class RankBody(Cut):
-    """A query, and texts or documents to rank, as TEI's or as Jina's interface has them."""
+class RankBody(RerankBody, Cut):
+    """A query, and texts (TEI) or documents (Jina) to rank."""
 
-    ignored = frozenset({"user"})
-    neutral: ClassVar = RerankBody.neutral
-    query: str
     texts: TextList | None = None
     raw_scores: bool = False
     return_text: bool = False
-    model: str | None = None
-    documents: Documents | None = None
-    top_n: Count | None = None
-    return_documents: bool = True
+    documents: Documents | None = None  # type: ignore[assignment]
 
 
 class SimilarityInputs(Body):
@@ -144,11 +138,7 @@ async def predict(site: Site, body: PredictBody) -> Any:
 async def rerank(site: Site, body: RankBody) -> Any:
     """Texts by their score for a query: sigmoids of the logits, or the logits; or documents, as Jina has them."""
     if body.documents is not None:
-        ranking = RerankBody.model_construct(
-            model=body.model, query=body.query, documents=body.documents, top_n=body.top_n,
-            return_documents=body.return_documents,
-        )  # fmt: skip
-        return await rank_documents(site, ranking)
+        return await rank_documents(site, body)
     if body.texts is None:
         raise RequestError("the body lacks 'texts' (or, as Jina has it, 'documents')", "texts")
     texts = body.texts

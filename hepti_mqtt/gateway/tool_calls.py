@@ -75,8 +75,9 @@ class ToolText:
         begun = self._text.lstrip()
         if any(begun.startswith(start) or start.startswith(begun) for start in _STARTS):
             return 0
-        if any(_may_name(begun, name) for name in self._tools):
-            return 0
+        for name in self._tools:  # Gemma's calls may begin with a bare name
+            if name.startswith(begun) or (begun.startswith(name) and begun[len(name) :].lstrip()[:1] in ("", "{", "[")):
+                return 0
         if places := [at for mark in _MARKS if (at := self._text.find(mark)) >= 0]:
             return min(places)
         return mark_start(self._text, _MARKS)
@@ -98,11 +99,6 @@ class ToolText:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         whole = text.encode(errors="replace").decode()  # half a character, as an escape may be, cannot be sent
         return Call(f"call_{uuid.uuid4().hex[:24]}", name, whole)
-
-
-def _may_name(text: str, name: str) -> bool:
-    """Return whether a text may begin with a name before its arguments."""
-    return name.startswith(text) or (text.startswith(name) and text[len(name) :].lstrip()[:1] in ("", "{", "["))
 
 
 def _written(text: str) -> Iterator[tuple[Any, Any]]:
