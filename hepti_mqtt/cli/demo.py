@@ -265,10 +265,8 @@ def _show(hepti: Hepti, directory: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def _print_similarity(texts: Sequence[str], similarity: NDArray[Any]) -> None:
-    rows = [
-        (f"{i + 1}", text, *(f"{value:.2f}" for value in line))
-        for i, (text, line) in enumerate(zip(texts, similarity, strict=True))
-    ]
+    numbered = enumerate(zip(texts, similarity, strict=True), 1)
+    rows = [(str(number), text, *(f"{value:.2f}" for value in line)) for number, (text, line) in numbered]
     title = "Sentences, embedded over MQTT; cosine similarity (1 is the same meaning)"
     output.print_lines([""])
     output.print_table(title, ("", "sentence", *map(str, range(1, len(texts) + 1))), rows)
@@ -292,18 +290,13 @@ def _compare(
         last = answers[-1]
         if args.details or args.json:
             last = hepti.foretold(last, **body, **pinned, timeout_s=60)
-        out.append(
-            {
-                "strategy": "/".join([strategy.name, *options.values()]),
-                "shares": last.raw["plan"]["devices"],
-                "latency_ms": statistics.median(a.latency_ms for a in answers),
-                "predicted_ms": last.raw["predicted_ms"],
-                "bytes_on_wire": last.raw["bytes_on_wire"],
-                "predicted_bytes": last.raw.get("predicted_bytes"),
-                "max_abs_err": error,
-                "tokens": last.raw["tokens"],
-            }
-        )
+        figures: dict[str, Any] = {
+            "strategy": "/".join([strategy.name, *options.values()]),
+            "shares": last.plan["devices"],
+        }
+        figures |= {"latency_ms": statistics.median(a.latency_ms for a in answers), "max_abs_err": error}
+        kept = ("predicted_ms", "bytes_on_wire", "predicted_bytes", "tokens")
+        out.append(figures | {key: last.raw.get(key) for key in kept})
     return out
 
 

@@ -127,22 +127,10 @@ def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    names = (
-        "max_new_tokens",
-        "want",
-        "top_k",
-        "prompt",
-        "dimensions",
-        "query",
-        "question",
-        "context",
-        "language",
-        "window",
-    )
-    options = {name: getattr(args, name) for name in names}
+    names = ("max_new_tokens", "want", "top_k", "prompt", "dimensions", "language", "window", "timestamps")
+    options = {name: getattr(args, name) for name in (*names, "query", "question", "context")}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     options["task"] = "translate" if args.translate else None
-    options["timestamps"] = args.timestamps
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -248,23 +236,12 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
     last = answers[-1].raw
     latencies = [a.latency_ms for a in answers]
     text = json.dumps(last["result"], sort_keys=True)
-    result: dict[str, Any] = {
-        "model": model,
-        "plan": last["plan"],
-        "tokens": last["tokens"],
-        "latency_ms": {
-            "median": statistics.median(latencies),
-            "p95": sorted(latencies)[max(-(-len(latencies) * 95 // 100) - 1, 0)],
-            "min": min(latencies),
-            "all": latencies,
-        },
-        "compute_ms": last["compute_ms"],
-        "wait_ms": last["wait_ms"],
-        "bytes_on_wire": last["bytes_on_wire"],
-        "predicted_bytes": last["predicted_bytes"],
-        "predicted_ms": last["predicted_ms"],
-        "expected_ms": last.get("expected_ms", last["predicted_ms"]),  # a planner may be older
-    }
+    p95 = sorted(latencies)[max(-(-len(latencies) * 95 // 100) - 1, 0)]
+    figures = {"median": statistics.median(latencies), "p95": p95, "min": min(latencies), "all": latencies}
+    kept = ("compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes", "predicted_ms")
+    result: dict[str, Any] = {"model": model, "plan": last["plan"], "tokens": last["tokens"], "latency_ms": figures}
+    result |= {key: last[key] for key in kept}
+    result["expected_ms"] = last.get("expected_ms", last["predicted_ms"])  # a planner may be older
     if len(text) <= 20_000:
         result["output"] = last["result"]
     else:

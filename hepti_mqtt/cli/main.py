@@ -39,8 +39,6 @@ class Command(NamedTuple):
     entry: str
     #: Whether it takes --broker and --site.
     at_a_site: bool = True
-    #: (command line, meaning) shown below the options.
-    examples: Sequence[tuple[str, str]] = ()
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,12 +84,11 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hepti {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        lines = [f"  {line}  # {what}" for line, what in command.examples]
         sub = commands.add_parser(
             name,
             help=command.about,
             description=command.about,
-            epilog="\n".join(["examples:", *lines]) if lines else None,
+            epilog=f"examples:{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_common_arguments(sub, command.at_a_site)
@@ -257,107 +254,67 @@ def _health(sub: argparse.ArgumentParser) -> None:
 # Modules are imported when their command runs: `hepti --help` must not wait for Numba.
 COMMANDS: Final[Mapping[str, Command]] = {
     "demo": Command("start a broker, a planner and three agents here, and show what they do", _demo, "demo:demo"),
-    "agent": Command(
-        "run this device's agent, or manage its service",
-        _agent,
-        "processes:agent",
-        examples=(
-            ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
-            ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
-            ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
-        ),
-    ),
-    "planner": Command(
-        "run a site's planner",
-        PlannerOptions.add_arguments,
-        "processes:planner",
-        examples=(
-            ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
-            ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
-        ),
-    ),
-    "infer": Command(
-        "send a request and print the answer",
-        _infer,
-        "infer:infer",
-        examples=(
-            ('hepti infer minilm --text "The laundry is done."', "one text"),
-            ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
-            ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
-            ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
-            ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
-            ("hepti infer whisper --audio command.wav --language en", "speech"),
-            ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
-        ),
-    ),
-    "plan": Command(
-        "show how a model is split over the devices, and why",
-        _plan,
-        "show:plan",
-        examples=(
-            ("hepti plan minilm --explain", "the reason for this division"),
-            ("hepti plan --story", "the plans before it"),
-        ),
-    ),
-    "devices": Command(
-        "list the site's devices",
-        _devices,
-        "show:devices",
-        examples=(("hepti --broker mqtt://192.168.1.10 devices", "their status, and why a device is not used"),),
-    ),
+    "agent": Command("run this device's agent, or manage its service", _agent, "processes:agent"),
+    "planner": Command("run a site's planner", PlannerOptions.add_arguments, "processes:planner"),
+    "infer": Command("send a request and print the answer", _infer, "infer:infer"),
+    "plan": Command("show how a model is split over the devices, and why", _plan, "show:plan"),
+    "devices": Command("list the site's devices", _devices, "show:devices"),
     "top": Command("watch devices and plans in the terminal", _top, "show:top"),
-    "model": Command(
-        "make, inspect or verify a model directory",
-        _model,
-        "model:model",
-        at_a_site=False,
-        examples=(
-            ("hepti model inspect /models/all-MiniLM-L6-v2", "the architecture of a directory"),
-            ("hepti model verify /models/SmolLM2-135M --weights q4", "the error of quantised weights"),
-            ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
-        ),
-    ),
+    "model": Command("make, inspect or verify a model directory", _model, "model:model", False),
     "simulate": Command(
-        "predict every method's time on devices described in a file",
-        _simulate,
-        "simulate:simulate",
-        at_a_site=False,
-        examples=(
-            ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
-        ),
+        "predict every method's time on devices described in a file", _simulate, "simulate:simulate", False
     ),
     "doctor": Command(
         "check this machine, the broker and the site, and suggest fixes", doctor.arguments, "doctor:doctor"
     ),
     "health": Command("exit with 0 if the planner or a device is online", _health, "health:health"),
     "site": Command(
-        "make a closed site and add users: certificate, passwords and access list",
-        site.arguments,
-        "site:site",
-        at_a_site=False,
-        examples=(
-            ("hepti site init --dir mysite --host broker.home", "a closed site"),
-            ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
-        ),
+        "make a closed site and add users: certificate, passwords and access list", site.arguments, "site:site", False
     ),
-    "bench": Command(
-        "measure what each method takes on your devices",
-        bench.arguments,
-        "bench:bench",
-        examples=(("hepti bench minilm", "all methods on the site's devices"),),
-    ),
-    "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
+    "bench": Command("measure what each method takes on your devices", bench.arguments, "bench:bench"),
+    "broker": Command("run a broker here until interrupted", _broker, "processes:broker", False),
     "completion": Command(
-        'print completions for bash and zsh: eval "$(hepti completion)"',
-        lambda _sub: None,
-        "completion:completion",
-        at_a_site=False,
+        'print completions for bash and zsh: eval "$(hepti completion)"', lambda _: None, "completion:completion", False
     ),
     "gateway": Command("answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments, "gateway:gateway"),
     "dashboard": Command(
         "show the site on a web page: the gateway serves it at /", gateway.arguments, "gateway:gateway"
     ),
     "wyoming": Command("be the speech-to-text service of Home Assistant", wyoming.arguments, "wyoming:wyoming"),
+}
+#: shown below a command's options
+EXAMPLES: Final[Mapping[str, str]] = {
+    "agent": """
+  hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi  # on every device
+  hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB  # of a closed site, within a budget
+  sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login  # as a service, from now on""",
+    "planner": """
+  hepti planner --model minilm=/models/all-MiniLM-L6-v2  # on one machine
+  hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3  # with fewer bytes""",
+    "infer": """
+  hepti infer minilm --text "The laundry is done."  # one text
+  hepti infer resnet --image door.jpg --top-k 3  # a picture
+  hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."  # documents by a query
+  hepti infer nli --text "Lamp off!" --label light --label heating  # labels of your own
+  hepti infer qa --question "Who?" --context "Ada came home."  # a part of a text
+  hepti infer whisper --audio command.wav --language en  # speech
+  hepti infer minilm --tokens 128 --repeat 20 --check  # measured, and compared with the reference""",
+    "plan": """
+  hepti plan minilm --explain  # the reason for this division
+  hepti plan --story  # the plans before it""",
+    "devices": """
+  hepti --broker mqtt://192.168.1.10 devices  # their status, and why a device is not used""",
+    "model": """
+  hepti model inspect /models/all-MiniLM-L6-v2  # the architecture of a directory
+  hepti model verify /models/SmolLM2-135M --weights q4  # the error of quantised weights
+  hepti model make bert-base --out /tmp/bert-base  # a random one, for tests""",
+    "simulate": """
+  hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain  # before you buy boards""",
+    "site": """
+  hepti site init --dir mysite --host broker.home  # a closed site
+  hepti site add device kitchen-pi --dir mysite  # a login for a device""",
+    "bench": """
+  hepti bench minilm  # all methods on the site's devices""",
 }
 
 

@@ -83,13 +83,8 @@ def broker(args: argparse.Namespace) -> int:
         from hepti_mqtt.closed_site.folder import SiteFolder
 
         folder = SiteFolder.open(args.closed)
-        starting = partial(
-            start_broker,
-            address=args.bind or EVERYWHERE,
-            port=args.port or folder.port,
-            closed=folder.broker,
-            stored=folder.state,
-        )
+        address, port = args.bind or EVERYWHERE, args.port or folder.port
+        starting = partial(start_broker, address=address, port=port, closed=folder.broker, stored=folder.state)
     with starting(args.kind) as running:
         if args.json:
             output.print_json({"url": running.url, "kind": running.kind, "reason": running.reason})

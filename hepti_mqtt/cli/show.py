@@ -167,18 +167,11 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
         error = (record["error"] or {}).get("message")
         # A planner of another version may lack `loading`.
         doing = record.get("loading") or ("preparing another plan" if record["preparing"] else "")
-        rows.append(
-            (
-                name,
-                "/".join([active["strategy"], *active["options"].values()]) if active else "-",
-                ", ".join(active["devices"]) if active else "-",
-                output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
-                error or doing or (active["reason"] if active else "-"),
-            )
-        )
-        steps += [
-            (step["time"], step["plan"], f"{step['from']} to {step['to']}", step["cause"]) for step in record["story"]
-        ]
+        method = "/".join([active["strategy"], *active["options"].values()]) if active else "-"
+        names = ", ".join(active["devices"]) if active else "-"
+        predicted = output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-"
+        rows.append((name, method, names, predicted, error or doing or (active["reason"] if active else "-")))
+        steps += [(one["time"], one["plan"], f"{one['from']} to {one['to']}", one["cause"]) for one in record["story"]]
     output.print_table("plans", ("model", "strategy", "devices", "predicted ms", "why"), rows)
     last = [
         (datetime.fromtimestamp(at).strftime("%H:%M:%S"), *others)
@@ -250,22 +243,12 @@ def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
     rows, lines = [], []
     for target, heartbeat in online.items():
         for source, edge in heartbeat.get("edges", {}).items():
-            sent = online.get(source, {}).get("edges", {}).get(target, {})
-            link = online.get(source, {}).get("peers", {}).get(target, {})
+            sent, link = (online.get(source, {}).get(key, {}).get(target, {}) for key in ("edges", "peers"))
             if edge["frames_in"] or edge["joined"]:
-                rows.append(
-                    (
-                        source,
-                        target,
-                        edge["frames_in"],
-                        f"{edge['bytes_in'] / output.MIB:.1f}",
-                        sent.get("queued_bytes", "-"),
-                        sent.get("dropped", "-"),
-                        edge["reconnections"],
-                        _scaled(link.get("round_trip_s"), 1e3, 2),
-                        _scaled(link.get("bytes_per_s"), 8e-6, 0),
-                    )
-                )
+                received = edge["frames_in"], f"{edge['bytes_in'] / output.MIB:.1f}"
+                queue = sent.get("queued_bytes", "-"), sent.get("dropped", "-"), edge["reconnections"]
+                speed = _scaled(link.get("round_trip_s"), 1e3, 2), _scaled(link.get("bytes_per_s"), 8e-6, 0)
+                rows.append((source, target, *received, *queue, *speed))
             if source in online and edge["trouble"] and not edge["joined"]:
                 lines.append(f"{target} has no direct connection from {source} ({edge['trouble']}); the broker relays")
     if rows:
@@ -448,11 +431,8 @@ def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
         lowered = lower_plan(played.spec, plan, played.shape)
         layers = [min(layer, lowered.full_graph.layer_count() - 1) for layer in args.layer]
         which = f"layer {layers[0]}" if len(set(layers)) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        names = (
-            lowered.names
-            if lowered.names == plan.executables[0].devices
-            else task_owners(result.events, lowered.names, plan.root)
-        )
+        is_divided = lowered.names == plan.executables[0].devices
+        names = lowered.names if is_divided else task_owners(result.events, lowered.names, plan.root)
         title = f"{played.title()}, {which}"
         write_picture("--layout-svg", args.layout_svg, layout_svg(lowered, layers, title, plan.wire, names))
 

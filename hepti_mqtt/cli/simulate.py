@@ -60,16 +60,9 @@ def simulate(args: argparse.Namespace) -> int:
         write_pictures(args, played)
     if args.json:
         work = plan_work_factor(spec, chosen, question.shape).to_dict()
+        result = {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work}
         candidates = [_candidate(question, c) for c in decision.ranking]
-        output.print_json(
-            {
-                "chosen": chosen.to_dict(),
-                "reason": decision.reason,
-                "work": work,
-                "candidates": candidates,
-                "texts": _texts(question, decision),
-            }
-        )
+        output.print_json({**result, "candidates": candidates, "texts": _texts(question, decision)})
         return 0
     _print_ranking(args.model, question, decision)
     if played is not None and args.explain:
@@ -102,19 +95,11 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
 
 def _candidate(question: Question, c: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON."""
-    candidate = {
-        "strategy": c.name,
-        "devices": list(c.plan.devices),
-        "route": c.plan.route,
-        "wire": c.plan.wire,
-        "wire_error": c.plan.wire_error,
-        "predicted_ms": c.price.seconds * 1e3,
-        "bytes": c.price.nbytes,
-        "feasible": c.price.feasible,
-        "missing_bytes": dict(c.price.missing),
-        "needs_bytes": dict(c.price.needs),
-        "memory_share": c.price.memory_share,
-    }
+    candidate: dict[str, Any] = {"strategy": c.name, "devices": list(c.plan.devices)}
+    candidate |= {key: getattr(c.plan, key) for key in ("route", "wire", "wire_error")}
+    candidate |= {key: getattr(c.price, key) for key in ("feasible", "memory_share")}
+    candidate |= {"predicted_ms": c.price.seconds * 1e3, "bytes": c.price.nbytes}
+    candidate |= {"missing_bytes": dict(c.price.missing), "needs_bytes": dict(c.price.needs)}
     if (joules := c.price.joules(question.cluster)) is not None:
         candidate["joules"] = joules
     if question.shape.session_rows:
@@ -135,9 +120,8 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
             needs = f"{text['needs_bytes'] / output.MIB:.0f} MiB per board"
             speaks = isinstance(question.spec.input_spec, SpeechInput)
             prompt = "a recording" if speaks else f"a prompt of {shape.session_rows} tokens"
-            output.print_lines(
-                [f"{name}{fits}: {rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}, {needs}"]
-            )
+            speed = f"{rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}"
+            output.print_lines([f"{name}{fits}: {speed}, {needs}"])
         output.print_lines(
             f"runs of more than {most} tokens are divided as in {name}" for name, most in layouts.items()
         )

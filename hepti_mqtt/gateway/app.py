@@ -41,13 +41,7 @@ async def ping(_site: Site, _body: None) -> Any:
 
 # Those for load balancers, which have no key, are open, and so is the dashboard, which shows no request's content.
 OPERATIONS: Final = (
-    *routes.OPERATIONS,
-    *chat.OPERATIONS,
-    *responses.OPERATIONS,
-    *tei.OPERATIONS,
-    *ollama.OPERATIONS,
-    *immich.OPERATIONS,
-    *llama_cpp.OPERATIONS,
+    *(one for module in (routes, chat, responses, tei, ollama, immich, llama_cpp) for one in module.OPERATIONS),
     Operation("GET", "/ping", ping, {PLAIN: str}, is_open=True),
 )
 

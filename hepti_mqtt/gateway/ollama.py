@@ -26,6 +26,7 @@ from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
 VERSION: Final = "0.12.6"
 MARK: Final = "[img]"  # in a text, where the next of its pictures belongs
 Fields = dict[str, Any]
+_ABILITIES: Final = ("tools", "thinking", "vision")
 _FOR_EVER: Final = "2318-01-01T00:00:00Z"  # as Ollama says it of a model that stays loaded
 
 
@@ -137,39 +138,23 @@ class Card(NamedTuple):
         billions = about.get("parameters", 0) / 1e9
         size = f"{billions:.1f}B" if billions >= 1 else f"{1e3 * billions:.1f}M"
         dtype = str(about.get("dtype", "")).upper()
-        return {
-            "parent_model": "",
-            "format": "gguf" if "_" in dtype else "safetensors",
-            "family": family,
-            "families": [family],
-            "parameter_size": size,
-            "quantization_level": dtype,
-        }
+        form = "gguf" if "_" in dtype else "safetensors"
+        families = {"parent_model": "", "format": form, "family": family, "families": [family]}
+        return {**families, "parameter_size": size, "quantization_level": dtype}
 
     def to_dict(self) -> Fields:
         """Return an entry of Ollama's lists."""
-        return {
-            "name": f"{self.name}:latest",
-            "model": f"{self.name}:latest",
-            "modified_at": _moment(self.about.get("modified", 0.0)),
-            "size": self.about.get("bytes", 0),
-            "digest": self.about.get("digest", ""),
-            "details": self.details,
-        }
+        name, about = f"{self.name}:latest", self.about
+        size = {"size": about.get("bytes", 0), "digest": about.get("digest", ""), "details": self.details}
+        return {"name": name, "model": name, "modified_at": _moment(about.get("modified", 0.0)), **size}
 
     @property
     def capabilities(self) -> list[str]:
         """Return what the model does, in Ollama's words."""
         about = self.about
         task = about.get("task")
-        abilities = {
-            "completion": task == "generation",
-            "tools": about.get("tools"),
-            "thinking": about.get("thinking"),
-            "vision": about.get("vision"),
-            "embedding": task == "embedding",
-        }
-        return [name for name, has in abilities.items() if has]
+        abilities = {"completion": task == "generation", **{key: about.get(key) for key in _ABILITIES}}
+        return [name for name, has in {**abilities, "embedding": task == "embedding"}.items() if has]
 
 
 def _moment(unix_s: float) -> str:
@@ -197,11 +182,9 @@ async def show(site: Site, body: ShowBody) -> Any:
     model = await site.model_named(body.model or body.name)
     card = Card(model, await site.card(model))
     family, about = card.details["family"], card.about
+    files = {"license": "", "modelfile": f"FROM {model}\n", "parameters": "", "template": "{{ .Prompt }}"}
     return {
-        "license": "",
-        "modelfile": f"FROM {model}\n",
-        "parameters": "",
-        "template": "{{ .Prompt }}",
+        **files,
         "details": card.details,
         "model_info": {
             "general.architecture": family,
@@ -321,17 +304,11 @@ async def _write(
     def last(end: Finished) -> Fields:
         spent = _since(begun)
         prompt = int((writing.begun_s - begun) * 1e9) if writing.begun_s else spent // (1 + end.tokens)
-        return part_of(
-            as_fields(end.rest, end.calls),
-            done=True,
-            done_reason="length" if end.reason == "length" else "stop",
-            total_duration=spent,
-            load_duration=0,
-            prompt_eval_count=end.prompt_tokens,
-            prompt_eval_duration=prompt,
-            eval_count=end.tokens,
-            eval_duration=spent - prompt,
-        )
+        reason = "length" if end.reason == "length" else "stop"
+        counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": end.tokens}
+        times = {"total_duration": spent, "load_duration": 0}
+        times |= {"prompt_eval_duration": prompt, "eval_duration": spent - prompt}
+        return part_of(as_fields(end.rest, end.calls), done=True, done_reason=reason, **times, **counts)
 
     if not body.stream:
         return last(writing.end((await site.write(model, [request]))[0]))

@@ -155,25 +155,14 @@ async def respond(site: Site, body: ResponseBody) -> Any:
 
 
 def _head(model: str, body: ResponseBody) -> Fields:
-    about = {key: body.chosen.get(key) for key in ("temperature", "top_p")}
+    about = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+    tools = [{"type": "function", "strict": False, "parameters": {}, **tool["function"]} for tool in body.tools]
     return {
-        "id": _id("resp"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "model": model,
-        "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "metadata": {},
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None,
-        "store": False,
-        "tool_choice": body.tool_choice,
-        "tools": [{"type": "function", "strict": False, "parameters": {}, **tool["function"]} for tool in body.tools],
-        "usage": None,
         **about,
+        **{key: body.chosen.get(key) for key in ("temperature", "top_p")},
+        **{key: getattr(body, key) for key in ("instructions", "parallel_tool_calls", "tool_choice")},
+        **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),
+        **{"status": "in_progress", "output": [], "metadata": {}, "store": False, "tools": tools},
     }
 
 

@@ -73,11 +73,8 @@ class RerankBody(Body):
     ignored = frozenset({"user"})
     #: longer documents are truncated
     neutral: ClassVar = {
-        "max_chunks_per_doc": (),
-        "max_tokens_per_doc": (4096,),
-        "return_embeddings": (),
-        "priority": (0,),
-    }
+        "max_chunks_per_doc": (), "max_tokens_per_doc": (4096,), "return_embeddings": (), "priority": (0,),
+    }  # fmt: skip
     model: str | None = None
     query: str
     documents: Documents
@@ -180,12 +177,8 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
             message = "words have times in response_format verbose_json alone; choose it, or leave 'word' out"
             raise RequestError(message, "timestamp_granularities[]")
         timed = "word"
-    options: dict[str, Any] = {
-        "language": body.language,
-        "prompt": body.prompt,
-        "temperature": body.temperature or None,
-    }
     model = await site.model_named(body.model)
+    options = {"language": body.language, "prompt": body.prompt, "temperature": body.temperature or None}
     speech = await site.transcribe(model, body.file, timed=timed, task=task, **options)
     answer = TRANSCRIPT_FORMATS[body.response_format](speech, task)
     if timed == "word":
@@ -195,20 +188,16 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
     return answer
 
 
+#: OpenAI's keys of a segment, and Hepti's
+_SEGMENT_KEYS: Final = {
+    "start": "start", "end": "end", "text": "text", "tokens": "ids", "temperature": "temperature",
+    "avg_logprob": "score", "compression_ratio": "compression", "no_speech_prob": "no_speech",
+}  # fmt: skip
+
+
 def _verbose(speech: Spoken, task: str) -> dict[str, Any]:
     segments = [
-        {
-            "id": number,
-            "seek": round(100 * piece["seek"]),
-            "start": piece["start"],
-            "end": piece["end"],
-            "text": piece["text"],
-            "tokens": piece["ids"],
-            "temperature": piece["temperature"],
-            "avg_logprob": piece["score"],
-            "compression_ratio": piece["compression"],
-            "no_speech_prob": piece["no_speech"],
-        }
+        {"id": number, "seek": round(100 * piece["seek"])} | {key: piece[own] for key, own in _SEGMENT_KEYS.items()}
         for number, piece in enumerate(speech.segments)
     ]
     about = {"task": task, "language": NAMES.get(speech.language, speech.language), "duration": speech.seconds}

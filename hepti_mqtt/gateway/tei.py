@@ -143,11 +143,9 @@ async def rerank(site: Site, body: RankBody) -> Any:
         raise RequestError("the body lacks 'texts' (or, as Jina has it, 'documents')", "texts")
     texts = body.texts
     ranking = await site.rank(await site.model_named(None), body.query, texts, body.truncate, raw_scores=True)
+    score = (lambda raw: raw) if body.raw_scores else (lambda raw: float(0.5 * (1 + np.tanh(raw / 2))))
     return [
-        {
-            "index": one["index"],
-            "score": one["score"] if body.raw_scores else float(0.5 * (1 + np.tanh(one["score"] / 2))),
-        }
+        {"index": one["index"], "score": score(one["score"])}
         | ({"text": texts[one["index"]]} if body.return_text else {})
         for one in ranking.items[: body.top_n]
     ]
