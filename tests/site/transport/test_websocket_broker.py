@@ -83,7 +83,7 @@ def test_planner_agent_and_client_meet_over_wss(ports, certificate, tmp_path):
             site.planner()
             site.agent("a")
             with Hepti.connect(site.url, site.name) as hepti:
-                answer = hepti.infer("m", ids=[2, 3, 4], timeout_s=PATIENCE_S)
+                answer = hepti.infer("m", ids=[7, 8, 9], timeout_s=PATIENCE_S)
     assert list(answer.plan["devices"]) == ["a"]
     assert answer.embedding.size
 
