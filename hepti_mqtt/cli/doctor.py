@@ -136,7 +136,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     from hepti_mqtt.protocol.topics import Topics
     from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, largest_packet, low_queue_warning, queue_capacity
 
-    name = url.user if url.user is not None and is_name(url.user) else "doctor"
+    name = url.user if is_name(url.user) else "doctor"
     topic = Topics(site).probe(name)
     try:
         # First: a broker may drop larger packets silently.

@@ -48,7 +48,7 @@ PLANNER_S: Final = 5.0  # for a planner that restarts
 
 def client_name(user: str | None) -> str:
     """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
-    return user if user is not None and is_name(user) else f"py-{uuid.uuid4().hex[:12]}"
+    return user if is_name(user) else f"py-{uuid.uuid4().hex[:12]}"
 
 
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:

@@ -136,7 +136,7 @@ def simulated(site: str, record: Mapping[str, Any], devices: Sequence[Mapping[st
     except (HeptiError, KeyError, TypeError, ValueError) as error:
         return {"unknown": str(error)}
     total = sum(use.flops for use in result.devices.values()) or 1.0
-    devices = {
+    shares = {
         name: {"share": use.flops / total, "compute_ms": use.compute_s * 1e3, "wait_ms": use.wait_s * 1e3}
         | {"wire_ms": use.frame_s * 1e3, "sent_bytes": use.sent_bytes}
         for name, use in result.devices.items()
@@ -148,7 +148,7 @@ def simulated(site: str, record: Mapping[str, Any], devices: Sequence[Mapping[st
     ]
     return {
         "reads": reads,
-        "shares": devices,
+        "shares": shares,
         "simulated_ms": result.seconds * 1e3,
         "simulated_tokens": shape.size,
         "timeline": lanes,

@@ -178,7 +178,11 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
             raise RequestError(message, "timestamp_granularities[]")
         timed = "word"
     model = await site.model_named(body.model)
-    options = {"language": body.language, "prompt": body.prompt, "temperature": body.temperature or None}
+    options: dict[str, Any] = {
+        "language": body.language,
+        "prompt": body.prompt,
+        "temperature": body.temperature or None,
+    }
     speech = await site.transcribe(model, body.file, timed=timed, task=task, **options)
     answer = TRANSCRIPT_FORMATS[body.response_format](speech, task)
     if timed == "word":
