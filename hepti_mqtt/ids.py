@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeGuard
 
 from hepti_mqtt.errors import BadNameError
 
@@ -58,6 +58,11 @@ def check_model(name: str) -> str:
             check_name("model", part)
         return name
     return check_name("model", name)
+
+
+def is_name(name: object) -> TypeGuard[str]:
+    """Return whether `check_name` accepts a name."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
 
 
 def check_name(kind: str, name: str) -> str:

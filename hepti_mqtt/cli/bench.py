@@ -1,4 +1,4 @@
-"""`hepti bench`: what each method takes on your own devices, measured through the broker."""
+"""`hepti bench`: the time of each method on your own devices, measured through the broker."""
 
 from __future__ import annotations
 
@@ -31,26 +31,15 @@ BOUNDS: Final[Mapping[str, float]] = {"f32": 1e-4, "f16": 1e-2, "i8": 0.2}
 def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `hepti bench`."""
     sub.add_argument("model", nargs="?", help="name of the model, as the planner serves it (default: the only one)")
-    sub.add_argument(
-        "--methods",
-        type=_words,
-        metavar="NAME,..",
-        help="such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)",
-    )
-    sub.add_argument(
-        "--lengths",
-        type=_lengths,
-        default=(128,),
-        metavar="N,..",
-        help="tokens of a text (default 128)",
-    )
+    methods = "such as auto,single,row/kv (default: the planner's choice, and each method that it may choose)"
+    sub.add_argument("--methods", type=_words, metavar="NAME,..", help=methods)
+    sub.add_argument("--lengths", type=_lengths, default=(128,), metavar="N,..", help="tokens of a text (default 128)")
     sub.add_argument("--wire", choices=tuple(BOUNDS), default="f32", help="how tensors travel (default f32)")
     sub.add_argument("--rounds", type=positive_int, default=5, help="turns of each method (default 5)")
     sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests in a turn (default 3)")
     sub.add_argument("--seed", type=non_negative_int, default=0, help="seed of the inputs and the order (default 0)")
-    sub.add_argument(
-        "--timeout", type=positive_seconds, default=300.0, help="seconds to wait for an answer (default 300)"
-    )
+    timeout = "seconds to wait for an answer (default 300)"
+    sub.add_argument("--timeout", type=positive_seconds, default=300.0, help=timeout)
     sub.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (needs matplotlib)")
 
 
@@ -99,9 +88,9 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
-        known = {"method": self.method, "tokens": self.tokens, "rounds_ms": list(self.rounds.values())}
-        known |= {"plan": self.plan, "predicted_ms": self.predicted_ms, "bytes_on_wire": self.bytes_on_wire}
-        return {**known, "error": self.error, "median_ms": self.ms if self.times else None, "failed": self.failed}
+        figures = {"method": self.method, "tokens": self.tokens, "rounds_ms": list(self.rounds.values())}
+        figures |= {"plan": self.plan, "predicted_ms": self.predicted_ms, "bytes_on_wire": self.bytes_on_wire}
+        return {**figures, "error": self.error, "median_ms": self.ms if self.times else None, "failed": self.failed}
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -112,8 +101,8 @@ def bench(args: argparse.Namespace) -> int:
     from hepti_mqtt.strategies import STRATEGIES
 
     for name in args.methods or ():
-        if (method := name.partition("/")[0]) not in (known := [AUTO, *STRATEGIES]):
-            raise ConfigError(f"--methods: there is no method {method!r}{nearest(method, known)}")
+        if (method := name.partition("/")[0]) not in (methods := [AUTO, *STRATEGIES]):
+            raise ConfigError(f"--methods: there is no method {method!r}{nearest(method, methods)}")
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or only_model(hepti)
         with check_readable("the model"):
@@ -134,12 +123,12 @@ def bench(args: argparse.Namespace) -> int:
 def cells_of(
     spec: Spec, devices: Sequence[str], methods: Sequence[str] | None, lengths: Sequence[int], wire: str
 ) -> list[Cell]:
-    """Return what is measured; raises ConfigError for a method that does not exist or cannot divide the model."""
+    """Return the cells to measure; raises ConfigError if a method is unknown or cannot divide the model."""
     from hepti_mqtt.models import graph, largest_shape
     from hepti_mqtt.models.shapes import ImageInput
     from hepti_mqtt.strategies import STRATEGIES
 
-    known: dict[str, Mapping[str, Any]] = {AUTO: {}, ALONE: {"strategy": ALONE}}
+    pins: dict[str, Mapping[str, Any]] = {AUTO: {}, ALONE: {"strategy": ALONE}}
     usual = [AUTO, ALONE]
     whole = graph(spec, largest_shape(spec))
     for s in STRATEGIES.values():
@@ -147,17 +136,17 @@ def cells_of(
             continue
         for options in s.variants_for(len(devices), whole):
             name = "/".join([s.name, *options.values()])
-            known[name] = {"strategy": s.name, "options": dict(options), "devices": list(devices)}
+            pins[name] = {"strategy": s.name, "options": dict(options), "devices": list(devices)}
             usual += [name] if s.automatic and len(options) < 2 else []
     chosen = list(methods or usual)
-    if unknown := [name for name in chosen if name not in known]:
+    if unknown := [name for name in chosen if name not in pins]:
         raise ConfigError(
-            f"{unknown[0]} is no method for this model on {len(devices)} devices; there are {', '.join(known)}"
+            f"{unknown[0]} is no method for this model on {len(devices)} devices; there are {', '.join(pins)}"
         )
     if ALONE not in chosen:
         chosen.append(ALONE)  # what answers are checked against
     sizes = [largest_shape(spec).size] if isinstance(spec.input_spec, ImageInput) else lengths
-    return [Cell(name, tokens, {**known[name], "wire": wire}) for tokens in sizes for name in chosen]
+    return [Cell(name, tokens, {**pins[name], "wire": wire}) for tokens in sizes for name in chosen]
 
 
 def measure(
@@ -206,14 +195,14 @@ def _turn(hepti: Hepti, model: str, body: Mapping[str, Any], cell: Cell, number:
     cell.plan, cell.predicted_ms, cell.bytes_on_wire = last["plan"], last["predicted_ms"], last["bytes_on_wire"]
 
 
-def relative_error(found: Any, expected: Any) -> float:
-    """Return |found - expected| / |expected| by Euclidean norms; inf where shapes differ or a value is not finite."""
+def relative_error(hidden: Any, expected: Any) -> float:
+    """Return |hidden - expected| / |expected| by Euclidean norms; inf where shapes differ or a value is not finite."""
     import numpy as np
 
-    if found.shape != expected.shape or not np.isfinite(found).all():
+    if hidden.shape != expected.shape or not np.isfinite(hidden).all():
         return float("inf")
     scale = float(np.linalg.norm(expected.astype(np.float64)))
-    return float(np.linalg.norm(found.astype(np.float64) - expected)) / max(scale, 1e-30)
+    return float(np.linalg.norm(hidden.astype(np.float64) - expected)) / max(scale, 1e-30)
 
 
 def report(
@@ -221,7 +210,7 @@ def report(
 ) -> None:
     """Print the table, and the fastest method of each length. record: of the model's plans."""
     rows: list[tuple[Any, ...]] = []
-    said: list[str] = []
+    lines: list[str] = []
     for tokens in dict.fromkeys(cell.tokens for cell in cells):
         own = [cell for cell in cells if cell.tokens == tokens]
         alone = next((cell for cell in own if cell.method == ALONE and cell.times), None)
@@ -238,13 +227,13 @@ def report(
         if timed := [cell for cell in own if cell.times]:
             best = min(timed, key=lambda cell: cell.ms)
             gain = best.speed_up(alone)
-            beside = f", speed-up {gain:.2f} over one device" if gain is not None and best is not alone else ""
-            said.append(f"Fastest with {tokens} tokens: {best.method} ({_plan_words(best)}), {best.ms:.1f} ms{beside}.")
+            gains = f", speed-up {gain:.2f} over one device" if gain is not None and best is not alone else ""
+            lines.append(f"Fastest with {tokens} tokens: {best.method} ({_plan_words(best)}), {best.ms:.1f} ms{gains}.")
     names = ["tokens", "method", "median ms", "rounds", "speed-up", "predicted ms", "sent", "error", "plan", "failure"]
     if not any(row[-1] for row in rows):
         names, rows = names[:-1], [row[:-1] for row in rows]
     output.print_table(f"{model} on {', '.join(devices)}", names, rows)
-    output.print_lines(said or ["No method gave an answer that could be timed."])
+    output.print_lines(lines or ["No method gave an answer that could be timed."])
 
 
 def _plan_words(cell: Cell) -> str:

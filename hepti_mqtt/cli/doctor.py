@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.config import settings
-from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError, WireError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.ids import is_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
     from hepti_mqtt.transport.broker_limits import Echo
@@ -136,13 +136,10 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
     from hepti_mqtt.protocol.topics import Topics
     from hepti_mqtt.transport.broker_limits import KEPT_MESSAGES, largest_packet, low_queue_warning, queue_capacity
 
-    try:
-        name = check_name("device", url.user or "doctor")
-    except BadNameError:
-        name = "doctor"
+    name = url.user if is_name(url.user) else "doctor"
     topic = Topics(site).probe(name)
     try:
-        # First, since a broker may drop without a word what is over its limit.
+        # First: a broker may drop larger packets silently.
         largest = largest_packet(url, client_id="hepti-doctor-size", topic=topic, wanted_bytes=WANTED_BYTES)
         low = f"set max_packet_size {WANTED_BYTES + 1} (and message_size_limit 0) in the broker's configuration"
         large = min(LARGE_BYTES, largest - len(topic) - ROOM_BYTES)
@@ -160,7 +157,7 @@ def _broker(url: BrokerUrl, text: str, site: str) -> Iterator[Finding]:
 
 
 def _echoes(url: BrokerUrl, topic: str, large_bytes: int) -> tuple[float, float]:
-    """Return seconds of a small and of a large message to the broker and back, medians of a few."""
+    """Return the median seconds of a small and of a large message to the broker and back."""
     from hepti_mqtt.transport.broker_limits import Echo
 
     echo = Echo(url, "hepti-doctor", topic, PATIENCE_S, until_s=time.monotonic() + 2 * PATIENCE_S)
@@ -189,10 +186,10 @@ def _site(text: str, site: str) -> Iterator[Finding]:
     clocks: Sequence[str] = ()
     try:
         with Hepti.connect(text, site=site) as hepti:
-            found = hepti.devices(wait_s=1.5)
-            names = [d["device"] for d in found if d["status"] == "online"]
-            names += [f"{d['device']} ({output.status_text(d)})" for d in found if d["status"] == "starting"]
-            clocks = hepti.odd_clocks(found)  # also of a site whose planner does not answer
+            devices = hepti.devices(wait_s=1.5)
+            names = [d["device"] for d in devices if d["status"] == "online"]
+            names += [f"{d['device']} ({output.status_text(d)})" for d in devices if d["status"] == "starting"]
+            clocks = hepti.odd_clocks(devices)  # also if the planner does not answer
             served = hepti.models(timeout=2.0)
     except (NetworkError, WireError) as exc:
         yield Finding(f"site {site}", str(exc), "start a planner: hepti planner --model NAME=DIR")
@@ -200,7 +197,7 @@ def _site(text: str, site: str) -> Iterator[Finding]:
         online = ", ".join(names) or "none"
         advice = "" if names else "start an agent on a device: hepti agent --id NAME"
         yield Finding(f"site {site}", f"models {', '.join(served)}; devices online: {online}", advice)
-        for device in found:
+        for device in devices:
             if device["status"] == "online" and device.get("reason"):
                 yield Finding(f"device {device['device']}", str(device["reason"]), "see its agent's log")
     for line in clocks:

@@ -23,7 +23,7 @@ SHOWN: Final = 10
 def retained_of(
     topics: Topics, payloads: Payloads | None, retained: Iterable[str], device: str | None, model: str | None
 ) -> list[str]:
-    """Return which of the retained topics belong to a device, to a model, or, where neither is given, to the site.
+    """Return the retained topics of a device, of a model, or, without both, of the site.
 
     payloads: those of Home Assistant's discovery, None for none. Raises BadNameError.
     """
@@ -44,7 +44,7 @@ def retained_of(
 
 
 def forget(args: argparse.Namespace) -> int:
-    """Clear what is retained, after a question.
+    """Clear retained messages, after a question.
 
     Raises ConfigError while a planner, or the device, is online; RefusedError where the login may not clear everything.
     """
@@ -52,35 +52,35 @@ def forget(args: argparse.Namespace) -> int:
     _refuse_while_online(url, topics, args.device)
     payloads = None if args.home_assistant is None else Payloads(topics, args.home_assistant)
     filters = [*topics.swept(), *([payloads.all_configs()] if payloads else [])]
-    found = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
+    messages = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
     what = f"device {args.device}" if args.device else f"model {args.model}" if args.model else f"site {topics.site}"
-    if found and not _agreed(args, what, found):
+    if messages and not _agreed(args, what, messages):
         return 1
-    retained_topics(url, topics, filters, cleared=found)
+    retained_topics(url, topics, filters, cleared=messages)
     left = retained_of(topics, payloads, retained_topics(url, topics, filters), args.device, args.model)
     if left:
         raise RefusedError(
             f"the broker still retains {_some(left)}: its access list does not let {url.user or 'an anonymous user'} "
             f"clear that; take the login of the {PLANNER}"
         )
-    output.print_result(args.json, {"forgotten": found}, [f"{what}: {len(found)} retained messages are cleared"])
+    output.print_result(args.json, {"forgotten": messages}, [f"{what}: {len(messages)} retained messages are cleared"])
     return 0
 
 
 def _refuse_while_online(url: BrokerUrl, topics: Topics, device: str | None) -> None:
-    """Raise ConfigError while the process runs that would publish again what is cleared."""
+    """Raise ConfigError while a process is online that would publish the messages again."""
     what = "a planner" if device is None else f"the agent of {device}"
     topic = topics.planner_status() if device is None else topics.status(device)
     if claim(url, topic, f"hepti-{topics.site}-forget", new_boot(), look=True).held:
         raise ConfigError(f"{what} is online at site {topics.site} and would publish everything again; stop it first")
 
 
-def _agreed(args: argparse.Namespace, what: str, found: list[str]) -> bool:
+def _agreed(args: argparse.Namespace, what: str, messages: list[str]) -> bool:
     if args.yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(f"say --yes to clear {len(found)} retained messages of {what}: {_some(found)}")
-    output.err.print(f"This clears {len(found)} retained messages of {what}: {_some(found)}", markup=False)
+        raise ConfigError(f"say --yes to clear {len(messages)} retained messages of {what}: {_some(messages)}")
+    output.err.print(f"This clears {len(messages)} retained messages of {what}: {_some(messages)}", markup=False)
     return input("Clear them? [y/N] ").strip().lower() in ("y", "yes")
 
 

@@ -1,4 +1,4 @@
-"""`hepti gateway`: the site behind the HTTP interfaces of OpenAI, TEI and Ollama."""
+"""`hepti gateway`: HTTP interfaces of OpenAI, TEI and Ollama to a site."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gateway(args: argparse.Namespace) -> int:
 
 
 def _allow_connections() -> None:
-    """Raise the limit of open files, of which many systems allow 1,024, as far as this user may."""
+    """Raise the limit of open files (1,024 on many systems) up to the permitted maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -108,7 +108,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         why = error.strerror or error
         raise HeptiError(f"cannot listen on {address} port {port}: {why}; choose another --port") from None
-    # Head and body are two writes, between which the client's delayed acknowledgement would cost 40 ms. Accepted
-    # sockets inherit this; asyncio sets it only where the listener was made with the protocol's number.
+    # Head and body are two writes; a delayed acknowledgement between them would cost 40 ms. Accepted sockets inherit
+    # this; asyncio sets it only if the listener was created with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

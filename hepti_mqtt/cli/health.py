@@ -27,6 +27,6 @@ def health(args: argparse.Namespace) -> int:
         status = reader.connect(args.timeout).status(args.timeout)
     if status is None:
         raise NetworkError(f"no status on {topic}: is the {args.part} running?")
-    told = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
-    output.print_result(args.json, told, [output.status_text(told)])
+    state = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
+    output.print_result(args.json, state, [output.status_text(state)])
     return 0 if status.state == "online" else 1

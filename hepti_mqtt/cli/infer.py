@@ -1,4 +1,4 @@
-"""`hepti infer`: one request, sent as often as asked, timed from publish to answer."""
+"""`hepti infer`: send a request once or repeatedly, and time it from publish to answer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def infer(args: argparse.Namespace) -> int:
         if tokens and not args.json and args.repeat == 1:
             answers = [stream(hepti, args, body)]
         else:
-            asked = {**pin_arguments(args), "wait_for_plan": patient}
-            answers = send_repeatedly(hepti, args.model, body, asked, args.repeat, args.timeout, args.deadline_ms)
+            pinned = {**pin_arguments(args), "wait_for_plan": patient}
+            answers = send_repeatedly(hepti, args.model, body, pinned, args.repeat, args.timeout, args.deadline_ms)
         if args.want != "hidden":
             answers[-1] = hepti.foretold(answers[-1], **body, **pin_arguments(args), timeout_s=args.timeout)
         error = None
@@ -107,7 +107,7 @@ def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> M
     """
     record = hepti.plan(args.model, timeout=min(PLANNER_S, timeout))
     if pin_arguments(args) and record.get("pinned"):
-        return record  # the site is up; the planner's own plan may have made room for what was pinned
+        return record  # the site is up; its own plan may have made room for the pinned one
     try:
         return hepti.wait_ready(args.model, timeout, patience_s=NO_PLAN_PATIENCE_S)
     except PlanError:
@@ -119,30 +119,18 @@ def _current_record(hepti: Hepti, args: argparse.Namespace, timeout: float) -> M
 def pin_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user pinned, as keyword arguments of `Hepti.infer`."""
     names = ("strategy", "devices", "wire", "accuracy", "weights", "route", "objective")
-    found = {name: value for name in names if (value := getattr(args, name))}
+    pins = {name: value for name in names if (value := getattr(args, name))}
     if args.variant:
-        found["options"] = variant_options(args.strategy, args.variant)
-    return found
+        pins["options"] = variant_options(args.strategy, args.variant)
+    return pins
 
 
 def request_body(args: argparse.Namespace, spec: Spec) -> dict[str, Any]:
     """Return the request's input as keyword arguments of `Hepti.infer`; raises ConfigError for a missing file."""
-    names = (
-        "max_new_tokens",
-        "want",
-        "top_k",
-        "prompt",
-        "dimensions",
-        "query",
-        "question",
-        "context",
-        "language",
-        "window",
-    )
-    options = {name: getattr(args, name) for name in names}
+    names = ("max_new_tokens", "want", "top_k", "prompt", "dimensions", "language", "window", "timestamps")
+    options = {name: getattr(args, name) for name in (*names, "query", "question", "context")}
     options |= {"documents": args.document, "candidate_labels": args.label, "pairs": args.pair}
     options["task"] = "translate" if args.translate else None
-    options["timestamps"] = args.timestamps
     most = {key: value for key, value in options.items() if value is not None}
     extra = {"truncate": True, **most} if args.truncate else most
     if args.pair or args.query is not None or args.question is not None:
@@ -211,13 +199,13 @@ def check(
         raise ConfigError(
             f"--check needs the model's files on this machine; {directory} is not here: name them with --model-dir DIR"
         )
-    asked = {**body, "want": "hidden"}
-    hidden = hepti.infer(args.model, **asked, **pin_arguments(args), timeout_s=args.timeout).hidden
+    request = {**body, "want": "hidden"}
+    hidden = hepti.infer(args.model, **request, **pin_arguments(args), timeout_s=args.timeout).hidden
     with ExitStack() as stack:
-        found = [stack.enter_context(Checkpoint.open(directory, args.model, p)) for p in model_parts(directory)]
-        if _as_numbers(spec) not in [_as_numbers(spec_from_dict(each.spec.to_dict())) for each in found]:
+        checkpoints = [stack.enter_context(Checkpoint.open(directory, args.model, p)) for p in model_parts(directory)]
+        if _as_numbers(spec) not in [_as_numbers(spec_from_dict(each.spec.to_dict())) for each in checkpoints]:
             raise ConfigError(f"{directory} is not the model that answered; name its files with --model-dir DIR")
-        return max_abs_err(found[reader_of(found, body)], body, hidden)
+        return max_abs_err(checkpoints[reader_of(checkpoints, body)], body, hidden)
 
 
 def _as_numbers(spec: Spec) -> Spec:
@@ -248,23 +236,12 @@ def summary(model: str, answers: Sequence[Answer], error: float | None) -> dict[
     last = answers[-1].raw
     latencies = [a.latency_ms for a in answers]
     text = json.dumps(last["result"], sort_keys=True)
-    result: dict[str, Any] = {
-        "model": model,
-        "plan": last["plan"],
-        "tokens": last["tokens"],
-        "latency_ms": {
-            "median": statistics.median(latencies),
-            "p95": sorted(latencies)[max(-(-len(latencies) * 95 // 100) - 1, 0)],
-            "min": min(latencies),
-            "all": latencies,
-        },
-        "compute_ms": last["compute_ms"],
-        "wait_ms": last["wait_ms"],
-        "bytes_on_wire": last["bytes_on_wire"],
-        "predicted_bytes": last["predicted_bytes"],
-        "predicted_ms": last["predicted_ms"],
-        "expected_ms": last.get("expected_ms", last["predicted_ms"]),  # a planner may be older
-    }
+    p95 = sorted(latencies)[max(-(-len(latencies) * 95 // 100) - 1, 0)]
+    figures = {"median": statistics.median(latencies), "p95": p95, "min": min(latencies), "all": latencies}
+    kept = ("compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes", "predicted_ms")
+    result: dict[str, Any] = {"model": model, "plan": last["plan"], "tokens": last["tokens"], "latency_ms": figures}
+    result |= {key: last[key] for key in kept}
+    result["expected_ms"] = last.get("expected_ms", last["predicted_ms"])  # a planner may be older
     if len(text) <= 20_000:
         result["output"] = last["result"]
     else:

@@ -1,4 +1,4 @@
-"""`hepti-agent install`, `upgrade` and `uninstall`: the agent as a service of systemd, from what is installed alone."""
+"""`hepti-agent install`, `upgrade` and `uninstall`: the agent as a service of systemd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import add_agent_arguments, host_name
 from hepti_mqtt.config.settings import CONFIG_DIR, DEFAULT_SITE
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.errors import BadNameError, ConfigError, HeptiError, NetworkError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
+from hepti_mqtt.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_connection import BrokerConnection
@@ -42,7 +42,7 @@ LOG_LINES: Final = 15
 
 # -- the unit ----------------------------------------------------------------------------------------------------------
 
-# What a user's own manager can do without privileges, of what the unit of the system has.
+# Settings of the system's unit that a user's manager can apply without privileges.
 _USERS_TOO: Final = frozenset(
     (
         *("Description", "ExecStart", "Environment", "Restart"),
@@ -58,7 +58,7 @@ _PLAIN: Final = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 def unit_text(
     bundled: str, command: Sequence[str], environment: Mapping[str, str], *, is_users: bool, about: str = ""
 ) -> str:
-    """Return the unit for a command, made of the one that comes with Hepti.
+    """Return the unit for a command, based on the bundled unit.
 
     environment: added to the unit's own, of a user's unit instead of it. is_users: for a user's own manager.
     """
@@ -87,7 +87,7 @@ def systemd_word(text: str) -> str:
 
 
 def words_of(unit: str, key: str) -> list[str]:
-    """Return the words of a setting of a unit that `unit_text` has made."""
+    """Return the words of a setting of a unit by `unit_text`."""
     value = next((line.partition("=")[2] for line in unit.splitlines() if line.startswith(f"{key}=")), "")
     return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(value)]
 
@@ -196,23 +196,32 @@ def _what_to_install(args: argparse.Namespace, service: Service) -> tuple[Broker
     if args.cache is not None:
         raise ConfigError("--cache is not for a service: it has directories of its own; leave it out")
     url = BrokerUrl.parse(args.broker)
-    device = check_name("device", args.device or _valid(url.user) or host_name())
+    device = check_name("device", args.device or (url.user if is_name(url.user) else host_name()))
     cache = str(service.data[0] / "tiles") if service.is_users else CACHE
     command = [str(_program(service)), "--id", device, "--cache", cache, *agent_options(args)]
     return url, device, command, {} if args.site == DEFAULT_SITE else {"HEPTI_SITE": args.site}
 
 
 def _install(args: argparse.Namespace, service: Service) -> int:
+    """Write login and unit, and start the service; a first installation that fails leaves neither."""
     url, device, command, environment = _what_to_install(args, service)
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
-    with _writing(service.login):
-        service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomically(service.login, login, PRIVATE)
-    _write_unit(service, command, environment)
-    service.systemctl("enable", NAME)
-    if service.is_users:
-        _linger()
-    return _start(service, url, args.site, device)
+    is_first = not service.unit.exists()
+    try:
+        with _writing(service.login):
+            service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_atomically(service.login, login, PRIVATE)
+        _write_unit(service, command, environment)
+        service.systemctl("enable", NAME)
+        if service.is_users:
+            _linger()
+        return _start(service, url, args.site, device)
+    except HeptiError:
+        # A service that still starts may come online later.
+        if is_first and service.systemctl("is-active", NAME, check=False) not in ("active", "activating"):
+            service.systemctl("disable", "--now", NAME, check=False)
+            _delete(service, service.unit, service.login)
+        raise
 
 
 def _upgrade(service: Service) -> int:
@@ -233,8 +242,14 @@ def _uninstall(service: Service) -> int:
     service.systemctl("disable", "--now", NAME)
     service.systemctl("clean", "--what=all", NAME, check=False)  # knows where its own user's directories lie
     _forget(service, sites[0] if sites else DEFAULT_SITE, options[options.index("--id") + 1])
-    gone = [service.unit, service.unit.with_name(f"{service.unit.name}.d"), service.login, *service.data]
-    for path in gone:
+    _delete(service, service.unit, service.unit.with_name(f"{service.unit.name}.d"), service.login, *service.data)
+    output.print_lines(["the service, its login and everything it kept are removed; the package stays"])
+    return 0
+
+
+def _delete(service: Service, *paths: Path) -> None:
+    """Delete files and directories of a service that has ended, and let systemd forget it."""
+    for path in paths:
         with _writing(path), contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -242,10 +257,8 @@ def _uninstall(service: Service) -> int:
                 path.unlink()
     with contextlib.suppress(OSError):  # others have files there
         service.login.parent.rmdir()
-    service.systemctl("daemon-reload")
+    service.systemctl("daemon-reload", check=False)
     service.systemctl("reset-failed", NAME, check=False)
-    output.print_lines(["the service, its login and everything it kept are removed; the package stays"])
-    return 0
 
 
 def _write_unit(service: Service, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -267,23 +280,16 @@ def _unit(service: Service, command: Sequence[str], environment: Mapping[str, st
 
 def _program(service: Service) -> Path:
     """Return this installation's own `hepti-agent`; raises ConfigError where the service could not read it."""
-    found = Path(sys.executable).parent / NAME
-    if not found.exists():
-        raise ConfigError(f"there is no {found}: install the package into an environment, by pip, pipx or uv tool")
+    program = Path(sys.executable).parent / NAME
+    if not program.exists():
+        raise ConfigError(f"there is no {program}: install the package into an environment, by pip, pipx or uv tool")
     hidden = (Path("/home"), Path("/root"), Path("/run/user"))
-    if not service.is_users and any(found.is_relative_to(place) for place in hidden):
+    if not service.is_users and any(program.is_relative_to(place) for place in hidden):
         raise ConfigError(
-            f"a service of the system does not see {found}: install the package elsewhere, such as /opt/hepti "
+            f"a service of the system does not see {program}: install the package elsewhere, such as /opt/hepti "
             "(docs/guide/install.md), or use --user"
         )
-    return found
-
-
-def _valid(user: str | None) -> str | None:
-    try:
-        return None if user is None else check_name("device", user)
-    except BadNameError:
-        return None
+    return program
 
 
 def _linger() -> None:
@@ -329,8 +335,8 @@ def _wait_online(service: Service, reader: StatusReader, device: str, before: St
         if status.state == "online" and status.boot != before.boot:
             return
         if status.state == "starting":
-            told = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
-            progress.print(device, output.status_text(told))
+            state = {"status": status.state, "doing": status.doing, "done": status.done, "total": status.total}
+            progress.print(device, output.status_text(state))
         if service.systemctl("is-active", NAME, check=False) in ("failed", "inactive"):
             break
     last = _last_lines(service)

@@ -32,22 +32,20 @@ from hepti_mqtt.plan import Objective, Quantised
 
 
 class Command(NamedTuple):
-    """One command: its line of help, what adds its arguments, and the function that runs it, as module:name."""
+    """One command. entry: the function that runs it, as module:name; fill: adds its arguments."""
 
     about: str
     fill: Callable[[argparse.ArgumentParser], None]
     entry: str
     #: Whether it takes --broker and --site.
     at_a_site: bool = True
-    #: (command line, meaning) shown below the options.
-    examples: Sequence[tuple[str, str]] = ()
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest known word."""
+    """A parser with errors of one line, which name the nearest valid word."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2; a misspelled option is named before one that is missing."""
+        """Print the error and exit with 2; name a misspelled option before a missing one."""
         if "required" in message and (unknown := next(filter(self._is_unknown, self._words), None)):
             message = self._unknown(unknown)
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -68,10 +66,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments; for an unknown one name the nearest option of the command."""
         self._words = [*(sys.argv[1:] if args is None else args)]
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
-        return found, unknown
+        return parsed, unknown
 
 
 def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -86,12 +84,11 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hepti {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        lines = [f"  {line}  # {what}" for line, what in command.examples]
         sub = commands.add_parser(
             name,
             help=command.about,
             description=command.about,
-            epilog="\n".join(["examples:", *lines]) if lines else None,
+            epilog=f"examples:{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_common_arguments(sub, command.at_a_site)
@@ -100,7 +97,7 @@ def build() -> argparse.ArgumentParser:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, at_a_site: bool = True) -> None:
-    """Add what every command takes, before its name or after it."""
+    """Add the options of every command, which may stand before or after its name."""
     if at_a_site:
         add_site_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -108,54 +105,34 @@ def add_common_arguments(parser: argparse.ArgumentParser, at_a_site: bool = True
 
 
 def _drawing(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--explain",
-        action="store_true",
-        help="also print the work factor, the throughput, each device's Program and the time line",
-    )
-    sub.add_argument(
-        "--layer",
-        type=index_range,
-        default=range(1, 2),
-        metavar="N|A:B",
-        help="layers that --explain prints and --layout-svg draws (default 1)",
-    )
-    sub.add_argument("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
-    sub.add_argument(
-        "--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels"
-    )
+    add = sub.add_argument
+    explain = "also print the work factor, the throughput, each device's Program and the time line"
+    add("--explain", action="store_true", help=explain)
+    layers = "layers that --explain prints and --layout-svg draws (default 1)"
+    add("--layer", type=index_range, default=range(1, 2), metavar="N|A:B", help=layers)
+    add("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
+    add("--layout-svg", type=Path, metavar="FILE", help="draw who holds which part of each tensor, and what travels")
 
 
 def _agent(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "action",
-        nargs="?",
-        choices=("install", "upgrade", "uninstall"),
-        help="instead of running here: install a service of systemd with these options, take what is installed now and "
-        "restart, or remove it with all that it kept",
-    )
+    action = "instead of running here: install a service of systemd with these options, restart it with the installed "
+    action += "version, or remove it with all its data"
+    sub.add_argument("action", nargs="?", choices=("install", "upgrade", "uninstall"), help=action)
     sub.add_argument("--user", action="store_true", help="the service of this user, without root")
-    sub.add_argument(
-        "--dry-run", action="store_true", help="with install: print files and commands, and change nothing"
-    )
+    preview = "with install: print files and commands, and change nothing"
+    sub.add_argument("--dry-run", action="store_true", help=preview)
     add_agent_arguments(sub)
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--text", action="append", metavar="TEXT", help="a text of your own beside the demo's; repeatable")
-    sub.add_argument("--details", action="store_true", help="print all methods with times, bytes and shares")
-    sub.add_argument("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
-    sub.add_argument(
-        "--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page"
-    )
-    sub.add_argument("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
-    sub.add_argument(
-        "--chat",
-        nargs="?",
-        const="What is the capital of France?",
-        metavar="QUESTION",
-        help="ask a small language model instead of the encoder",
-    )
+    add = sub.add_argument
+    add("--text", action="append", metavar="TEXT", help="a further text of your own; repeatable")
+    add("--details", action="store_true", help="print all methods with times, bytes and shares")
+    add("--repeat", type=positive_int, default=3, help="timed requests per method (default 3)")
+    add("--dashboard", action="store_true", help="also start the gateway, and keep all running: a web page")
+    add("--port", type=tcp_port, help=f"of --dashboard (default {gateway.PORT})")
+    question, chat = "What is the capital of France?", "ask a small language model instead of the encoder"
+    add("--chat", nargs="?", const=question, metavar="QUESTION", help=chat)
 
 
 def _infer(sub: argparse.ArgumentParser) -> None:
@@ -205,9 +182,8 @@ def _infer(sub: argparse.ArgumentParser) -> None:
 
 def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", nargs="?", help="name of the model (default: the only one)")
-    sub.add_argument(
-        "--objective", choices=get_args(Objective), help="what --explain orders the candidates by (default latency)"
-    )
+    order = "what --explain orders the candidates by (default latency)"
+    sub.add_argument("--objective", choices=get_args(Objective), help=order)
     sub.add_argument("--story", action="store_true", help="also print the last plans' transitions and their causes")
     _drawing(sub)
 
@@ -227,36 +203,27 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
     model = "a model by name (llama-3.2-1b, qwen3-4b, bert-large, ...), a directory with config.json, an ONNX or GGUF "
-    sub.add_argument("model", help=f"{model}file; weights are not needed")
+    add("model", help=f"{model}file; weights are not needed")
     boards = "pi4-2gb, pi4-4gb, pi4-8gb, pi5-4gb, pi5-8gb, pi5-16gb, pi-zero-2w, n100-8gb, n100-16gb, orin-nano-8gb"
-    site = "devices and links: a site file, or one that comes with Hepti: four-pi4, mixed-four, ..., or "
+    site = "devices and links: a site file, the name of a bundled file (four-pi4, mixed-four, ...), or "
     site += "COUNT-BOARD[-wifi|-100mbit] such as four-pi5-8gb"
-    sub.add_argument("--devices-file", type=Path, metavar="YAML|NAME", help=site)
-    sub.add_argument("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
+    add("--devices-file", type=Path, metavar="YAML|NAME", help=site)
+    add("--board", metavar="BOARD", help=f"instead: a table of 1 to 8 boards of a kind: {boards}")
     network = "network of --board (default gigabit)"
-    sub.add_argument("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
+    add("--network", choices=("gigabit", "100mbit", "wifi"), default="gigabit", help=network)
     enough = "with --board: also print the fewest boards that reach so many tokens/s"
-    sub.add_argument("--tokens-per-s", type=positive_number, metavar="N", help=enough)
-    sub.add_argument("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
+    add("--tokens-per-s", type=positive_number, metavar="N", help=enough)
+    add("--tokens", type=positive_int, help="tokens of each sequence, or of a prompt (default 128)")
     context = "tokens of a decoder's text that devices have room for (default 4096)"
-    sub.add_argument("--context", type=positive_int, default=4096, metavar="N", help=context)
-    sub.add_argument(
-        "--sequences", type=positive_int, default=1, metavar="N", help="of the request, as many as fit into one run"
-    )
-    sub.add_argument(
-        "--requests",
-        type=positive_int,
-        metavar="N",
-        help="simulate N requests at once (per replica), and print each method's throughput",
-    )
-    sub.add_argument(
-        "--in-flight",
-        type=positive_int,
-        default=IN_FLIGHT,
-        metavar="N",
-        help=f"requests that run at once, as the planner has it (default {IN_FLIGHT})",
-    )
+    add("--context", type=positive_int, default=4096, metavar="N", help=context)
+    sequences = "of the request, as many as fit into one run"
+    add("--sequences", type=positive_int, default=1, metavar="N", help=sequences)
+    several = "simulate N requests at once (per replica), and print each method's throughput"
+    add("--requests", type=positive_int, metavar="N", help=several)
+    at_once = f"requests that run at once, as the planner has it (default {IN_FLIGHT})"
+    add("--in-flight", type=positive_int, default=IN_FLIGHT, metavar="N", help=at_once)
     _drawing(sub)
     add_pin_arguments(sub, opens=True)
 
@@ -267,16 +234,15 @@ def _devices(sub: argparse.ArgumentParser) -> None:
 
 
 def _top(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--wait", type=positive_seconds, default=1.5, help="seconds to listen for heartbeats (default 1.5)"
-    )
+    heartbeats = "seconds to listen for heartbeats (default 1.5)"
+    sub.add_argument("--wait", type=positive_seconds, default=1.5, help=heartbeats)
 
 
 def _broker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("mosquitto", "amqtt"), help="use this kind of broker")
     sub.add_argument("--bind", metavar="ADDRESS", help="address to listen on (default 127.0.0.1; all with --closed)")
     sub.add_argument("--port", type=tcp_port, help="port to listen on (default: a free one; the site's with --closed)")
-    sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site made by `hepti site`")
+    sub.add_argument("--closed", type=Path, metavar="DIR", help="run the broker of a site of `hepti site init`")
 
 
 def _health(sub: argparse.ArgumentParser) -> None:
@@ -288,107 +254,67 @@ def _health(sub: argparse.ArgumentParser) -> None:
 # Modules are imported when their command runs: `hepti --help` must not wait for Numba.
 COMMANDS: Final[Mapping[str, Command]] = {
     "demo": Command("start a broker, a planner and three agents here, and show what they do", _demo, "demo:demo"),
-    "agent": Command(
-        "run this device's agent, or manage its service",
-        _agent,
-        "processes:agent",
-        examples=(
-            ("hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi", "on every device"),
-            ("hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB", "of a closed site, within a budget"),
-            ("sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login", "as a service, from now on"),
-        ),
-    ),
-    "planner": Command(
-        "run a site's planner",
-        PlannerOptions.add_arguments,
-        "processes:planner",
-        examples=(
-            ("hepti planner --model minilm=/models/all-MiniLM-L6-v2", "on one machine"),
-            ("hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3", "with fewer bytes"),
-        ),
-    ),
-    "infer": Command(
-        "send a request and print the answer",
-        _infer,
-        "infer:infer",
-        examples=(
-            ('hepti infer minilm --text "The laundry is done."', "one text"),
-            ("hepti infer resnet --image door.jpg --top-k 3", "a picture"),
-            ('hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."', "documents by a query"),
-            ('hepti infer nli --text "Lamp off!" --label light --label heating', "labels of your own"),
-            ('hepti infer qa --question "Who?" --context "Ada came home."', "a part of a text"),
-            ("hepti infer whisper --audio command.wav --language en", "speech"),
-            ("hepti infer minilm --tokens 128 --repeat 20 --check", "measured, and compared with the reference"),
-        ),
-    ),
-    "plan": Command(
-        "show how a model is split over the devices, and why",
-        _plan,
-        "show:plan",
-        examples=(
-            ("hepti plan minilm --explain", "the reason for this division"),
-            ("hepti plan --story", "the plans before it"),
-        ),
-    ),
-    "devices": Command(
-        "list the site's devices",
-        _devices,
-        "show:devices",
-        examples=(("hepti --broker mqtt://192.168.1.10 devices", "their status, and why a device is not used"),),
-    ),
+    "agent": Command("run this device's agent, or manage its service", _agent, "processes:agent"),
+    "planner": Command("run a site's planner", PlannerOptions.add_arguments, "processes:planner"),
+    "infer": Command("send a request and print the answer", _infer, "infer:infer"),
+    "plan": Command("show how a model is split over the devices, and why", _plan, "show:plan"),
+    "devices": Command("list the site's devices", _devices, "show:devices"),
     "top": Command("watch devices and plans in the terminal", _top, "show:top"),
-    "model": Command(
-        "make, inspect or verify a model directory",
-        _model,
-        "model:model",
-        at_a_site=False,
-        examples=(
-            ("hepti model inspect /models/all-MiniLM-L6-v2", "the architecture of a directory"),
-            ("hepti model verify /models/SmolLM2-135M --weights q4", "the error of quantised weights"),
-            ("hepti model make bert-base --out /tmp/bert-base", "a random one, for tests"),
-        ),
-    ),
+    "model": Command("make, inspect or verify a model directory", _model, "model:model", False),
     "simulate": Command(
-        "predict every method's time on devices described in a file",
-        _simulate,
-        "simulate:simulate",
-        at_a_site=False,
-        examples=(
-            ("hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain", "before you buy boards"),
-        ),
+        "predict every method's time on devices described in a file", _simulate, "simulate:simulate", False
     ),
     "doctor": Command(
         "check this machine, the broker and the site, and suggest fixes", doctor.arguments, "doctor:doctor"
     ),
     "health": Command("exit with 0 if the planner or a device is online", _health, "health:health"),
     "site": Command(
-        "make a closed site and add users: certificate, passwords and access list",
-        site.arguments,
-        "site:site",
-        at_a_site=False,
-        examples=(
-            ("hepti site init --dir mysite --host broker.home", "a closed site"),
-            ("hepti site add device kitchen-pi --dir mysite", "a login for a device"),
-        ),
+        "make a closed site and add users: certificate, passwords and access list", site.arguments, "site:site", False
     ),
-    "bench": Command(
-        "measure what each method takes on your devices",
-        bench.arguments,
-        "bench:bench",
-        examples=(("hepti bench minilm", "all methods on the site's devices"),),
-    ),
-    "broker": Command("run a broker here until interrupted", _broker, "processes:broker", at_a_site=False),
+    "bench": Command("measure what each method takes on your devices", bench.arguments, "bench:bench"),
+    "broker": Command("run a broker here until interrupted", _broker, "processes:broker", False),
     "completion": Command(
-        'print completions for bash and zsh: eval "$(hepti completion)"',
-        lambda _sub: None,
-        "completion:completion",
-        at_a_site=False,
+        'print completions for bash and zsh: eval "$(hepti completion)"', lambda _: None, "completion:completion", False
     ),
     "gateway": Command("answer HTTP as OpenAI, TEI and Ollama do", gateway.arguments, "gateway:gateway"),
     "dashboard": Command(
         "show the site on a web page: the gateway serves it at /", gateway.arguments, "gateway:gateway"
     ),
     "wyoming": Command("be the speech-to-text service of Home Assistant", wyoming.arguments, "wyoming:wyoming"),
+}
+#: shown below a command's options
+EXAMPLES: Final[Mapping[str, str]] = {
+    "agent": """
+  hepti agent --broker mqtt://192.168.1.10 --id kitchen-pi  # on every device
+  hepti agent --broker /etc/hepti/kitchen-pi.login --memory 400MiB  # of a closed site, within a budget
+  sudo /opt/hepti/bin/hepti-agent install --broker kitchen-pi.login  # as a service, from now on""",
+    "planner": """
+  hepti planner --model minilm=/models/all-MiniLM-L6-v2  # on one machine
+  hepti planner --model bert=~/bert --weights w8a32 --accuracy 1e-3  # with fewer bytes""",
+    "infer": """
+  hepti infer minilm --text "The laundry is done."  # one text
+  hepti infer resnet --image door.jpg --top-k 3  # a picture
+  hepti infer reranker --query "warm?" --document "It is hot." --document "Rain."  # documents by a query
+  hepti infer nli --text "Lamp off!" --label light --label heating  # labels of your own
+  hepti infer qa --question "Who?" --context "Ada came home."  # a part of a text
+  hepti infer whisper --audio command.wav --language en  # speech
+  hepti infer minilm --tokens 128 --repeat 20 --check  # measured, and compared with the reference""",
+    "plan": """
+  hepti plan minilm --explain  # the reason for this division
+  hepti plan --story  # the plans before it""",
+    "devices": """
+  hepti --broker mqtt://192.168.1.10 devices  # their status, and why a device is not used""",
+    "model": """
+  hepti model inspect /models/all-MiniLM-L6-v2  # the architecture of a directory
+  hepti model verify /models/SmolLM2-135M --weights q4  # the error of quantised weights
+  hepti model make bert-base --out /tmp/bert-base  # a random one, for tests""",
+    "simulate": """
+  hepti simulate bert-large --devices-file four-pi4 --tokens 128 --explain  # before you buy boards""",
+    "site": """
+  hepti site init --dir mysite --host broker.home  # a closed site
+  hepti site add device kitchen-pi --dir mysite  # a login for a device""",
+    "bench": """
+  hepti bench minilm  # all methods on the site's devices""",
 }
 
 

@@ -97,9 +97,9 @@ def _verify(args: argparse.Namespace, part: str) -> None:
         raise HeptiError(
             f"{args.directory}: kernels and reference differ by {error:.2e} (bound 2e-4); please report this"
         )
-    found = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
+    result = {"directory": str(args.directory), "tokens": shape.size, "max_abs_err": error}
     lines = [f"{args.directory}: {spec.architecture}, {shape.size} tokens, max |difference| {error:.1e}"]
     if quantisation is not None:
-        found["cosine"] = cosine
+        result["cosine"] = cosine
         lines += [quantisation.text(), f"cosine with the answer before: {cosine:.6f}"]
-    output.print_result(args.json, found, lines)
+    output.print_result(args.json, result, lines)

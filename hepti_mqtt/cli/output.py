@@ -124,9 +124,9 @@ def watch(show: Callable[[], None], every_s: float) -> None:
         tty.setcbreak(sys.stdin)
         with out.screen() as screen:
             while True:
-                with out.capture() as seen:
+                with out.capture() as shown:
                     show()
-                lines = Text.from_ansi(seen.get()).split()
+                lines = Text.from_ansi(shown.get()).split()
                 screen.update(Text("\n").join([*lines[: out.height - 1], Text("q leaves", style="dim")]))
                 if select.select([sys.stdin], [], [], every_s)[0] and sys.stdin.read(1) in ("q", ""):
                     return

@@ -40,9 +40,9 @@ def take_found_broker(args: argparse.Namespace) -> None:
     """Take the broker that the network announces, and its site unless one was named; raises ConfigError."""
     from hepti_mqtt.discovery import choose, look
 
-    found = choose(look(), args.named_site)
-    args.broker, args.site = found.broker, args.named_site or found.site or args.site
-    output.err.print(f"no --broker was given: taking {found}, which mDNS found", markup=False)
+    announced = choose(look(), args.named_site)
+    args.broker, args.site = announced.broker, args.named_site or announced.site or args.site
+    output.err.print(f"no --broker was given: taking {announced}, announced by mDNS", markup=False)
 
 
 def _show_load(view: output.ProgressLines, event: object) -> None:
@@ -82,14 +82,9 @@ def broker(args: argparse.Namespace) -> int:
     else:
         from hepti_mqtt.closed_site.folder import SiteFolder
 
-        found = SiteFolder.open(args.closed)
-        starting = partial(
-            start_broker,
-            address=args.bind or EVERYWHERE,
-            port=args.port or found.port,
-            closed=found.broker,
-            stored=found.state,
-        )
+        folder = SiteFolder.open(args.closed)
+        address, port = args.bind or EVERYWHERE, args.port or folder.port
+        starting = partial(start_broker, address=address, port=port, closed=folder.broker, stored=folder.state)
     with starting(args.kind) as running:
         if args.json:
             output.print_json({"url": running.url, "kind": running.kind, "reason": running.reason})

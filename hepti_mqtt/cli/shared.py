@@ -128,7 +128,7 @@ class ChildProcesses:
 
 @contextlib.contextmanager
 def child_processes(log_file: Path | None = None) -> Iterator[ChildProcesses]:
-    """Give child processes whose output goes to `log_file`."""
+    """Yield child processes that write to `log_file`."""
     with exit_on_signals(), contextlib.ExitStack() as stack:
         log = stack.enter_context(log_file.open("wb")) if log_file else None
         children = ChildProcesses(log)

@@ -1,4 +1,4 @@
-"""`hepti devices`, `top` and `plan`: what there is, how a model is divided and why."""
+"""`hepti devices`, `top` and `plan`: the devices, how a model is divided and why."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
 def search_now(
     naming: TopicNames,
     model: tuple[Spec, Plan, RequestShape],
-    found: Sequence[Mapping[str, Any]],
+    devices: Sequence[Mapping[str, Any]],
     in_flight: int,
     objective: Objective,
 ) -> Decision:
-    """Return what a search finds here for the devices that are online, by simulation, several requests played too.
+    """Return the decision of a search for the online devices, by simulation of one and of several requests.
 
-    model: the spec, the active plan, of which wire and storage are kept, and a request of it. Raises as `decide` does.
+    model: the spec, the active plan (its wire and storage are kept), and the shape of a request. Raises as `decide`.
     """
     spec, plan, shape = model
-    cluster = cluster_of_devices(found, [d["device"] for d in found if d["status"] == "online" and "curves" in d])
+    cluster = cluster_of_devices(devices, [d["device"] for d in devices if d["status"] == "online" and "curves" in d])
     pins = Pins(wire=plan.wire, weight_dtype=plan.weight_dtype, objective=objective)
     requests = ROUNDS * in_flight
     return decide(pins.question(naming, spec, cluster, shape, plan.version, in_flight=in_flight, requests=requests))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a plan would take by the other route, or with narrower numbers on the wire, by simulation.
+# The time of a plan by the other route, or with narrower numbers on the wire, by simulation.
 
 
 def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Cluster) -> list[str]:
-    """Return a line on the routes and one on narrow numbers, of one division; none for one device, which sends none."""
+    """Return a line about routes and one about narrow numbers of a plan; none for one device: it sends nothing."""
     plan = plan.executables[0]  # of replicas all are alike in this
     if len(plan.devices) == 1:
         return []
@@ -107,8 +107,8 @@ def what_if(site: str, spec: Spec, plan: Plan, shape: RequestShape, cluster: Clu
         if route == "mesh" and len(apart) == pairs:
             words.append("over mesh: none of these devices can connect to each other")
             continue
-        beside = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
-        words.append(f"over {route} {_costs(played(with_route(question, plan, route)))}{beside}")
+        relayed_by_broker = f", {len(apart)} of {pairs} pairs over the broker" if route == "mesh" and apart else ""
+        words.append(f"over {route} {_costs(played(with_route(question, plan, route)))}{relayed_by_broker}")
     lines = [f"routes of {plan.method}: " + "; ".join(words)]
     if plan.wire == "f32":
         now, words = played(plan), []
@@ -124,7 +124,7 @@ def _costs(played: Simulation) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `hepti devices` and `hepti plan`: what there is, and how a model is divided and why.
+# `hepti devices`, `hepti top` and `hepti plan`.
 
 
 WATCH_S: Final = 2.0
@@ -132,7 +132,7 @@ STEPS_SHOWN: Final = 8
 
 
 def devices(args: argparse.Namespace) -> int:
-    """Print every device of the site with what it said of itself."""
+    """Print every device of the site with its own description."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         show = partial(_print_devices, hepti, args)
         if args.watch:
@@ -165,20 +165,13 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
     for name, record in records.items():
         active, best = record["active"], next(iter(record["candidates"]), None)
         error = (record["error"] or {}).get("message")
-        # A planner of another version may not say what it loads.
+        # A planner of another version may lack `loading`.
         doing = record.get("loading") or ("preparing another plan" if record["preparing"] else "")
-        rows.append(
-            (
-                name,
-                "/".join([active["strategy"], *active["options"].values()]) if active else "-",
-                ", ".join(active["devices"]) if active else "-",
-                output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-",
-                error or doing or (active["reason"] if active else "-"),
-            )
-        )
-        steps += [
-            (step["time"], step["plan"], f"{step['from']} to {step['to']}", step["cause"]) for step in record["story"]
-        ]
+        method = "/".join([active["strategy"], *active["options"].values()]) if active else "-"
+        names = ", ".join(active["devices"]) if active else "-"
+        predicted = output.predicted(record, best["devices"], best["predicted_ms"]) if active and best else "-"
+        rows.append((name, method, names, predicted, error or doing or (active["reason"] if active else "-")))
+        steps += [(one["time"], one["plan"], f"{one['from']} to {one['to']}", one["cause"]) for one in record["story"]]
     output.print_table("plans", ("model", "strategy", "devices", "predicted ms", "why"), rows)
     last = [
         (datetime.fromtimestamp(at).strftime("%H:%M:%S"), *others)
@@ -189,18 +182,18 @@ def _print_plans(records: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
-    found = hepti.devices(wait_s=args.wait)
-    clocks, unused = hepti.odd_clocks(found), hepti.unused()
-    if not found and not hepti.planner_online:
+    devices = hepti.devices(wait_s=args.wait)
+    clocks, unused = hepti.odd_clocks(devices), hepti.unused()
+    if not devices and not hepti.planner_online:
         raise ConfigError(
             f"there is no planner and no device at site {args.site}; check --site and HEPTI_SITE, or start them: "
             "hepti planner --model NAME=DIR, hepti agent"
         )
-    refused = {d["device"]: why for d in found if (why := unusable_reason(d)) is not None}
+    refused = {d["device"]: why for d in devices if (why := unusable_reason(d)) is not None}
     if args.json:
         reasons = unused | refused
-        told = [{**d, "refused": reasons.get(d["device"])} for d in found]
-        output.print_json({"site": args.site, "devices": told, "odd_clocks": clocks})
+        listed = [{**d, "refused": reasons.get(d["device"])} for d in devices]
+        output.print_json({"site": args.site, "devices": listed, "odd_clocks": clocks})
         return
 
     def heard(key: str, factor: float, digits: int) -> Callable[[Mapping[str, Any]], str]:
@@ -220,15 +213,15 @@ def _print_devices(hepti: Hepti, args: argparse.Namespace) -> None:
         "built late": lambda d: _beat(d)["counters"].get("programs_built_late", 0) if "counters" in _beat(d) else "-",
         "hears directly": _hears,
     }
-    shown = [{"device": name, "status": "refused"} if (name := d["device"]) in refused else d for d in found]
+    shown = [{"device": name, "status": "refused"} if (name := d["device"]) in refused else d for d in devices]
     output.print_items(f"site {args.site}", columns, shown)
     for device, said in (unused | refused).items():
         output.print_lines([f"{device} is not used: {said}"])
-    for d in found:
+    for d in devices:
         if (wrong := sanitize_device(d)[1]) is not None:
             output.print_lines([f"{d['device']} published implausible data: {wrong}. Restart its agent"])
-    print_peer_traffic(found)
-    print_weights(found)
+    print_peer_traffic(devices)
+    print_weights(devices)
     output.print_lines([f"{line}: {output.CLOCK_ADVICE}" for line in clocks])
 
 
@@ -238,34 +231,24 @@ def _beat(device: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hears(device: Mapping[str, Any]) -> str:
-    """Return which peers a device hears directly; "-" for one that leaves all exchanges to the broker."""
+    """Return the peers with a direct connection to a device; "-" if all its exchanges pass the broker."""
     if device.get("endpoint") is None:
         return "-"
     return ", ".join(name for name, edge in _beat(device).get("edges", {}).items() if edge["joined"]) or "none"
 
 
 def print_peer_traffic(devices: Sequence[Mapping[str, Any]]) -> None:
-    """Print what went directly from device to device, and which pairs need the broker and why."""
+    """Print the direct traffic between devices, and why other pairs need the broker."""
     online = {d["device"]: d["heartbeat"] for d in devices if d["status"] == "online" and d.get("heartbeat")}
     rows, lines = [], []
     for target, heartbeat in online.items():
         for source, edge in heartbeat.get("edges", {}).items():
-            sent = online.get(source, {}).get("edges", {}).get(target, {})
-            link = online.get(source, {}).get("peers", {}).get(target, {})
+            sent, link = (online.get(source, {}).get(key, {}).get(target, {}) for key in ("edges", "peers"))
             if edge["frames_in"] or edge["joined"]:
-                rows.append(
-                    (
-                        source,
-                        target,
-                        edge["frames_in"],
-                        f"{edge['bytes_in'] / output.MIB:.1f}",
-                        sent.get("queued_bytes", "-"),
-                        sent.get("dropped", "-"),
-                        edge["reconnections"],
-                        _scaled(link.get("round_trip_s"), 1e3, 2),
-                        _scaled(link.get("bytes_per_s"), 8e-6, 0),
-                    )
-                )
+                received = edge["frames_in"], f"{edge['bytes_in'] / output.MIB:.1f}"
+                queue = sent.get("queued_bytes", "-"), sent.get("dropped", "-"), edge["reconnections"]
+                speed = _scaled(link.get("round_trip_s"), 1e3, 2), _scaled(link.get("bytes_per_s"), 8e-6, 0)
+                rows.append((source, target, *received, *queue, *speed))
             if source in online and edge["trouble"] and not edge["joined"]:
                 lines.append(f"{target} has no direct connection from {source} ({edge['trouble']}); the broker relays")
     if rows:
@@ -300,21 +283,21 @@ def _scaled(value: float | None, factor: float, digits: int) -> str:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the active plan of a model, the candidates that it was chosen from, and on request its Programs."""
+    """Print the active plan of a model, its candidates, and on request its Programs."""
     with Hepti.connect(require_broker(args), site=args.site) as hepti:
         model = args.model or only_model(hepti)
         shown = hepti.plan(model, PLANNER_S)
-        found = usable(hepti.devices(wait_s=1.5)) if needs_simulation(args) else []
-    asked = _active(shown)
+        devices = usable(hepti.devices(wait_s=1.5)) if needs_simulation(args) else []
+    active = _active(shown)
     played = load = None
-    if asked and needs_simulation(args):
-        cluster = cluster_of_devices(found, asked[1].devices)
-        played = simulate_plan(args.site, *asked, cluster)
+    if active and needs_simulation(args):
+        cluster = cluster_of_devices(devices, active[1].devices)
+        played = simulate_plan(args.site, *active, cluster)
         load = simulate_plan_load(args.site, played, cluster, shown.get("in_flight", 1)) if args.explain else None
     if args.json:
-        told = {"load": load.to_dict()} if load is not None else {}
-        work = {"work": plan_work_factor(*asked).to_dict()} if asked else {}
-        output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | told)
+        throughput = {"load": load.to_dict()} if load is not None else {}
+        work = {"work": plan_work_factor(*active).to_dict()} if active else {}
+        output.print_json({k: v for k, v in shown.items() if k != "spec"} | work | throughput)
     else:
         print_plan(model, shown, args.explain)
         if args.story:
@@ -328,7 +311,7 @@ def plan(args: argparse.Namespace) -> int:
             output.print_lines(what_if(args.site, played.spec, played.plan, played.shape, cluster))
             objective: Objective = args.objective or "latency"
             parts = (played.spec, played.plan, played.shape)
-            others = search_now(TopicNames(args.site, model), parts, found, shown.get("in_flight", 1), objective)
+            others = search_now(TopicNames(args.site, model), parts, devices, shown.get("in_flight", 1), objective)
             print_candidates(f"what a search finds now for {objective}, simulated", others.ranking)
             output.print_lines([f"why: {others.reason}"])
             explain_plan(played, args.layer)
@@ -336,18 +319,18 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
-    """Return the model, its active plan and the request for which that was made; None if no plan is active."""
+    """Return the spec, the active plan and the shape of its typical request; None without an active plan."""
     if not shown["active"]:
         return None
     with check_readable("the plan"):
         active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
     if unknown := sorted({part.strategy for part in active.executables} - STRATEGIES.keys()):
-        raise version_mismatch(f"the plan's strategy {unknown[0]!r} is not known here")
+        raise version_mismatch(f"this version has no strategy {unknown[0]!r}, which the plan uses")
     return spec, active, representative_shape(spec, active.predicted_tokens or 128)
 
 
 def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> None:
-    """Print the candidates as a table and the reason as a sentence; explain: also of those that do not fit, why."""
+    """Print the candidates as a table and the reason; explain: also why candidates do not fit."""
     if shown.get("error"):
         output.print_lines([f"no plan for {model}: {shown['error']['message']}"])
         output.print_lines(shown["error"]["detail"] if explain else [])
@@ -408,7 +391,7 @@ def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:
 
 
 def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
-    """Print what the planner's rule said last of other plans than the active one, in numbers, and on which evidence."""
+    """Print the planner's last judgement of alternatives to the active plan, and its evidence."""
     columns: dict[str, Callable[[Mapping[str, Any]], object]] = {
         "strategy": lambda a: a["name"],
         "devices": lambda a: ", ".join(a["devices"]),
@@ -420,45 +403,42 @@ def print_judgement(model: str, shown: Mapping[str, Any]) -> None:
         "verdict": lambda a: f"{a['verdict']}: {a['why']}",
     }
     if considered := shown.get("considered"):
-        output.print_items(f"considered beside the active plan for {model}", columns, considered)
-    told = [(device, sentence) for device, said in (shown.get("evidence") or {}).items() for sentence in said]
-    if told:
-        output.print_table("what is believed of devices and links", ("device", "evidence"), told)
+        output.print_items(f"alternatives to the active plan for {model}", columns, considered)
+    evidence = [(device, sentence) for device, said in (shown.get("evidence") or {}).items() for sentence in said]
+    if evidence:
+        output.print_table("beliefs about devices and links", ("device", "evidence"), evidence)
 
 
 def needs_simulation(args: argparse.Namespace) -> bool:
-    """Return whether the arguments ask for what only the simulator knows."""
+    """Return whether the arguments need a simulation."""
     return bool(args.explain or args.svg or args.layout_svg)
 
 
 def simulate_plan_load(site: str, played: SimulatedPlan, cluster: Cluster, in_flight: int) -> Throughput:
-    """Return what several requests under a plan come to, `in_flight` at once, by simulation."""
+    """Return the simulated throughput of a plan with `in_flight` requests at once."""
     naming = TopicNames(site, played.plan.model)
     request = simulated_request(naming, played.spec, played.plan, played.shape, cluster, played.programs)
     return simulate_throughput(naming, played.spec, request, cluster, in_flight, ROUNDS * in_flight)
 
 
 def write_pictures(args: argparse.Namespace, played: SimulatedPlan) -> None:
-    """Write the pictures that the arguments ask for; raises ConfigError if a file cannot be written."""
+    """Write the pictures that the arguments name; raises ConfigError if a file cannot be written."""
     plan, result = played.plan, played.result
     if args.svg:
         title = f"{played.title()}, simulated"
         write_picture("--svg", args.svg, timeline_svg(result.events, plan.devices, result.seconds, title))
     if args.layout_svg:
-        made = lower_plan(played.spec, plan, played.shape)
-        layers = [min(layer, made.full_graph.layer_count() - 1) for layer in args.layer]
+        lowered = lower_plan(played.spec, plan, played.shape)
+        layers = [min(layer, lowered.full_graph.layer_count() - 1) for layer in args.layer]
         which = f"layer {layers[0]}" if len(set(layers)) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        names = (
-            made.names
-            if made.names == plan.executables[0].devices
-            else task_owners(result.events, made.names, plan.root)
-        )
+        is_divided = lowered.names == plan.executables[0].devices
+        names = lowered.names if is_divided else task_owners(result.events, lowered.names, plan.root)
         title = f"{played.title()}, {which}"
-        write_picture("--layout-svg", args.layout_svg, layout_svg(made, layers, title, plan.wire, names))
+        write_picture("--layout-svg", args.layout_svg, layout_svg(lowered, layers, title, plan.wire, names))
 
 
 def write_picture(option: str, file: Path, picture: str) -> None:
-    """Write a picture to the file that an option names; raises ConfigError if that cannot be."""
+    """Write a picture to the file of an option; raises ConfigError if that fails."""
     try:
         file.write_text(picture, "utf-8")
     except OSError as error:

@@ -60,16 +60,9 @@ def simulate(args: argparse.Namespace) -> int:
         write_pictures(args, played)
     if args.json:
         work = plan_work_factor(spec, chosen, question.shape).to_dict()
-        candidates = [_told(question, c) for c in decision.ranking]
-        output.print_json(
-            {
-                "chosen": chosen.to_dict(),
-                "reason": decision.reason,
-                "work": work,
-                "candidates": candidates,
-                "texts": _texts(question, decision),
-            }
-        )
+        result = {"chosen": chosen.to_dict(), "reason": decision.reason, "work": work}
+        candidates = [_candidate(question, c) for c in decision.ranking]
+        output.print_json({**result, "candidates": candidates, "texts": _texts(question, decision)})
         return 0
     _print_ranking(args.model, question, decision)
     if played is not None and args.explain:
@@ -87,7 +80,7 @@ def _question(args: argparse.Namespace, cluster: Cluster, spec: Spec) -> Questio
 
 
 def _decide(args: argparse.Namespace, question: Question) -> Decision:
-    """Return the best plan; an accuracy budget needs the weights, whose answers the wire moves."""
+    """Return the best plan; an accuracy budget needs the weights, to measure the errors of narrow wires."""
     if question.accuracy is None:
         return decide(question)
     if args.model in KINDS or not Path(args.model).exists():  # a name of both is the kind
@@ -100,26 +93,18 @@ def _decide(args: argparse.Namespace, question: Question) -> Decision:
         return decide_within_accuracy(question, {}, lambda plan: wire_errors(question.spec, plan, tensors))
 
 
-def _told(question: Question, c: Candidate) -> dict[str, Any]:
+def _candidate(question: Question, c: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON."""
-    told = {
-        "strategy": c.name,
-        "devices": list(c.plan.devices),
-        "route": c.plan.route,
-        "wire": c.plan.wire,
-        "wire_error": c.plan.wire_error,
-        "predicted_ms": c.price.seconds * 1e3,
-        "bytes": c.price.nbytes,
-        "feasible": c.price.feasible,
-        "missing_bytes": dict(c.price.missing),
-        "needs_bytes": dict(c.price.needs),
-        "memory_share": c.price.memory_share,
-    }
+    candidate: dict[str, Any] = {"strategy": c.name, "devices": list(c.plan.devices)}
+    candidate |= {key: getattr(c.plan, key) for key in ("route", "wire", "wire_error")}
+    candidate |= {key: getattr(c.price, key) for key in ("feasible", "memory_share")}
+    candidate |= {"predicted_ms": c.price.seconds * 1e3, "bytes": c.price.nbytes}
+    candidate |= {"missing_bytes": dict(c.price.missing), "needs_bytes": dict(c.price.needs)}
     if (joules := c.price.joules(question.cluster)) is not None:
-        told["joules"] = joules
+        candidate["joules"] = joules
     if question.shape.session_rows:
-        told["step_ms"] = run_s(question, c, 1) * 1e3
-    return told if c.price.load is None else told | {"load": c.price.load.to_dict()}
+        candidate["step_ms"] = run_s(question, c, 1) * 1e3
+    return candidate if c.price.load is None else candidate | {"load": c.price.load.to_dict()}
 
 
 def _print_ranking(model: str, question: Question, decision: Decision) -> None:
@@ -135,9 +120,8 @@ def _print_ranking(model: str, question: Question, decision: Decision) -> None:
             needs = f"{text['needs_bytes'] / output.MIB:.0f} MiB per board"
             speaks = isinstance(question.spec.input_spec, SpeechInput)
             prompt = "a recording" if speaks else f"a prompt of {shape.session_rows} tokens"
-            output.print_lines(
-                [f"{name}{fits}: {rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}, {needs}"]
-            )
+            speed = f"{rate:.1f} tokens/s, the first after {first_s:.1f} s of {prompt}"
+            output.print_lines([f"{name}{fits}: {speed}, {needs}"])
         output.print_lines(
             f"runs of more than {most} tokens are divided as in {name}" for name, most in layouts.items()
         )
@@ -165,7 +149,7 @@ def _texts(question: Question, decision: Decision) -> dict[str, dict[str, Any]]:
 
 
 def _energy(question: Question, decision: Decision) -> list[str]:
-    """Return what the choice draws, beside one device alone, where the site file says watts; and the deadline."""
+    """Return the energy of the chosen plan and the deadline, if the site file has watts."""
     chosen, deadline_ms = decision.chosen, question.cluster.deadline_s * 1e3
     if (joules := chosen.price.joules(question.cluster)) is None:
         return []
@@ -175,11 +159,11 @@ def _energy(question: Question, decision: Decision) -> list[str]:
 
 
 def _spec(args: argparse.Namespace) -> Spec:
-    """Return the spec of a kind, a known model or files, with or without weights; a text as long as --context."""
+    """Return the spec of a kind, a name in models.yaml, or files with or without weights; its texts fit --context."""
     name, pins = args.model, PinOptions.from_args(args)
     weights, cache = pins.quantised, pins.kv_cache
-    if is_kind(name) or name in (known := load_yaml(CONFIG_DIR / "models.yaml")):
-        spec = spec_of_kind(name) if is_kind(name) else spec_from_config(known[name], {})
+    if is_kind(name) or name in (configs := load_yaml(CONFIG_DIR / "models.yaml")):
+        spec = spec_of_kind(name) if is_kind(name) else spec_from_config(configs[name], {})
         spec = with_cache(spec if weights is None else quantised(spec, weights), cache)
     elif onnx_file.find_onnx(Path(name)):
         with Checkpoint.open(name, weights=weights, cache=cache) as checkpoint:
@@ -187,9 +171,9 @@ def _spec(args: argparse.Namespace) -> Spec:
     elif Path(name).exists():
         spec = described_spec(name, weights, cache)
     else:
-        words = [*(kind for kind in KINDS if not kind.startswith("tiny-")), *known]
+        words = [*(kind for kind in KINDS if not kind.startswith("tiny-")), *configs]
         near = nearest(name, words) or f"; there are {', '.join(words)}"
-        raise ConfigError(f"{name!r} is no model directory, ONNX or GGUF file, or known model{near}")
+        raise ConfigError(f"{name!r} is no model directory, no ONNX or GGUF file, and no name of a model{near}")
     if isinstance(spec, ModelSpec) and largest_shape(spec).session_rows:
         return replace(spec, max_tokens=min(spec.max_tokens, max(args.context, args.tokens or 0)))
     return spec

@@ -1,4 +1,4 @@
-"""`hepti site`: a closed site's directory, its users, and what of it to copy where; and how a site is forgotten."""
+"""`hepti site`: create a closed site, add and revoke its users, say which files to copy, and forget a site."""
 
 from __future__ import annotations
 
@@ -33,21 +33,14 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     """Add the actions of `hepti site`."""
     actions = sub.add_subparsers(dest="action", required=True, metavar="init|add|revoke|forget")
     init = actions.add_parser("init", help="make authority, certificate, access list and configuration of the broker")
-    init.add_argument(
-        "--host",
-        action="append",
-        metavar="NAME|ADDRESS",
-        help="the broker's name or address as seen by the devices; may be repeated; logins name the first "
-        "(default: this machine's)",
-    )
+    host = "name or address of the broker that devices can reach; may be repeated; logins name the first "
+    host += "(default: this machine's)"
+    init.add_argument("--host", action="append", metavar="NAME|ADDRESS", help=host)
     init.add_argument("--port", type=tcp_port, default=PORT, help=f"the broker's port (default {PORT})")
     init.add_argument("--site", default=argparse.SUPPRESS, help=f"name of the site (default: {DEFAULT_SITE})")
     add = actions.add_parser("add", help="add a user of a role: writes its login file")
-    add.add_argument(
-        "role",
-        choices=get_args(AddedRole),
-        help="its role: to compute, to send requests, only to look, or to be Home Assistant",
-    )
+    role = "its role: to compute, to send requests, only to look, or to be Home Assistant"
+    add.add_argument("role", choices=get_args(AddedRole), help=role)
     add.add_argument("name", metavar="NAME", help="name of the user: a device's --id, a client's --client")
     revoke = actions.add_parser("revoke", help="revoke a user; `planner` gets a new login")
     revoke.add_argument("name", metavar="NAME", help="name of the user")
@@ -57,9 +50,8 @@ def arguments(sub: argparse.ArgumentParser) -> None:
     gone = actions.add_parser("forget", help="clear what the broker retains of a site, a device or a model")
     _forget(gone)
     for action in (init, add, revoke, gone):
-        action.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object on stdout"
-        )
+        help_text = "print one JSON object on stdout"
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=help_text)
 
 
 def _forget(sub: argparse.ArgumentParser) -> None:
@@ -83,14 +75,14 @@ def site(args: argparse.Namespace) -> int:
 
     if args.action == "init":
         hosts = tuple(dict.fromkeys([*(args.host or own_addresses()), *ALWAYS]))
-        found = SiteFolder.create(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
-        _tell(args, found, f"site {found.site} is in {found.path}; its broker is {found.hosts[0]}:{found.port}")
+        folder = SiteFolder.create(args.directory, args.site, hosts, args.port, datetime.datetime.now(datetime.UTC))
+        _tell(args, folder, f"site {folder.site} is in {folder.path}; its broker is {folder.hosts[0]}:{folder.port}")
         return 0
-    found = SiteFolder.open(args.directory)
+    folder = SiteFolder.open(args.directory)
     if args.action == "add":
-        _tell(args, found.add(args.role, args.name), f"added {args.role} {args.name}", args.name)
+        _tell(args, folder.add(args.role, args.name), f"added {args.role} {args.name}", args.name)
     else:
-        _tell(args, found.revoke(args.name), f"the login of {args.name} is revoked", args.name)
+        _tell(args, folder.revoke(args.name), f"the login of {args.name} is revoked", args.name)
     return 0
 
 
@@ -99,40 +91,39 @@ def own_addresses() -> list[str]:
     import psutil
 
     name = socket.gethostname()
-    addresses = [
-        a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AddressFamily.AF_INET
-    ]
+    interfaces = psutil.net_if_addrs().values()
+    addresses = [a.address for all_of in interfaces for a in all_of if a.family == socket.AddressFamily.AF_INET]
     reached = [a for a in addresses if not (ip := ipaddress.ip_address(a)).is_loopback and not ip.is_link_local]
     return [*reached, name, *([] if "." in name else [f"{name}.local"])]
 
 
-def _tell(args: argparse.Namespace, found: SiteFolder, said: str, user: str | None = None) -> None:
+def _tell(args: argparse.Namespace, folder: SiteFolder, said: str, user: str | None = None) -> None:
     about = {
-        "site": found.site,
-        "directory": str(found.path),
-        "broker": f"{found.hosts[0]}:{found.port}",
-        "users": dict(found.users),
-        "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in found.copies(user)],
+        "site": folder.site,
+        "directory": str(folder.path),
+        "broker": f"{folder.hosts[0]}:{folder.port}",
+        "users": dict(folder.users),
+        "copy": [{"file": str(c.file), "machine": c.machine, "to": c.to} for c in folder.copies(user)],
     }
-    output.print_result(args.json, about, [said, *_commands(found, user)])
+    output.print_result(args.json, about, [said, *_commands(folder, user)])
 
 
-def _commands(found: SiteFolder, user: str | None) -> list[str]:
+def _commands(folder: SiteFolder, user: str | None) -> list[str]:
     """Return the next commands: for the broker, the user and others."""
-    here, copies = shlex.quote(str(found.path)), found.copies(user)
+    here, copies = shlex.quote(str(folder.path)), folder.copies(user)
     files = [c for c in copies if c.machine == "the broker"]
     sources = " ".join(shlex.quote(str(c.file)) for c in files)
     names = " ".join(Path(c.to).name for c in files)
     again = f"sudo systemctl {'reload' if user else 'restart'} mosquitto"
     service = f"sudo cp {sources} /etc/mosquitto/ && cd /etc/mosquitto && sudo chown mosquitto: {names} && {again}"
     lines = [
-        f"broker here: hepti broker --closed {here}{' (end the one that runs first)' if user else ''}",
+        f"broker here: hepti broker --closed {here}{' (after ending the running one)' if user else ''}",
         f"or as Mosquitto's service, which replaces its files: {service}",
     ]
     for copy in copies:
         if copy.file.suffix == ".login":
             name = copy.file.stem
-            start = _START[found.users[name]].format(to=copy.to, user=name)
+            start = _START[folder.users[name]].format(to=copy.to, user=name)
             lines.append(f"{copy.machine}: copy {copy.file} there as {copy.to}; then {start}")
     if user is None:
         lines.append(f"let others in: hepti site add device|client|viewer|home NAME --dir {here}")

@@ -68,7 +68,7 @@ def _row(args: argparse.Namespace, spec: Spec, count: int) -> Row:
     shape = representative_shape(spec, args.tokens)
     pins = replace(PinOptions.from_args(args).to_pins(), devices=None)
     question = pins.question(TopicNames("home", "model"), spec, cluster, shape, PlanVersion(1, 1))
-    chosen = decide(question).chosen
+    chosen = decide(question, chosen_only=True).chosen
     seconds = chosen.price.seconds
     most = max(chosen.price.needs.values())
     common = {"memory_mib": most / output.MIB, "memory_share": chosen.price.memory_share}

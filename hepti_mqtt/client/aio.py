@@ -1,32 +1,17 @@
-"""The asyncio client: runs the steps of a connection as a coroutine."""
+"""The asyncio client: its waits suspend, so the coroutines of a connection are its methods."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-from hepti_mqtt.client.connection import Connection, Steps, Wait
+from hepti_mqtt.client.connection import Connection
 from hepti_mqtt.client.session import Answer
 from hepti_mqtt.transport.url import BrokerUrl
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _awaited(
-    steps: Callable[Concatenate[Connection, P], Steps[T]],
-) -> Callable[Concatenate[AsyncHepti, P], Coroutine[Any, Any, T]]:
-    """Return the method that runs steps as a coroutine."""
-
-    @wraps(steps)
-    async def method(self: AsyncHepti, /, *arguments: P.args, **options: P.kwargs) -> T:
-        return await self._run(steps(self, *arguments, **options))
-
-    return method
 
 
 class AsyncHepti(Connection):
@@ -58,7 +43,7 @@ class AsyncHepti(Connection):
             return self
         try:
             await asyncio.to_thread(self._connect, self._timeout_s)
-            await self._run(self._require_connection(self._timeout_s))
+            await self._require_connection(self._timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -96,26 +81,15 @@ class AsyncHepti(Connection):
         """Send a request and return its future; cancelling it ends the wait; see `Hepti.submit`."""
         return asyncio.wrap_future(self._submit(model, request_id, request))
 
-    infer = _awaited(Connection._infer)
-    foretold = _awaited(Connection._foretold)
-    models = _awaited(Connection._models)
-    plan = _awaited(Connection._plan)
-    wait_ready = _awaited(Connection._wait_ready)
-    devices = _awaited(Connection._devices)
+    infer = Connection._infer
+    foretold = Connection._foretold
+    models = Connection._models
+    plan = Connection._plan
+    wait_ready = Connection._wait_ready
+    devices = Connection._devices
 
-    async def _run(self, steps: Steps[T]) -> T:
-        try:
-            step = next(steps)
-            while True:
-                step = steps.send(await self._wait(step))
-        except StopIteration as end:
-            found: T = end.value
-            return found
-        finally:
-            steps.close()
-
-    async def _wait(self, step: Wait) -> bool:
-        loop, changed, holds = asyncio.get_running_loop(), asyncio.Event(), step.holds
+    async def _wait(self, holds: Future[Answer] | Callable[[], bool], timeout_s: float) -> bool:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake(*_: object) -> None:
             _call_soon(loop, changed.set)
@@ -128,7 +102,7 @@ class AsyncHepti(Connection):
             with self._changed:
                 self._wakes.add(wake)
         try:
-            async with asyncio.timeout(step.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while not over():
                     await changed.wait()
                     changed.clear()

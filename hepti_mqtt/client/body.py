@@ -57,7 +57,7 @@ def request_body(
     options: Mapping[str, str] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Return the JSON object of a request without the keys whose value is None."""
+    """Return the JSON object of a request, without values of None."""
     body: dict[str, Any] = {
         **others,
         "image": None if image is None else encode_picture(image),

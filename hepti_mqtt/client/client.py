@@ -1,15 +1,15 @@
-"""The blocking client: runs the steps of a connection in the caller's thread."""
+"""The blocking client: its waits block the caller's thread, so the coroutines of a connection never suspend."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future, wait
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hepti_mqtt.client.connection import Connection, Steps, Wait
+from hepti_mqtt.client.connection import Connection
 from hepti_mqtt.client.session import Answer
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -17,14 +17,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _blocking(steps: Callable[Concatenate[Connection, P], Steps[T]]) -> Callable[Concatenate[Hepti, P], T]:
-    """Return the method that runs steps in the caller's thread."""
+def _blocking(
+    method: Callable[Concatenate[Connection, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Hepti, P], T]:
+    """Return a method that runs a coroutine to its end in the caller's thread."""
 
-    @wraps(steps)
-    def method(self: Hepti, /, *arguments: P.args, **options: P.kwargs) -> T:
-        return self._run(steps(self, *arguments, **options))
+    @wraps(method)
+    def blocking(self: Hepti, /, *arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            method(self, *arguments, **options).send(None)
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
+        raise AssertionError("a wait suspended its coroutine instead of blocking")
 
-    return method
+    return blocking
 
 
 class Hepti(Connection):
@@ -48,7 +55,7 @@ class Hepti(Connection):
         hepti = cls._create(url, site, client_id)
         try:
             hepti._connect(timeout)
-            hepti._run(hepti._require_connection(timeout))
+            hepti._require_connected(timeout)
         except BaseException:
             hepti.close()
             raise
@@ -72,7 +79,7 @@ class Hepti(Connection):
         """Ask a decoder and yield its tokens as they come, each once and in order: {"index", "token", "text"}.
 
         request: what `infer` takes; where it has "logprobs", tokens have them, too. timeout_s: for each token. The
-        generator's value is the whole answer. Tokens whose messages were lost come with it. Raises as `infer` does.
+        generator's value is the whole answer. Tokens of lost messages come with it. Raises as `infer` does.
         """
         parts: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         stream = self.stream(model, {**request, "max_new_tokens": max_new_tokens}, parts.put)
@@ -101,21 +108,10 @@ class Hepti(Connection):
     plan = _blocking(Connection._plan)
     wait_ready = _blocking(Connection._wait_ready)
     devices = _blocking(Connection._devices)
+    _require_connected = _blocking(Connection._require_connection)
 
-    def _run(self, steps: Steps[T]) -> T:
-        try:
-            step = next(steps)
-            while True:
-                step = steps.send(self._wait(step))
-        except StopIteration as end:
-            found: T = end.value
-            return found
-        finally:
-            steps.close()
-
-    def _wait(self, step: Wait) -> bool:
-        holds = step.holds
+    async def _wait(self, holds: Future[Answer] | Callable[[], bool], timeout_s: float) -> bool:
         if isinstance(holds, Future):
-            return bool(wait([holds], step.timeout_s).done)
+            return bool(wait([holds], timeout_s).done)
         with self._changed:
-            return self._changed.wait_for(lambda: self._holds(holds), step.timeout_s)
+            return self._changed.wait_for(lambda: self._holds(holds), timeout_s)

@@ -1,18 +1,15 @@
-"""What both clients share: the connection, and the methods as steps that wait; a client only runs the steps.
-
-The steps of a method have its signature and docstring.
-"""
+"""The connection of both clients, and their methods as coroutines; a client adds how a coroutine waits."""
 
 from __future__ import annotations
 
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, Final, Self, Unpack
 
 from hepti_mqtt.client.body import RequestKeys, request_body
 from hepti_mqtt.client.session import (
@@ -26,7 +23,6 @@ from hepti_mqtt.client.session import (
 )
 from hepti_mqtt.config import Settings
 from hepti_mqtt.errors import (
-    BadNameError,
     ConfigError,
     DeadlineError,
     HeptiError,
@@ -36,7 +32,7 @@ from hepti_mqtt.errors import (
     RequestError,
     UnknownModelError,
 )
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed
@@ -46,32 +42,17 @@ from hepti_mqtt.transport.url import BrokerUrl
 GRACE_S: Final = 1.0  # at most, between a planner's retained status and its plans
 PAUSE_S: Final = 0.2  # at most, between two retained records
 ANSWER_S: Final = 60.0  # for an answer, if the caller names no time
-LOOK_S: Final = 2.0  # between two looks for requests whose answers take long
+LOOK_S: Final = 2.0  # between two looks for late requests
 PLANNER_S: Final = 5.0  # for a planner that restarts
-
-T = TypeVar("T")
-
-
-class Wait(NamedTuple):
-    """A wait for a future, or until `holds` is true, which every message may change; for at most timeout_s."""
-
-    holds: Future[Answer] | Callable[[], bool]
-    timeout_s: float
-
-
-Steps = Generator[Wait, bool, T]  # sent back: whether it came in time
 
 
 def client_name(user: str | None) -> str:
     """Return the broker's user if it is valid in a topic, as access lists require, else a random name."""
-    try:
-        return check_name("client", user or "")
-    except BadNameError:
-        return f"py-{uuid.uuid4().hex[:12]}"
+    return user if is_name(user) else f"py-{uuid.uuid4().hex[:12]}"
 
 
 def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
-    """Return the error of a client whose publish or subscription the broker refused; what: "publish to" ...."""
+    """Return the error of a refused publish or subscription; what: "publish to" or "subscribe to"."""
     return RefusedError(
         f"the broker does not let client {client_id} {what} {', '.join(state.topics)}: {state.reason}; "
         "a client's name must be its user's, and the user a client (`hepti site add client NAME`, --client NAME)"
@@ -79,7 +60,7 @@ def refusal_error(client_id: str, what: str, state: Refused) -> RefusedError:
 
 
 class AnswerStream(Future[Answer]):
-    """The future of an answer whose parts go to `put` as they come; None is their end."""
+    """The future of a streamed answer: its parts go to `put` on arrival, then None."""
 
     def __init__(self, put: Callable[[Mapping[str, Any] | None], None]) -> None:
         super().__init__()
@@ -87,9 +68,9 @@ class AnswerStream(Future[Answer]):
         self.add_done_callback(lambda _: put(None))
 
     def take(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the token of a part unless it was shown, or an earlier one is missing.
+        """Return the token of a part, unless it was shown or an earlier token is missing.
 
-        Where a text is tried again, its tokens begin with index 0 again.
+        A retried text begins with index 0 again.
         """
         if isinstance(attempt := part.get("attempt", 0), int) and attempt > self._attempt:
             self._shown, self._attempt = [], attempt
@@ -99,7 +80,7 @@ class AnswerStream(Future[Answer]):
         return [{key: part[key] for key in (*TOKEN, LOGPROBS, THINKING) if key in TOKEN or key in part}]
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the tokens whose messages were lost, all of them if others were shown; raises the planner's error."""
+        """Return the tokens of lost messages, or all if other tokens were shown; raises the planner's error."""
         tokens = self.result().result["ids"]
         first = len(self._shown) if tokens[: len(self._shown)] == self._shown else 0
         return [{"index": index, "token": tokens[index], "text": ""} for index in range(first, len(tokens))]
@@ -166,18 +147,18 @@ class Connection:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def _infer(
+    async def _infer(
         self,
         model: str,
         *,
         timeout_s: float | None = None,
         wait_for_plan: bool | None = None,
         **request: Unpack[RequestKeys],
-    ) -> Steps[Answer]:
-        """Ask a model and wait for the answer; request: exactly one input, and options, as `RequestKeys` has them.
+    ) -> Answer:
+        """Send a request and wait for its answer; request: exactly one input, and options of `RequestKeys`.
 
-        timeout_s: 60 by default. wait_for_plan: whether a first plan of a model that has none is waited for, too; by
-        default if timeout_s is given. If the broker is lost, the request is sent again after reconnection.
+        timeout_s: 60 by default. wait_for_plan: also wait for a model's first plan; by default if timeout_s is given.
+        After a lost connection the request is sent again.
 
         Raises the planner's error by its class (RequestError, PlanError, OverloadedError, ...), DeadlineError after
         deadline_ms or without an answer within timeout_s, NetworkError if broker or planner are away all that time.
@@ -185,17 +166,17 @@ class Connection:
         wait_s = ANSWER_S if timeout_s is None else timeout_s
         until = time.monotonic() + wait_s
         while True:
-            beside_a_plan = self._has_plan(model)  # before it is sent: a plan made between error and look is no reason
+            had_plan = self._has_plan(model)  # before sending: a later plan is no reason to raise
             future = self._submit(model, None, request)
             try:
-                if not (yield Wait(future, max(until - time.monotonic(), 0.0))):
+                if not await self._wait(future, max(until - time.monotonic(), 0.0)):
                     raise self._timeout_error(wait_s)
                 return future.result(0.0)
             except PlanError:
                 waits = timeout_s is not None if wait_for_plan is None else wait_for_plan
-                if not waits or beside_a_plan:
+                if not waits or had_plan:
                     raise
-                if not (yield Wait(lambda: self._has_plan(model), until - time.monotonic())):
+                if not await self._wait(lambda: self._has_plan(model), until - time.monotonic()):
                     raise
             finally:
                 future.cancel()
@@ -207,7 +188,7 @@ class Connection:
     def stream(
         self, model: str, request: Mapping[str, Any], put: Callable[[Mapping[str, Any] | None], None]
     ) -> AnswerStream:
-        """Ask a decoder; parts of its answer go to `put` as they come, from the network's thread, and None at the end.
+        """Send a request to a decoder; parts of its answer go to `put` in the network's thread, and None at the end.
 
         Raises RequestError for a request that generates no tokens, NetworkError.
         """
@@ -217,22 +198,22 @@ class Connection:
         self._send(model, uuid.uuid4().hex, request_body(**request), stream)
         return stream
 
-    def _foretold(self, /, answer: Answer, **request: Any) -> Steps[Answer]:
+    async def _foretold(self, /, answer: Answer, **request: Any) -> Answer:
         """Return an answer with its simulated forecast, if it came with an estimate.
 
-        request: what `infer` was given, without the model; not want="hidden". It is sent again with want="plan". If
+        request: the arguments of `infer` without the model; not want="hidden". It is sent again with want="plan". If
         that fails, or another plan is active by then, the answer is returned unchanged.
         """
         if answer.raw.get("forecast") != "estimated":
             return answer
         try:
-            told = yield from self._infer(answer.model, **{**request, "want": "plan"})
+            forecast = await self._infer(answer.model, **{**request, "want": "plan"})
         except HeptiError:  # the answer itself is complete
             return answer
-        if told.plan["id"] != answer.plan["id"]:
+        if forecast.plan["id"] != answer.plan["id"]:
             return answer
         keys = ("forecast", "predicted_ms", "expected_ms", "predicted_bytes", "plan")
-        return replace(answer, raw={**answer.raw, **{key: told.raw[key] for key in keys if key in told.raw}})
+        return replace(answer, raw={**answer.raw, **{key: forecast.raw[key] for key in keys if key in forecast.raw}})
 
     def _submit(self, model: str, request_id: str | None, request: Mapping[str, Any]) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -254,8 +235,8 @@ class Connection:
         with self._changed:
             back = self._session.forget(model, name, future)
             heard = self._connected and self._session.planner_online
-        if back is not None:  # nobody waits any more: what devices have begun ends
-            # With QoS 1 it would wait at the broker behind requests, which that keeps back while others run.
+        if back is not None:  # nobody waits any more: cancel the run
+            # At QoS 1 the broker would deliver it after the requests that it holds back.
             with suppress(NetworkError):
                 self._transport.publish(back.topic, back.payload, 0 if heard else 1)
 
@@ -270,42 +251,42 @@ class Connection:
 
     # -- the site ---------------------------------------------------------------------------------------------------
 
-    def _models(self, timeout: float = PLANNER_S) -> Steps[list[str]]:
+    async def _models(self, timeout: float = PLANNER_S) -> list[str]:
         """Return the names of the models that the planner serves; raises NetworkError if there is no planner."""
-        yield from self._require_planner(timeout)
+        await self._require_planner(timeout)
         count = 0
 
         def has_more() -> bool:
             return len(self._session.models()) > count
 
         # Retained records come one by one, and none is marked as the last.
-        while (yield Wait(has_more, PAUSE_S if count else GRACE_S)):
+        while await self._wait(has_more, PAUSE_S if count else GRACE_S):
             with self._changed:
                 count = len(self._session.models())
         with self._changed:
             return self._session.models()
 
-    def _plan(self, model: str, timeout: float = PLANNER_S) -> Steps[dict[str, Any]]:
+    async def _plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
         """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
         Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
         version is incompatible.
         """
-        yield from self._require_planner(timeout)
-        yield Wait(lambda: self._session.record(model) is not None, GRACE_S)
+        await self._require_planner(timeout)
+        await self._wait(lambda: self._session.record(model) is not None, GRACE_S)
         with self._changed:
             record, names = self._session.record(model), self._session.models()
         if record is None:
             raise UnknownModelError(f"no model {model} at site {self.site}; there are: {', '.join(names) or 'none'}")
         return record
 
-    def _wait_ready(
+    async def _wait_ready(
         self,
         model: str,
         timeout: float = 60.0,
         predicate: Callable[[Mapping[str, Any]], bool] | None = None,
         patience_s: float | None = None,
-    ) -> Steps[dict[str, Any]]:
+    ) -> dict[str, Any]:
         """Wait until a plan of the model is active (and `predicate(record)` holds); return its record.
 
         patience_s: give up after the planner has reported an error for this long; by default the whole timeout.
@@ -324,15 +305,15 @@ class Connection:
             return bool(record and record["active"] is not None and (predicate is None or predicate(record)))
 
         while time.monotonic() < until:
-            if (yield Wait(ready, min(until - time.monotonic(), GRACE_S))):
-                return (yield from self._plan(model, PLANNER_S))
+            if await self._wait(ready, min(until - time.monotonic(), GRACE_S)):
+                return await self._plan(model, PLANNER_S)
             if patience_s is not None and hopeless_since is not None and time.monotonic() - hopeless_since > patience_s:
                 break
-        record = yield from self._plan(model, GRACE_S)
+        record = await self._plan(model, GRACE_S)
         error = record["error"]
         raise PlanError(error["message"] if error else f"no plan of {model} was active within {timeout:g} s")
 
-    def _devices(self, wait_s: float = 1.5) -> Steps[list[dict[str, Any]]]:
+    async def _devices(self, wait_s: float = 1.5) -> list[dict[str, Any]]:
         """Return every device's own description: device, status, boot, its caps, and `heartbeat` or None.
 
         wait_s: longest wait for the heartbeats of all online devices.
@@ -344,7 +325,7 @@ class Connection:
                 self._watching = self._transport.subscribe(filters)
             for device in self._session.devices.values():
                 device.heartbeat = None
-        yield Wait(self._all_heard, wait_s)
+        await self._wait(self._all_heard, wait_s)
         with self._changed:
             if self._unseen is not None:
                 raise self._unseen
@@ -352,17 +333,17 @@ class Connection:
 
     @property
     def planner_online(self) -> bool:
-        """Return whether the site's planner is known to be online."""
+        """Return whether the site's planner is online, by its last status."""
         with self._changed:
             return self._session.planner_online
 
     def unused(self) -> dict[str, str]:
-        """Return why the planner leaves online devices out of all plans, by name; empty without a planner."""
+        """Return why the planner does not use online devices, by name; empty without a planner."""
         with self._changed:
             return self._session.unused()
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the last answers of the site, oldest first, since this was first asked: everybody's, and errors.
+        """Return the last answers and errors of all clients since the first call, oldest first.
 
         Each has time (unix seconds), model, outcome (ok, or an error's code), latency_ms in the planner, and
         predicted_ms and plan, None for an error.
@@ -372,11 +353,11 @@ class Connection:
                 self._answers_watch = self._transport.subscribe([(self._session.topics.event(ANSWERS), 0)])
             return list(self._session.answers)
 
-    def odd_clocks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return in words which clocks of the site differ from most others; found: by `devices`, just now."""
+    def odd_clocks(self, devices: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a sentence per clock that differs from most others; devices: of `devices`, just now."""
         now_s = time.time()
         with self._changed:
-            return odd_clocks(found, self._session.clocks(), now_s)
+            return odd_clocks(devices, self._session.clocks(), now_s)
 
     def _all_heard(self) -> bool:
         online = [d for d in self._session.devices.values() if d.status is not None and d.status.state == "online"]
@@ -391,13 +372,17 @@ class Connection:
         self._transport.subscribe([(topic, 1) for topic in (t.responses(self.client_id), *t.every_group())])
         self._transport.connect(timeout)
 
-    def _require_connection(self, timeout: float) -> Steps[None]:
-        if not (yield Wait(lambda: self._connected, timeout)):
+    async def _require_connection(self, timeout: float) -> None:
+        if not await self._wait(lambda: self._connected, timeout):
             raise NetworkError(f"the broker did not acknowledge the subscriptions within {timeout:g} s")
 
-    def _require_planner(self, timeout: float) -> Steps[None]:
-        if not (yield Wait(lambda: self._session.planner_online, timeout)):
+    async def _require_planner(self, timeout: float) -> None:
+        if not await self._wait(lambda: self._session.planner_online, timeout):
             raise self._timeout_error(timeout)
+
+    async def _wait(self, holds: Future[Answer] | Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether a future ended, or `holds` became true, within the time; every message may change it."""
+        raise NotImplementedError
 
     def _holds(self, predicate: Callable[[], bool]) -> bool:
         """Return whether a wait is over; raises RefusedError."""
@@ -449,7 +434,7 @@ class Connection:
 
     def _publish_again(self, again: Sequence[RequestPublish]) -> None:
         for publication in again:
-            with suppress(NetworkError):  # closed meanwhile, or the queue is full of what waits for the broker
+            with suppress(NetworkError):  # closed meanwhile, or the send queue is full
                 self._transport.publish(publication.topic, publication.payload, 1)
 
     def _state(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""The cluster that devices described, for simulating a plan where the planner is not."""
+"""The cluster that devices describe, for simulations outside of the planner."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from hepti_mqtt.spec import Spec
 
 
 def unusable_reason(device: Mapping[str, Any]) -> str | None:
-    """Return why no plan uses a device that is online, by the planner's own rules; None if one may."""
+    """Return why no plan uses an online device, by the planner's rules; None for a usable device."""
     if unread := device.get("caps_unread"):
         return f"its capabilities cannot be read ({unread[:200]}); install the planner's version there"
     if device["status"] == "online" and device.get("caps_boot", device["boot"]) != device["boot"]:
         return "its capabilities are those of an earlier start; restart the agent there"
     if "curves" not in device:
-        none = "it has told nothing of its capabilities, or the login here may not read them; restart the agent there"
+        none = "it has published no capabilities, or this login may not read them; restart the agent there"
         return none if device["status"] == "online" else None
     wrong = implausible_caps(device)
     return wrong and f"its capabilities cannot be right ({wrong[:200]}); restart the agent there, or update it"
 
 
-def _heartbeat(told: Mapping[str, Any]) -> messages.Heartbeat:
-    """Return a heartbeat with the numbers that plans are made with."""
-    planned: dict[str, Any] = {key: told.get(key) for key in PLANNED if key != "slowdown"}
-    peers = {name: messages.LinkReport(**report) for name, report in (told.get("peers") or {}).items()}
-    blank = messages.Heartbeat(0, 0, 0.0, 0, None, None, None, told.get("slowdown") or 1.0, 0)
+def _heartbeat(numbers: Mapping[str, Any]) -> messages.Heartbeat:
+    """Return a heartbeat with the numbers that the planner reads."""
+    planned: dict[str, Any] = {key: numbers.get(key) for key in PLANNED if key != "slowdown"}
+    peers = {name: messages.LinkReport(**report) for name, report in (numbers.get("peers") or {}).items()}
+    blank = messages.Heartbeat(0, 0, 0.0, 0, None, None, None, numbers.get("slowdown") or 1.0, 0)
     return replace(blank, peers=peers, **planned)
 
 
 def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a device without the numbers of its heartbeat that no plan is made with, and what is wrong with them."""
+    """Return a device without the implausible numbers of its heartbeat, and the reason for leaving them out."""
     heartbeat = device.get("heartbeat")
     if heartbeat is None:
         return dict(device), None
@@ -63,18 +63,17 @@ def sanitize_device(device: Mapping[str, Any]) -> tuple[dict[str, Any], str | No
     return {**device, "heartbeat": {**heartbeat, **numbers, "peers": links}}, wrong
 
 
-def usable(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the planner would make plans with, of the devices that `Hepti.devices` found."""
-    return [sanitize_device(device)[0] for device in found if unusable_reason(device) is None]
+def usable(devices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the devices of `Hepti.devices` that the planner would use, without implausible numbers."""
+    return [sanitize_device(device)[0] for device in devices if unusable_reason(device) is None]
 
 
-def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
-    """Return the cluster of the devices `names` among those that `Hepti.devices` found.
+def cluster_of_devices(devices: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Cluster:
+    """Return the cluster of the devices `names` of a site.
 
-    found: of a site, those that are `usable`. Raises ConfigError if one of `names` is not there or has not said how
-    fast it is.
+    devices: the `usable` ones. Raises ConfigError if one of `names` is missing or has published no capabilities.
     """
-    by_name = {d["device"]: d for d in found if "curves" in d}
+    by_name = {d["device"]: d for d in devices if "curves" in d}
     missing = [n for n in names if n not in by_name]
     if missing:
         raise ConfigError(
@@ -83,7 +82,7 @@ def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str])
         )
     reported = []
     for device in map(by_name.__getitem__, names):
-        heartbeat = _heartbeat(told) if (told := device.get("heartbeat")) else None
+        heartbeat = _heartbeat(numbers) if (numbers := device.get("heartbeat")) else None
         endpoint = messages.endpoint(device.get("endpoint"))
         name, curves, memory_bytes = device["device"], device["curves"], device["memory_budget_bytes"]
         reported.append(ReportedDevice.by_heartbeat(name, curves, memory_bytes, heartbeat, endpoint))
@@ -91,7 +90,7 @@ def cluster_of_devices(found: Sequence[Mapping[str, Any]], names: Sequence[str])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an answer is checked with: seeded inputs, and the single-device NumPy reference.
+# Checks of answers: seeded inputs and the single-device NumPy reference.
 
 
 PATCHES: Final = 9  # of colour along a side of a photograph
@@ -100,11 +99,9 @@ QUALITY: Final = 90
 
 
 def random_input(spec: Spec, count: int, seed: int, photographs: bool = False) -> dict[str, Any]:
-    """Return `count` seeded random token ids, or `count` seeded random pictures for an image model, or noise of so
-    many rows for a model of speech.
+    """Return `count` seeded random token ids or pictures, or noise of `count` rows for a speech model.
 
-    photographs: JPEG files of the size that cameras make of such pictures, where others are PNG files of noise, which
-    every decoder reads alike.
+    photographs: JPEG files of a camera's usual size; else PNG files of noise, which all decoders read alike.
     """
     rng = np.random.default_rng(seed)
     reads = spec.input_spec
@@ -133,12 +130,12 @@ def _noise(rng: np.random.Generator, size: int) -> bytes:
 
 
 def _photograph(rng: np.random.Generator, size: int) -> bytes:
-    """Return patches of colour that run into each other, with noise: so much of it that the file is of a usual size."""
+    """Return blurred patches of colour with as much noise as gives the file a usual size."""
     from PIL import Image
 
     patches = Image.fromarray(rng.integers(0, 256, (PATCHES, PATCHES, 3)).astype(np.uint8))
-    seen = np.asarray(patches.resize((size, size), Image.Resampling.BICUBIC), np.float32)
-    pixels = np.clip(seen + rng.normal(0, NOISE, seen.shape), 0, 255).astype(np.uint8)
+    smooth = np.asarray(patches.resize((size, size), Image.Resampling.BICUBIC), np.float32)
+    pixels = np.clip(smooth + rng.normal(0, NOISE, smooth.shape), 0, 255).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY, subsampling=0)
     return buffer.getvalue()

@@ -52,8 +52,8 @@ class Answer:
     @property
     def plan(self) -> Mapping[str, Any]:
         """Return the plan: id, epoch, strategy, options, wire, weights, route, devices (shares), predicted_ms."""
-        found: Mapping[str, Any] = self.raw["plan"]
-        return found
+        plan: Mapping[str, Any] = self.raw["plan"]
+        return plan
 
     @property
     def tokens(self) -> int:
@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def ranking(self) -> list[Any]:
-        """Return [{index, score}] of the documents, best first; with `document` where that was asked for."""
+        """Return [{index, score}] of the documents, best first; with `document` if the request wants it."""
         return list(self._parts("ranking")[0])
 
     @property
@@ -127,11 +127,11 @@ class Answer:
 
 
 def _tree(cls: type[HeptiError]) -> dict[str, type[HeptiError]]:
-    found: dict[str, type[HeptiError]] = {}
+    classes: dict[str, type[HeptiError]] = {}
     for child in cls.__subclasses__():
         if child.__module__ == HeptiError.__module__:  # subclasses elsewhere inherit their code
-            found.update(_tree(child))
-    return {**found, cls.code: cls}  # a code names the class that defines it
+            classes.update(_tree(child))
+    return {**classes, cls.code: cls}  # a code names the class that defines it
 
 
 _BY_CODE = _tree(HeptiError)
@@ -145,9 +145,9 @@ def error_from(data: Mapping[str, Any]) -> HeptiError:
     error = data.get("error")
     if not isinstance(error, Mapping) or not isinstance(error.get("message"), str):
         raise WireError("an answer is neither a result nor an error; update client or planner")
-    found = _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
-    found.param = param if isinstance(param := error.get("param"), str) else None
-    return found
+    exception = _BY_CODE.get(str(error.get("code")), RemoteError)(error["message"])
+    exception.param = param if isinstance(param := error.get("param"), str) else None
+    return exception
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -202,20 +202,19 @@ class ModelOfGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A pending request and its callers: all who sent it under this id.
-
-    sent_s: when it was published, or heard of, last. holder: the group that has taken it, "" if unknown. suspect: it
-    may be lost, but was published so shortly ago that a group may still say that it has it. refusals: of groups without
-    a plan for it.
-    """
+    """A pending request and all its callers, who sent it under one id."""
 
     publication: RequestPublish
     callers: list[_Caller]
+    #: time of its last publish or token
     sent_s: float
+    #: the group that took it, "" if unknown
     holder: str = ""
+    #: it may be lost; a group may still claim it
     suspect: bool = False
+    #: groups without a plan for it
     refusals: int = 0
-    #: Times that it was sent again for want of an answer.
+    #: publishes for want of an answer
     repeats: int = 0
 
     def again(self, now: float) -> RequestPublish:
@@ -241,8 +240,8 @@ class DeviceView:
     def to_dict(self, name: str) -> dict[str, Any]:
         """Return plain data: device, status, boot, the fields of its caps, and `heartbeat` (a map, or None).
 
-        Of a starting device also `doing`, `done` and `total`, of one that is offline `reason`. `caps_unread`: why its
-        caps are invalid. `caps_boot`: the boot of its caps.
+        A starting device adds `doing`, `done` and `total`, an offline one `reason`. `caps_unread`: why its caps are
+        invalid. `caps_boot`: the boot of its caps.
         """
         out: dict[str, Any] = {} if self.caps is None else {**asdict(self.caps), "caps_boot": self.caps.boot}
         out |= {"caps_unread": self.caps_error} if self.caps_error else {}
@@ -260,22 +259,22 @@ class DeviceView:
 
 @dataclass(slots=True)
 class ClientSession:
-    """The state of one client; counters: dropped messages by reason.
-
-    planners: by group, "" for the site's own. records: by model and group; unreadable_records: the missing key of each.
-    answers: the last ones of the site, everybody's.
-    """
+    """The state of one client."""
 
     site: str
     client: str
+    #: by group, "" for the site's own
     planners: dict[str, messages.Status] = field(default_factory=dict)
     records: dict[ModelOfGroup, dict[str, Any]] = field(default_factory=dict)
+    #: the missing key of each unreadable record
     unreadable_records: dict[ModelOfGroup, str] = field(default_factory=dict)
     devices: dict[str, DeviceView] = field(default_factory=dict)
+    #: the last answers to all clients of the site
     answers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=SERVED))
+    #: dropped messages by reason
     counters: Counter[str] = field(default_factory=Counter)
     _pending: dict[tuple[str, str], _PendingRequest] = field(default_factory=dict)
-    #: The longest time to an answer so far.
+    #: the longest time to an answer so far
     _slowest_s: float = 0.0
 
     @property
@@ -404,12 +403,12 @@ class ClientSession:
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[ClientEvent]:
         """Take a message; return ended requests, parts of answers, and requests to publish again."""
         try:
-            return self._heard(self.topics.parse(topic), payload, now)
+            return self._handle(self.topics.parse(topic), payload, now)
         except (WireError, BadNameError, ValueError, TypeError, KeyError, RecursionError) as error:
             self.counters[f"malformed {type(error).__name__}"] += 1
             return []
 
-    def _heard(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
+    def _handle(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         if topic.kind == "response":
             return self._answered(topic, payload, now)
         if topic.kind == "planner_status":
@@ -429,7 +428,7 @@ class ClientSession:
         """Take a planner's status; return whether requests may be lost, because it has gone or is a new one.
 
         A broker without persistence may also have dropped requests while a planner was away. A planner recognises
-        those that it has.
+        repeated requests.
         """
         was_online, others = self._online(group), any(self._online(other) for other in self.planners if other != group)
         if status is None:
@@ -454,7 +453,7 @@ class ClientSession:
     def _answered(self, topic: ParsedTopic, payload: bytes, now: float) -> list[ClientEvent]:
         pending = self._pending.get((topic.model, topic.request))
         if pending is None:
-            self.counters["not asked"] += 1
+            self.counters["unexpected answer"] += 1
             return []
         data = json.loads(payload)
         if not isinstance(data, dict):
@@ -546,29 +545,29 @@ HERE: Final = "this machine"
 
 
 def odd_clocks(
-    found: Sequence[Mapping[str, Any]], seen_by_planner: Mapping[str, float] | None, now_s: float
+    devices: Sequence[Mapping[str, Any]], seen_by_planner: Mapping[str, float] | None, now_s: float
 ) -> list[str]:
-    """Return in words which clocks differ from most others.
+    """Return a sentence per clock that differs from most others.
 
-    found: by `Hepti.devices`, just now. seen_by_planner: seconds by which devices are ahead of the planner, without
-    those that are not; None without a planner. now_s: unix time here.
+    devices: of `Hepti.devices`, just now. seen_by_planner: seconds by which clocks are ahead of the planner's, if they
+    are; None without a planner. now_s: unix time here.
     """
     ahead = {HERE: 0.0}
-    for device in found:
+    for device in devices:
         if clock_s := (device.get("heartbeat") or {}).get("clock_s"):
             ahead[device["device"]] = clock_s - now_s
     if seen_by_planner is not None and len(ahead) > 1:
         name = next(name for name in ahead if name != HERE)
         ahead["the planner"] = ahead[name] - seen_by_planner.get(name, 0.0)
-    # The clock that most others agree with; of equally many the first, which is ours.
+    # The clock with the most similar ones; at a tie the first, which is ours.
     usual = max(ahead.values(), key=lambda one: sum(abs(one - other) <= ODD_CLOCK_S for other in ahead.values()))
     odd = {name: s - usual for name, s in ahead.items() if abs(s - usual) > ODD_CLOCK_S}
-    said = []
+    lines = []
     for name, ahead_s in odd.items():
         unit, one_s = next(u for u in (("days", 86_400), ("hours", 3600), ("minutes", 60)) if abs(ahead_s) >= u[1])
         way = "ahead" if ahead_s > 0 else "behind"
-        said.append(f"the clock of {name} is {abs(ahead_s) / one_s:.3g} {unit} {way}")
-    return said
+        lines.append(f"the clock of {name} is {abs(ahead_s) / one_s:.3g} {unit} {way}")
+    return lines
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the gateway answers, as types for its OpenAPI document; the handlers write the answers themselves."""
+"""Types of the gateway's answers for its OpenAPI document; handlers write the answers themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def shape(name: str, about: str, /, **fields: Any) -> Any:
 
 Object, Missing = dict[str, Any], NotRequired
 
-_ERROR = shape(
-    "ErrorBody", "What is wrong; param: the key at fault.", message=str, type=str, param=str | None, code=str
-)
+_ERROR = shape("ErrorBody", "An error; param: the key at fault.", message=str, type=str, param=str | None, code=str)
 ERROR = shape("Error", "An error in OpenAI's shape.", error=_ERROR)
 
 # -- OpenAI, Jina and Cohere -------------------------------------------------------------------------------------------
@@ -49,11 +47,11 @@ _SEGMENT = shape(
 _SPOKEN = shape("SpokenWord", "A word, and when it is said.", word=str, start=float, end=float)
 VERBOSE_TRANSCRIPT = shape(
     "VerboseTranscript",
-    "What is said, and when.",
+    "A transcript with times.",
     task=str, language=str, duration=float, text=str,
     segments=Missing[list[_SEGMENT]], words=Missing[list[_SPOKEN]],  # type: ignore[valid-type]
 )  # fmt: skip
-TRANSCRIPT = shape("Transcript", "What is said.", text=str)
+TRANSCRIPT = shape("Transcript", "A transcript.", text=str)
 
 _CACHED = shape("CachedTokens", "Tokens of a prompt that were computed before.", cached_tokens=int)
 _WRITTEN = shape(
@@ -90,11 +88,13 @@ OLLAMA_MODELS = shape("OllamaModels", "The served models.", models=[_OLLAMA_MODE
 # -- others ------------------------------------------------------------------------------------------------------------
 
 TEI_RANK = shape("TeiRank", "A text's place.", index=int, score=float, text=Missing[str])
-TEI_INFO = shape("TeiInfo", "What is served.", model_id=str, version=str, max_client_batch_size=int, auto_truncate=bool)
+TEI_INFO = shape(
+    "TeiInfo", "The served model.", model_id=str, version=str, max_client_batch_size=int, auto_truncate=bool
+)
 IMMICH_PREDICTION = shape(
     "ImmichPrediction",
     "A vector, as a list in a string, and the size of the photo.",
     clip=str, imageHeight=Missing[int], imageWidth=Missing[int],
 )  # fmt: skip
-LLAMA_CPP_PROPS = shape("LlamaCppProps", "What stands for a picture.", media_marker=str)
+LLAMA_CPP_PROPS = shape("LlamaCppProps", "The mark of a picture.", media_marker=str)
 LLAMA_CPP_VECTOR = shape("LlamaCppVector", "A vector in a list.", index=int, embedding=[list[float]])

@@ -41,19 +41,13 @@ async def ping(_site: Site, _body: None) -> Any:
 
 # Those for load balancers, which have no key, are open, and so is the dashboard, which shows no request's content.
 OPERATIONS: Final = (
-    *routes.OPERATIONS,
-    *chat.OPERATIONS,
-    *responses.OPERATIONS,
-    *tei.OPERATIONS,
-    *ollama.OPERATIONS,
-    *immich.OPERATIONS,
-    *llama_cpp.OPERATIONS,
+    *(one for module in (routes, chat, responses, tei, ollama, immich, llama_cpp) for one in module.OPERATIONS),
     Operation("GET", "/ping", ping, {PLAIN: str}, is_open=True),
 )
 
 
 class Metrics:
-    """What `/metrics` says, in Prometheus' names."""
+    """The metrics of `/metrics`, in Prometheus' names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -67,7 +61,7 @@ class Metrics:
 
 
 class _Endpoint:
-    """A path: of several operations the one that reads the body's type answers, else the first."""
+    """A path; several operations differ by the body's media type, and the first is the default."""
 
     def __init__(
         self, site: Site, operations: Sequence[Operation], keys: Sequence[bytes], room: Room, metrics: Metrics
@@ -103,10 +97,10 @@ def create_app(
 ) -> Starlette:
     """Return the gateway to a site.
 
-    keys: those that clients may send as bearer tokens, none for no check. stopping: whether the process ends. origins:
+    keys: valid bearer tokens, empty for no check. stopping: whether the process ends. origins:
     of pages that may ask. names: hosts of a gateway without keys, None for any.
     """
-    metrics, known, room = Metrics(), [key.encode() for key in keys], Room()
+    metrics, secrets, room = Metrics(), [key.encode() for key in keys], Room()
 
     async def show_metrics(_site: Site, _body: None) -> Response:
         """The gateway's own figures, for Prometheus."""
@@ -116,32 +110,32 @@ def create_app(
         """This document."""
         return described
 
-    dashboard = Dashboard(View(site.client).look, lambda: _beside(site, bool(known)), stopping)
+    dashboard = Dashboard(View(site.client).look, lambda: _more(site, bool(secrets)), stopping)
     operations = (
         *OPERATIONS,
         Operation("GET", "/metrics", show_metrics, {PLAIN: str}),
         Operation("GET", "/events", dashboard.watch, {EVENTS: str}, is_open=True),
         Operation("GET", "/openapi.json", openapi, {JSON: dict[str, Any]}, is_open=True),
     )
-    described = document(operations, bool(known))
+    described = document(operations, bool(secrets))
     by_route: dict[tuple[str, str], list[Operation]] = {}
     for one in operations:
         by_route.setdefault((one.method, one.path), []).append(one)
     paths = [
-        Route(path, _Endpoint(site, several, known, room, metrics), methods=[method])
+        Route(path, _Endpoint(site, several, secrets, room, metrics), methods=[method])
         for (method, path), several in by_route.items()
     ]
     layers = []
     if origins:
         layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    if not known and names is not None:
+    if not secrets and names is not None:
         layers.append(Middleware(OwnSite, names=names, origins=origins))
     refusals = {404: _nothing_here, 405: _nothing_here}
     return Starlette(routes=[*paths, *page_routes()], exception_handlers=refusals, middleware=layers)
 
 
-def _beside(site: Site, locked: bool) -> dict[str, Any]:
-    """Return what the gateway itself knows for the dashboard; locked: whether a request needs a key."""
+def _more(site: Site, locked: bool) -> dict[str, Any]:
+    """Return the gateway's own part of the dashboard; locked: whether requests need a key."""
     journal = site.journal.to_dict(site.client.answers(), time.time())
     if locked:  # a message may quote its request
         journal["errors"] = [{**error, "message": ""} for error in journal["errors"]]
@@ -150,7 +144,7 @@ def _beside(site: Site, locked: bool) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _cancelled_by_hangup(request: Request) -> AsyncIterator[None]:
-    """Cancel what is inside when the client hangs up; raises ClientDisconnect then."""
+    """Cancel the block when the client hangs up, and raise ClientDisconnect."""
     task = asyncio.current_task()
     assert task is not None
     gone = False

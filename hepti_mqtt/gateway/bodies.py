@@ -48,7 +48,7 @@ def _whole(value: Any) -> Any:
 
 
 def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
-    """Return texts as a list; raises ValueError, which names what is wrong."""
+    """Return texts as a list; raises ValueError with the reason."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not 0 < len(items) <= most:
         raise ValueError(f"send a text or a list of 1 to {most} texts")
@@ -109,11 +109,11 @@ class Key:
         value = _whole(value) if self.option.kind == "integer" else value
         if self.option.kind == "integer" and (not isinstance(value, int) or isinstance(value, bool)):
             self.option.check(value, name)
-        found = self._convert(value)
-        if found is None or found in self.option.neutral:
+        converted = self._convert(value)
+        if converted is None or converted in self.option.neutral:
             return None
-        self.option.check(found, name)
-        return found
+        self.option.check(converted, name)
+        return converted
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ class Body(BaseModel):
 
     def names(self) -> dict[str, str]:
         """Return the client's names of the options that were chosen, by MQTT's, also of bodies within."""
-        found = {key.option.name: name for name, key in self.keys.items() if key.option.name in self._chosen}
+        names = {key.option.name: name for name, key in self.keys.items() if key.option.name in self._chosen}
         for value in self.__dict__.values():
-            found |= value.names() if isinstance(value, Body) else {}
-        return found
+            names |= value.names() if isinstance(value, Body) else {}
+        return names
 
     @model_validator(mode="wrap")
     @classmethod
@@ -155,8 +155,8 @@ class Body(BaseModel):
         kept, chosen = dict[str, Any](), dict[str, Any]()
         for name, value in values.items():
             if name in cls.keys:
-                found = None if value is None else cls.keys[name].read(name, value)
-                chosen |= {} if found is None else {cls.keys[name].option.name: found}
+                option = None if value is None else cls.keys[name].read(name, value)
+                chosen |= {} if option is None else {cls.keys[name].option.name: option}
             elif name in cls.neutral:
                 _check_neutral(name, value, cls.neutral[name])
             elif name in fields and (value is not None or fields[name].is_required()):
@@ -219,7 +219,7 @@ def checked(model: type[AnyBody], values: Any) -> AnyBody:
 
 
 class Room:
-    """What the bodies of all requests that are being answered may take together."""
+    """The memory of the bodies of all running requests."""
 
     def __init__(self, nbytes: int = ROOM_BYTES) -> None:
         self._left = nbytes

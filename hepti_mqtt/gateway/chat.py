@@ -26,20 +26,20 @@ Fields = dict[str, Any]
 
 
 class StreamOptions(Body):
-    """What a stream has besides its text."""
+    """Options of a stream."""
 
     ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
 
 
 class TemplateOptions(Body):
-    """What a chat template is told."""
+    """Options of the chat template."""
 
     keys: ClassVar = {"enable_thinking": Key(OPTIONS["thinking"])}
 
 
 class Written(Body):
-    """What chats and completions have in common."""
+    """Options of chats and completions."""
 
     keys: ClassVar = {**SAMPLED, "max_tokens": Key(OPTIONS["max_new_tokens"], bounded)}
     ignored = frozenset(
@@ -73,7 +73,7 @@ class Demanded(TypedDict):
 
 
 class Format(TypedDict):
-    """What a text looks like."""
+    """The format of a text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[dict[str, Any]]
@@ -89,7 +89,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def thinks(effort: Effort | None) -> bool | None:
-    """Return whether a model is asked for thoughts, None where it is not said."""
+    """Return whether the model shall think; None if unspecified."""
     return None if effort is None else effort != "none"
 
 
@@ -179,8 +179,8 @@ def _summed(ends: Sequence[Finished]) -> Fields:
 
 def _chat_logprobs(tokens: Sequence[Fields]) -> Fields | None:
     """Return tokens as OpenAI's chats have them with their probabilities, None without any."""
-    found = [{**_in_bytes(one), "top_logprobs": [_in_bytes(other) for other in one["top"]]} for one in tokens]
-    return {"content": found, "refusal": None} if found else None
+    content = [{**_in_bytes(one), "top_logprobs": [_in_bytes(other) for other in one["top"]]} for one in tokens]
+    return {"content": content, "refusal": None} if content else None
 
 
 def _in_bytes(token: Fields) -> Fields:

@@ -1,4 +1,4 @@
-"""HTTP connections whose client must keep up: uvicorn alone waits for ever for a head, and for who does not read."""
+"""Timeouts for slow HTTP clients: uvicorn waits forever for request heads and for clients that do not read."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ SWEEP_TICKS: Final = 50  # of uvicorn's loop, which ticks ten times a second
 
 
 class Connection(H11Protocol):
-    """Ends when its client has been behind for 30 s: with a head, the rest of a refused body, or reading an answer."""
+    """Closes if its client is late for 30 s: with a head, the rest of a refused body, or reading an answer."""
 
-    _behind_since = 0.0
+    _late_since = 0.0
     _unread_bytes = 0  # at most since then
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._behind_since = self.loop.time()
+        self._late_since = self.loop.time()
 
     def sweep(self, now: float) -> None:
-        """Abort the connection if its client is behind for too long; now: of the loop's clock."""
+        """Abort the connection if its client is late for too long; now: of the loop's clock."""
         unread = self.transport.get_write_buffer_size()
         self._unread_bytes = max(self._unread_bytes, unread)
-        elapsed = now - self._behind_since
+        elapsed = now - self._late_since
         reads_slowly = unread > max(0, self._unread_bytes - LEAST_BYTES_PER_S * elapsed)
         if not reads_slowly and not self._owes():
-            self._behind_since, self._unread_bytes = now, unread
+            self._late_since, self._unread_bytes = now, unread
         elif elapsed > STALLED_S:
             self.transport.abort()
 
     def _owes(self) -> bool:
-        """Whether the client has begun what nobody else sets a limit to."""
+        """Return whether the client owes bytes that no other timeout covers."""
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             return bool(self.cycle.response_complete)
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
     """Looks at its connections every five seconds."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what is due."""
+        """Abort connections of late clients."""
         if counter % SWEEP_TICKS == 0:
             now = asyncio.get_running_loop().time()
             for one in list(self.server_state.connections):

@@ -1,4 +1,4 @@
-"""The dashboard: what the site is like as one value, looked at while somebody watches, and the page that draws it."""
+"""The dashboard: the state of the site as one value, read while somebody watches, and the page that draws it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.plan import Plan
 
-LOOK_S: Final = 1.5  # for the heartbeats of all devices, of which each sends one a second
+LOOK_S: Final = 1.5  # for the heartbeats of all devices: each sends one a second
 EVERY_S: Final = 2.0
 PLANNER_S: Final = 1.0
 WATCHERS: Final = 64
@@ -39,7 +39,7 @@ PAGE: Final[Mapping[str, tuple[str, str]]] = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-# The page asks nobody but its own gateway, and what a name contains is never run.
+# The page connects only to its own gateway, and never runs text from names.
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
@@ -52,11 +52,11 @@ HEADERS: Final[Mapping[str, str]] = {
 
 
 class _Simulated(NamedTuple):
-    """What the simulator said of a plan, and until when that is kept: what is measured of links changes."""
+    """The simulation of a plan, kept until `due`: measurements of links change."""
 
     version: object
     due: float
-    told: dict[str, Any]
+    figures: dict[str, Any]
 
 
 class View:
@@ -67,25 +67,25 @@ class View:
         self._simulated: dict[str, _Simulated] = {}  # by model
 
     def look(self) -> dict[str, Any]:
-        """Return the devices and models of the site, and in `trouble` what keeps it from being seen, else None."""
+        """Return the devices and models of the site, and in `trouble` the error that hides them, else None."""
         try:
-            found = self._client.devices(wait_s=LOOK_S)
+            devices = self._client.devices(wait_s=LOOK_S)
             unused = self._client.unused()
         except HeptiError as error:
             return {"devices": [], "models": [], "trouble": str(error)}
-        seen: dict[str, Any] = {"devices": [describe_device(d, unused) for d in found], "models": [], "trouble": None}
+        site: dict[str, Any] = {"devices": [describe_device(d, unused) for d in devices], "models": [], "trouble": None}
         try:
             for name in self._client.models(PLANNER_S):
-                seen["models"].append(self._model(name, found))
+                site["models"].append(self._model(name, devices))
         except HeptiError as error:
-            seen["trouble"] = str(error)
-        return seen
+            site["trouble"] = str(error)
+        return site
 
-    def _model(self, name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _model(self, name: str, devices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         record = self._client.plan(name, PLANNER_S)
-        kept = ("reason", "error", "progress", "in_flight")
-        told = {"name": name, "reads": None, **{key: record[key] for key in kept}}
-        told |= {
+        keys = ("reason", "error", "progress", "in_flight")
+        shown = {"name": name, "reads": None, **{key: record[key] for key in keys}}
+        shown |= {
             "machines": record.get("machines", {}),
             "chats": record.get("card", {}).get("chat", True),  # a planner may be older
             "candidates": record["candidates"][:CANDIDATES],
@@ -94,18 +94,18 @@ class View:
             "preparing": record["preparing"],
         }
         if record["active"] is None:
-            return told
+            return shown
         version, begun = record["active"]["epoch"], time.monotonic()
-        known = self._simulated.get(name)
-        if known is None or known.version != version or begun > known.due:
-            found_out = simulated(self._client.site, record, found)
+        last = self._simulated.get(name)
+        if last is None or last.version != version or begun > last.due:
+            figures = simulated(self._client.site, record, devices)
             now = time.monotonic()
-            self._simulated[name] = _Simulated(version, now + max(SIMULATED_S, COST * (now - begun)), found_out)
-        return told | self._simulated[name].told
+            self._simulated[name] = _Simulated(version, now + max(SIMULATED_S, COST * (now - begun)), figures)
+        return shown | self._simulated[name].figures
 
 
 def describe_device(device: Mapping[str, Any], unused: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the page shows of a device that `Hepti.devices` found; unused: why the planner leaves it out."""
+    """Return the page's fields of a device of `Hepti.devices`; unused: why the planner does not use devices."""
     heartbeat = device.get("heartbeat") or {}
     names = ("cpu_other", "free_bytes", "rss_bytes", "temperature_c", "round_trip_s", "slowdown")
     measured, edges = heartbeat.get("peers", {}), heartbeat.get("edges", {})
@@ -117,26 +117,26 @@ def describe_device(device: Mapping[str, Any], unused: Mapping[str, str]) -> dic
         }
         for peer in sorted({*measured, *edges})
     }
-    told = {key: device.get(key) for key in ("device", "status", "doing", "done", "total", "memory_budget_bytes")}
-    told |= {"threads": device.get("threads"), **{key: heartbeat.get(key) for key in names}}
-    return told | {"links": links, "unused": unused.get(device["device"]) or unusable_reason(device)}
+    shown = {key: device.get(key) for key in ("device", "status", "doing", "done", "total", "memory_budget_bytes")}
+    shown |= {"threads": device.get("threads"), **{key: heartbeat.get(key) for key in names}}
+    return shown | {"links": links, "unused": unused.get(device["device"]) or unusable_reason(device)}
 
 
-def simulated(site: str, record: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the simulator says of the active plan: shares of the work, and a time line, in milliseconds.
+def simulated(site: str, record: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the simulation of the active plan: shares of the work, and a time line, in milliseconds.
 
-    Without the plan's devices, or with a planner of another version, `unknown` says why that is not known.
+    Without the plan's devices, or with a planner of another version, `unknown` holds the reason.
     """
     try:
         spec, plan = spec_from_dict(record["spec"]), Plan.from_dict(record["active"])
         kind = spec.input_spec
-        reads = next((name for known, name in READS.items() if isinstance(kind, known)), "other")
+        reads = next((name for type_, name in READS.items() if isinstance(kind, type_)), "other")
         shape = representative_shape(spec, plan.predicted_tokens or 128)
-        result = simulate_plan(site, spec, plan, shape, cluster_of_devices(usable(found), plan.devices)).result
+        result = simulate_plan(site, spec, plan, shape, cluster_of_devices(usable(devices), plan.devices)).result
     except (HeptiError, KeyError, TypeError, ValueError) as error:
         return {"unknown": str(error)}
     total = sum(use.flops for use in result.devices.values()) or 1.0
-    devices = {
+    shares = {
         name: {"share": use.flops / total, "compute_ms": use.compute_s * 1e3, "wait_ms": use.wait_s * 1e3}
         | {"wire_ms": use.frame_s * 1e3, "sent_bytes": use.sent_bytes}
         for name, use in result.devices.items()
@@ -148,7 +148,7 @@ def simulated(site: str, record: Mapping[str, Any], found: Sequence[Mapping[str,
     ]
     return {
         "reads": reads,
-        "shares": devices,
+        "shares": shares,
         "simulated_ms": result.seconds * 1e3,
         "simulated_tokens": shape.size,
         "timeline": lanes,
@@ -158,26 +158,26 @@ def simulated(site: str, record: Mapping[str, Any], found: Sequence[Mapping[str,
 class Dashboard:
     """Serves the page and, to all who watch, one look at the site every two seconds.
 
-    look: blocking; returns a part of the value. beside: the rest, at once. stopping: whether the process ends.
+    look: blocking; returns a part of the value. more: the rest, at once. stopping: whether the process ends.
     """
 
     def __init__(
         self,
         look: Callable[[], dict[str, Any]],
-        beside: Callable[[], dict[str, Any]],
+        more: Callable[[], dict[str, Any]],
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._look, self._beside, self._stopping = look, beside, stopping
+        self._look, self._more, self._stopping = look, more, stopping
         self._looking = asyncio.Lock()
-        self._seen: tuple[float, dict[str, Any]] | None = None
+        self._last: tuple[float, dict[str, Any]] | None = None
         self._watchers = 0
 
-    async def seen(self) -> dict[str, Any]:
-        """Return the site as it was at most two seconds ago, however many ask."""
+    async def current(self) -> dict[str, Any]:
+        """Return the state of the site, at most two seconds old, however many pages watch."""
         async with self._looking:
-            if self._seen is None or time.monotonic() - self._seen[0] > EVERY_S:
-                self._seen = time.monotonic(), await asyncio.to_thread(self._look)
-            return {"time": time.time(), **self._seen[1], **self._beside()}
+            if self._last is None or time.monotonic() - self._last[0] > EVERY_S:
+                self._last = time.monotonic(), await asyncio.to_thread(self._look)
+            return {"time": time.time(), **self._last[1], **self._more()}
 
     async def watch(self, _site: object, _asked: object) -> Response:
         """Server-sent events, each the whole site.
@@ -193,7 +193,7 @@ class Dashboard:
         self._watchers += 1
         try:
             while not self._stopping():
-                yield f"data: {json.dumps(await self.seen(), allow_nan=False, default=float)}\n\n"
+                yield f"data: {json.dumps(await self.current(), allow_nan=False, default=float)}\n\n"
                 for _ in range(8):
                     if not self._stopping():
                         await asyncio.sleep(EVERY_S / 8)

@@ -10,46 +10,27 @@ from starlette.responses import JSONResponse
 from hepti_mqtt.errors import HeptiError, RequestError
 
 RETRY_AFTER_S: Final = 1
-# What a client may send again later has Retry-After.
-_STATUS: Final[Mapping[str, int]] = {
-    "bad_request": 400,
-    "bad_name": 400,
-    "config": 400,
-    "unauthorized": 401,
-    "forbidden": 403,
-    "context_length_exceeded": 400,
-    "unknown_model": 404,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "slow_body": 408,
-    "id_in_use": 409,
-    "too_large": 413,
-    "media_type": 415,
-    "unprocessable": 422,
-    "overloaded": 429,
-    "no_plan": 503,
-    "network": 503,
-    "packet_limit": 503,
-    "deadline": 504,
-}
-LATER: Final = frozenset({429, 503})
-# What a client may be answered, besides 200.
-MEANINGS: Final[Mapping[int, str]] = {
-    400: "the request is wrong; the message names the key",
-    401: "no key, or a wrong one",
-    403: "a page of another site asks a gateway without keys",
-    404: "the model is not served; the message lists those that are",
-    405: "the path has another method",
-    408: "the body came too slowly",
-    409: "a request of this id runs",
-    413: "the body is too long",
-    415: "the body is of another media type",
-    422: "a form that does not say what is asked",
-    429: "the site is overloaded",
-    502: "the site failed",
-    503: "the site has no device, no planner or no broker now",
-    504: "no answer in time",
-}
+LATER: Final = frozenset({429, 503})  # with Retry-After
+#: what each status besides 200 means, and the codes of its errors
+_STATUSES: Final[Mapping[int, tuple[str, ...]]] = {
+    400: ("the request is wrong; the message names the key", "bad_request", "bad_name", "config",
+          "context_length_exceeded"),
+    401: ("no key, or a wrong one", "unauthorized"),
+    403: ("a page of another site asks a gateway without keys", "forbidden"),
+    404: ("the model is not served; the message lists the served models", "unknown_model", "not_found"),
+    405: ("the path has another method", "method_not_allowed"),
+    408: ("the body came too slowly", "slow_body"),
+    409: ("a request of this id runs", "id_in_use"),
+    413: ("the body is too long", "too_large"),
+    415: ("the body is of another media type", "media_type"),
+    422: ("a form without a valid task", "unprocessable"),
+    429: ("the site is overloaded", "overloaded"),
+    502: ("the site failed",),
+    503: ("the site has no device, no planner or no broker now", "no_plan", "network", "packet_limit"),
+    504: ("no answer in time", "deadline"),
+}  # fmt: skip
+MEANINGS: Final = {status: meaning for status, (meaning, *_) in _STATUSES.items()}
+_STATUS: Final = {code: status for status, (_, *codes) in _STATUSES.items() for code in codes}
 
 
 class HttpError(RequestError):
@@ -61,7 +42,7 @@ class HttpError(RequestError):
 
 
 def status_of(error: HeptiError) -> int:
-    """Return the HTTP status of an error; 502 for what failed behind the gateway."""
+    """Return the HTTP status of an error; 502 if the site failed."""
     return _STATUS.get(error.code, 502)
 
 
@@ -94,6 +75,6 @@ def renamed(error: HeptiError, names: Mapping[str, str]) -> HeptiError:
     """Return an error in the client's words; names: its keys, by MQTT's."""
     if error.param is None or (name := names.get(error.param)) is None:
         return error
-    found = type(error)(str(error).replace(error.param, name, 1))
-    found.param = name
-    return found
+    copy = type(error)(str(error).replace(error.param, name, 1))
+    copy.param = name
+    return copy

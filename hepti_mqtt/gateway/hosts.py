@@ -1,8 +1,8 @@
 """A gateway without keys answers no page of another site: checks of Host and Origin against DNS rebinding.
 
 A page of a foreign site reaches a private address under a public name of its own. So a name is served only if no
-public server can give it: an address, a name without a dot, a name below `.local` and the like, or one that the user
-names.
+public server can give it: an address, a name without a dot, a name below `.local` and the like, or a name of the user's
+own.
 """
 
 from __future__ import annotations

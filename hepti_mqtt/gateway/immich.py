@@ -1,4 +1,4 @@
-"""Immich's machine learning interface, as far as its search by content asks: vectors of photos and of texts."""
+"""The part of Immich's machine learning interface for its search by content: vectors of photos and texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIGITS: Final = 9  # which distinguish any two f32
 
 
 class PhotoBody(Body):
-    """A photo or a searched text, and what is asked of it."""
+    """A photo or a searched text, with its tasks."""
 
     model_config: ClassVar = {"strict": False}
     entries: str | None = None
@@ -37,41 +37,41 @@ class PhotoBody(Body):
 async def predict_form(site: Site, body: PhotoBody) -> Any:
     """Vectors of a photo or a searched text, of length 1, as Immich's machine learning gives them."""
     image, text = body.image, body.text
-    name, reads = _asked(body.entries)
+    name, reads = _wanted(body.entries)
     if image is None and text is None:
         raise RequestError("the form has neither an image nor a text")
     if (image is None) == (reads == "image"):
-        raise RequestError(f"the form brings {'a text' if image is None else 'an image'}, and {reads} is asked for")
+        raise RequestError(f"'entries' names {reads}, but the form brings {'a text' if image is None else 'an image'}")
     model = await site.model_named(valid_name(name), f"{name!r} is served as --model {valid_name(name)}=DIRECTORY")
     if image is None:
-        found = await site.embed(model, [text or ""], truncate=True)
-        return {TASK: _written(found.items)}
+        vectors = await site.embed(model, [text or ""], truncate=True)
+        return {TASK: _written(vectors.items)}
     width, height = await asyncio.to_thread(_size, image)
-    found = await site.embed_pictures(model, [image])
-    return {TASK: _written(found.items), "imageHeight": height, "imageWidth": width}
+    vectors = await site.embed_pictures(model, [image])
+    return {TASK: _written(vectors.items), "imageHeight": height, "imageWidth": width}
 
 
-def _asked(entries: str | None) -> tuple[str, str]:
+def _wanted(entries: str | None) -> tuple[str, str]:
     """Return the model's name and what it is to read; raises HttpError, RequestError for another task."""
     try:
         tasks = json.loads(entries or "")
-        asked = [(task, kind, entry["modelName"], entry) for task, by in tasks.items() for kind, entry in by.items()]
+        wanted = [(task, kind, entry["modelName"], entry) for task, by in tasks.items() for kind, entry in by.items()]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise HttpError("unprocessable", f"'entries' is not {{task: {{type: {{modelName}}}}}}: {error!r}") from None
     if others := sorted(
-        {f"{task} ({kind})"[:60] for task, kind, _, _ in asked if (task, kind in _TYPES) != (TASK, True)}
+        {f"{task} ({kind})"[:60] for task, kind, _, _ in wanted if (task, kind in _TYPES) != (TASK, True)}
     ):
         raise RequestError(
-            f"the gateway computes {TASK} alone, and {', '.join(others)} is asked for: turn that off in Immich, or add "
-            "the address of Immich's own machine learning behind this one"
+            f"the gateway computes {TASK} alone, not {', '.join(others)}: turn that off in Immich, or add the address "
+            "of Immich's own machine learning after this one"
         )
-    if len(asked) != 1:
-        raise HttpError("unprocessable", f"'entries' asks for {len(asked)} vectors; ask for one")
-    _, kind, name, entry = asked[0]
+    if len(wanted) != 1:
+        raise HttpError("unprocessable", f"'entries' asks for {len(wanted)} vectors; ask for one")
+    _, kind, name, entry = wanted[0]
     options = entry.get("options") or {}
     # Of texts in several languages, which these models read alike.
     if entry.keys() > {"modelName", "options"} or not isinstance(options, dict) or options.keys() - {"language"}:
-        raise HttpError("unprocessable", f"'entries' has options that are not known: {json.dumps(entry)[:200]}")
+        raise HttpError("unprocessable", f"'entries' has unknown options: {json.dumps(entry)[:200]}")
     if not isinstance(name, str) or not valid_name(name):
         raise HttpError("unprocessable", "modelName is no name")
     return name, _TYPES[kind]

@@ -1,4 +1,4 @@
-"""The interface of llama.cpp's server, as far as programs ask it for vectors: Frigate's search by meaning does."""
+"""The part of llama.cpp's server for vectors, which Frigate's search by meaning uses."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def multimodal_embeddings(site: Site, body: ContentBody) -> Any:
     texts = [value for value in read if isinstance(value, str)]
     pictures = [value for value in read if isinstance(value, bytes)]
     rows = unit((await site.embed(model, texts)).items).tolist() if texts else []
-    seen = unit((await site.embed_pictures(model, pictures)).items).tolist() if pictures else []
-    ordered = [(rows if isinstance(value, str) else seen).pop(0) for value in read]
+    images = unit((await site.embed_pictures(model, pictures)).items).tolist() if pictures else []
+    ordered = [(rows if isinstance(value, str) else images).pop(0) for value in read]
     return [{"index": i, "embedding": [row]} for i, row in enumerate(ordered)]
 
 

@@ -26,6 +26,7 @@ from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS
 VERSION: Final = "0.12.6"
 MARK: Final = "[img]"  # in a text, where the next of its pictures belongs
 Fields = dict[str, Any]
+_ABILITIES: Final = ("tools", "thinking", "vision")
 _FOR_EVER: Final = "2318-01-01T00:00:00Z"  # as Ollama says it of a model that stays loaded
 
 
@@ -50,14 +51,14 @@ class SamplingOptions(Body):
 
 
 class Loaded(Body):
-    """What all bodies with a model have; keep_alive: models stay loaded."""
+    """A body with a model; keep_alive: models stay loaded."""
 
     model: Annotated[str | None, Field(description="the name of a served model")] = None
     keep_alive: float | str | None = None
 
 
 class OllamaBody(Loaded):
-    """What chat and generate have in common."""
+    """Options of chat and generate."""
 
     neutral: ClassVar = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (True,), "shift": (True,)}
     ignored = frozenset({"_debug_render_only"})
@@ -124,7 +125,7 @@ class ShowBody(Body):
 
 
 class Card(NamedTuple):
-    """What the planner says of a model."""
+    """The planner's description of a model."""
 
     name: str
     about: Mapping[str, Any]
@@ -137,39 +138,23 @@ class Card(NamedTuple):
         billions = about.get("parameters", 0) / 1e9
         size = f"{billions:.1f}B" if billions >= 1 else f"{1e3 * billions:.1f}M"
         dtype = str(about.get("dtype", "")).upper()
-        return {
-            "parent_model": "",
-            "format": "gguf" if "_" in dtype else "safetensors",
-            "family": family,
-            "families": [family],
-            "parameter_size": size,
-            "quantization_level": dtype,
-        }
+        form = "gguf" if "_" in dtype else "safetensors"
+        families = {"parent_model": "", "format": form, "family": family, "families": [family]}
+        return {**families, "parameter_size": size, "quantization_level": dtype}
 
     def to_dict(self) -> Fields:
         """Return an entry of Ollama's lists."""
-        return {
-            "name": f"{self.name}:latest",
-            "model": f"{self.name}:latest",
-            "modified_at": _moment(self.about.get("modified", 0.0)),
-            "size": self.about.get("bytes", 0),
-            "digest": self.about.get("digest", ""),
-            "details": self.details,
-        }
+        name, about = f"{self.name}:latest", self.about
+        size = {"size": about.get("bytes", 0), "digest": about.get("digest", ""), "details": self.details}
+        return {"name": name, "model": name, "modified_at": _moment(about.get("modified", 0.0)), **size}
 
     @property
     def capabilities(self) -> list[str]:
         """Return what the model does, in Ollama's words."""
         about = self.about
         task = about.get("task")
-        found = {
-            "completion": task == "generation",
-            "tools": about.get("tools"),
-            "thinking": about.get("thinking"),
-            "vision": about.get("vision"),
-            "embedding": task == "embedding",
-        }
-        return [name for name, has in found.items() if has]
+        abilities = {"completion": task == "generation", **{key: about.get(key) for key in _ABILITIES}}
+        return [name for name, has in {**abilities, "embedding": task == "embedding"}.items() if has]
 
 
 def _moment(unix_s: float) -> str:
@@ -197,11 +182,9 @@ async def show(site: Site, body: ShowBody) -> Any:
     model = await site.model_named(body.model or body.name)
     card = Card(model, await site.card(model))
     family, about = card.details["family"], card.about
+    files = {"license": "", "modelfile": f"FROM {model}\n", "parameters": "", "template": "{{ .Prompt }}"}
     return {
-        "license": "",
-        "modelfile": f"FROM {model}\n",
-        "parameters": "",
-        "template": "{{ .Prompt }}",
+        **files,
         "details": card.details,
         "model_info": {
             "general.architecture": family,
@@ -223,20 +206,20 @@ async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as Ollama gives them; durations in nanoseconds."""
     begun = time.perf_counter()
     model = await site.model_named(body.model)
-    found = await site.embed(model, body.input, body.truncate, **body.chosen)
+    vectors = await site.embed(model, body.input, body.truncate, **body.chosen)
     return {
         "model": body.model or model,
-        "embeddings": found.items.tolist(),
+        "embeddings": vectors.items.tolist(),
         "total_duration": _since(begun),
         "load_duration": 0,
-        "prompt_eval_count": found.tokens,
+        "prompt_eval_count": vectors.tokens,
     }
 
 
 async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """One embedding, as Ollama gave it before `/api/embed`."""
-    found = await site.embed(await site.model_named(body.model), [body.prompt], True)
-    return {"embedding": found.items[0].tolist()}
+    vectors = await site.embed(await site.model_named(body.model), [body.prompt], True)
+    return {"embedding": vectors.items[0].tolist()}
 
 
 async def chat(site: Site, body: ChatBody) -> Any:
@@ -246,8 +229,8 @@ async def chat(site: Site, body: ChatBody) -> Any:
         message: Fields = {"role": "assistant", "content": piece.text}
         message |= {"thinking": piece.thinking} if piece.thinking else {}
         if calls:
-            made = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
-            message["tool_calls"] = [{"function": one} for one in made]
+            functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+            message["tool_calls"] = [{"function": one} for one in functions]
         return {"message": message}
 
     if not body.messages:
@@ -258,15 +241,15 @@ async def chat(site: Site, body: ChatBody) -> Any:
 
 
 def _message(place: int, message: Mapping[str, Any]) -> Fields:
-    """Return a message in OpenAI's words, without what is empty."""
+    """Return a message with OpenAI's keys, without empty values."""
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    found = {
+    fields = {
         names.get(key, key): value for key, value in message.items() if key != "images" and value not in (None, "")
     }
     images = message.get("images") or []
     if not isinstance(images, list):
         raise RequestError(f"messages[{place}].images must be a list of pictures in base64", "messages")
-    return found | ({"content": _with_pictures(images, str(message.get("content") or ""))} if images else {})
+    return fields | ({"content": _with_pictures(images, str(message.get("content") or ""))} if images else {})
 
 
 def _with_pictures(images: Sequence[Any], text: str) -> list[Fields]:
@@ -321,17 +304,11 @@ async def _write(
     def last(end: Finished) -> Fields:
         spent = _since(begun)
         prompt = int((writing.begun_s - begun) * 1e9) if writing.begun_s else spent // (1 + end.tokens)
-        return part_of(
-            as_fields(end.rest, end.calls),
-            done=True,
-            done_reason="length" if end.reason == "length" else "stop",
-            total_duration=spent,
-            load_duration=0,
-            prompt_eval_count=end.prompt_tokens,
-            prompt_eval_duration=prompt,
-            eval_count=end.tokens,
-            eval_duration=spent - prompt,
-        )
+        reason = "length" if end.reason == "length" else "stop"
+        counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": end.tokens}
+        times = {"total_duration": spent, "load_duration": 0}
+        times |= {"prompt_eval_duration": prompt, "eval_duration": spent - prompt}
+        return part_of(as_fields(end.rest, end.calls), done=True, done_reason=reason, **times, **counts)
 
     if not body.stream:
         return last(writing.end((await site.write(model, [request]))[0]))

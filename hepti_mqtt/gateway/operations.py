@@ -47,8 +47,8 @@ def document(operations: Sequence[Operation], locked: bool) -> dict[str, Any]:
     for one in operations:
         types += [kind for kind in (one.body, *one.answers.values()) if kind is not None]
     named = [(place, "validation", TypeAdapter(kind)) for place, kind in enumerate(types)]
-    found, together = TypeAdapter.json_schemas(named, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    schemas = {place: schema for (place, _), schema in found.items()}
+    by_place, together = TypeAdapter.json_schemas(named, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    schemas = {place: schema for (place, _), schema in by_place.items()}
     of_error, *others = (schemas[place] for place in range(len(types)))
     parts = iter(others)
     paths: dict[str, dict[str, Any]] = {}

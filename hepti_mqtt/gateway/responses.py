@@ -38,7 +38,7 @@ class Reasoning(Body):
 
 
 def _tools(tools: list[Fields]) -> list[Fields]:
-    """Return tools as chats have them; raises RequestError for one that is no function."""
+    """Return tools in the form of chats; raises RequestError for a tool other than a function."""
     about = ("name", "description", "parameters", "strict")
     for place, tool in enumerate(tools):
         if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
@@ -143,7 +143,7 @@ def _part(place: int, part: Any) -> Fields:
 
 
 async def respond(site: Site, body: ResponseBody) -> Any:
-    """The answer to a conversation, of which nothing is kept."""
+    """The answer to a conversation; nothing is stored."""
     model, request = await site.model_named(body.model), body.request()
     writing = Writing(body.callable_tools, None if body.parallel_tool_calls else 1)
     head = _head(model, body)
@@ -155,25 +155,14 @@ async def respond(site: Site, body: ResponseBody) -> Any:
 
 
 def _head(model: str, body: ResponseBody) -> Fields:
-    about = {key: body.chosen.get(key) for key in ("temperature", "top_p")}
+    about = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+    tools = [{"type": "function", "strict": False, "parameters": {}, **tool["function"]} for tool in body.tools]
     return {
-        "id": _id("resp"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "model": model,
-        "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "metadata": {},
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None,
-        "store": False,
-        "tool_choice": body.tool_choice,
-        "tools": [{"type": "function", "strict": False, "parameters": {}, **tool["function"]} for tool in body.tools],
-        "usage": None,
         **about,
+        **{key: body.chosen.get(key) for key in ("temperature", "top_p")},
+        **{key: getattr(body, key) for key in ("instructions", "parallel_tool_calls", "tool_choice")},
+        **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),
+        **{"status": "in_progress", "output": [], "metadata": {}, "store": False, "tools": tools},
     }
 
 
@@ -182,7 +171,7 @@ def _id(kind: str) -> str:
 
 
 def _ended(head: Fields, items: list[Fields], end: Finished) -> Fields:
-    """Return a response whose text has ended."""
+    """Return a finished response."""
     is_whole = end.reason != "length"
     usage = {
         "input_tokens": end.prompt_tokens,
@@ -203,8 +192,8 @@ def _ended(head: Fields, items: list[Fields], end: Finished) -> Fields:
 def _items(whole: Piece, end: Finished) -> list[Fields]:
     """Return the items of a text: its thoughts, the text, and calls."""
     thoughts, message = _reasoning(whole.thinking), _message(whole.text)
-    found = [thoughts] * bool(whole.thinking) + [message] * bool(whole.text or not end.calls)
-    return found + [
+    items = [thoughts] * bool(whole.thinking) + [message] * bool(whole.text or not end.calls)
+    return items + [
         {
             "type": "function_call", "id": _id("fc"), "call_id": call.id, "name": call.name,
             "arguments": call.arguments, "status": "completed",
@@ -237,7 +226,7 @@ class _Events:
         return f"event: {kind}\n{event({'type': kind, 'sequence_number': self._number - 1, **fields})}"
 
     def add(self, item: Fields, kind: str, text: str) -> Iterator[str]:
-        """Yield what a piece of text gives; item: the one that begins with it, if another one is open."""
+        """Yield the events of a piece of text; item: begins here unless one of its type is open."""
         if self._open is None or self._open["type"] != item["type"]:
             yield from self.close()
             self._open, self._text = item, ""
@@ -249,7 +238,7 @@ class _Events:
         yield self.event(f"response.{kind}.delta", **self._place(), delta=text, logprobs=[])
 
     def close(self) -> Iterator[str]:
-        """Yield what ends the open item."""
+        """Yield the events that end the open item."""
         if (item := self._open) is None:
             return
         (part,) = item["content"]
@@ -262,7 +251,7 @@ class _Events:
         self._open = None
 
     def call(self, item: Fields) -> Iterator[str]:
-        """Yield what a call of a tool gives."""
+        """Yield the events of a tool call."""
         place = {"item_id": item["id"], "output_index": len(self.items)}
         begun = {**item, "arguments": "", "status": "in_progress"}
         yield self.event("response.output_item.added", output_index=len(self.items), item=begun)

@@ -71,13 +71,10 @@ class RerankBody(Body):
     """A query, and documents to rank, as Jina's and Cohere's interfaces have them."""
 
     ignored = frozenset({"user"})
-    #: documents are read as far as the model reads
+    #: longer documents are truncated
     neutral: ClassVar = {
-        "max_chunks_per_doc": (),
-        "max_tokens_per_doc": (4096,),
-        "return_embeddings": (),
-        "priority": (0,),
-    }
+        "max_chunks_per_doc": (), "max_tokens_per_doc": (4096,), "return_embeddings": (), "priority": (0,),
+    }  # fmt: skip
     model: str | None = None
     query: str
     documents: Documents
@@ -140,12 +137,12 @@ def _model_object(name: str) -> dict[str, Any]:
 async def embeddings(site: Site, body: EmbeddingsBody) -> Any:
     """Embeddings as lists of numbers, or as base64 of little-endian f32."""
     model = await site.model_named(body.model)
-    found = await site.embed(model, body.input, **body.chosen)
-    rows: list[Any] = found.items.tolist()
+    vectors = await site.embed(model, body.input, **body.chosen)
+    rows: list[Any] = vectors.items.tolist()
     if body.encoding_format == "base64":
-        rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in found.items]
+        rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.items]
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
-    return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
+    return {"object": "list", "data": data, "model": model, "usage": _usage(vectors.tokens)}
 
 
 def _usage(tokens: int) -> dict[str, int]:
@@ -158,9 +155,9 @@ async def classify(site: Site, body: ClassifyBody) -> Any:
     values = [one.image if isinstance(one, PictureBody) else one for one in inputs]
     model = await site.model_named(body.model)
     key = "images" if isinstance(inputs[0], PictureBody) else "texts"
-    found = await site.classify(model, values, key, **body.chosen)
-    data = [{"index": i, "label": labels[0]["label"], "labels": labels} for i, labels in enumerate(found.items)]
-    return {"object": "list", "data": data, "model": model, "usage": _usage(found.tokens)}
+    classes = await site.classify(model, values, key, **body.chosen)
+    data = [{"index": i, "label": labels[0]["label"], "labels": labels} for i, labels in enumerate(classes.items)]
+    return {"object": "list", "data": data, "model": model, "usage": _usage(classes.tokens)}
 
 
 async def transcriptions(site: Site, body: RecordingBody) -> Any:
@@ -180,42 +177,38 @@ async def _transcribe(site: Site, body: RecordingBody, task: str) -> Any:
             message = "words have times in response_format verbose_json alone; choose it, or leave 'word' out"
             raise RequestError(message, "timestamp_granularities[]")
         timed = "word"
+    model = await site.model_named(body.model)
     options: dict[str, Any] = {
         "language": body.language,
         "prompt": body.prompt,
         "temperature": body.temperature or None,
     }
-    model = await site.model_named(body.model)
-    found = await site.transcribe(model, body.file, timed=timed, task=task, **options)
-    answer = TRANSCRIPT_FORMATS[body.response_format](found, task)
+    speech = await site.transcribe(model, body.file, timed=timed, task=task, **options)
+    answer = TRANSCRIPT_FORMATS[body.response_format](speech, task)
     if timed == "word":
-        answer["words"] = [{**one, "word": one["word"].strip()} for part in found.segments for one in part["words"]]
+        answer["words"] = [{**one, "word": one["word"].strip()} for part in speech.segments for one in part["words"]]
         if "segment" not in body.granularities:
             del answer["segments"]
     return answer
 
 
-def _verbose(found: Spoken, task: str) -> dict[str, Any]:
+#: OpenAI's keys of a segment, and Hepti's
+_SEGMENT_KEYS: Final = {
+    "start": "start", "end": "end", "text": "text", "tokens": "ids", "temperature": "temperature",
+    "avg_logprob": "score", "compression_ratio": "compression", "no_speech_prob": "no_speech",
+}  # fmt: skip
+
+
+def _verbose(speech: Spoken, task: str) -> dict[str, Any]:
     segments = [
-        {
-            "id": number,
-            "seek": round(100 * piece["seek"]),
-            "start": piece["start"],
-            "end": piece["end"],
-            "text": piece["text"],
-            "tokens": piece["ids"],
-            "temperature": piece["temperature"],
-            "avg_logprob": piece["score"],
-            "compression_ratio": piece["compression"],
-            "no_speech_prob": piece["no_speech"],
-        }
-        for number, piece in enumerate(found.segments)
+        {"id": number, "seek": round(100 * piece["seek"])} | {key: piece[own] for key, own in _SEGMENT_KEYS.items()}
+        for number, piece in enumerate(speech.segments)
     ]
-    about = {"task": task, "language": NAMES.get(found.language, found.language), "duration": found.seconds}
-    return {**about, "text": found.text, "segments": segments}
+    about = {"task": task, "language": NAMES.get(speech.language, speech.language), "duration": speech.seconds}
+    return {**about, "text": speech.text, "segments": segments}
 
 
-def _subtitles(found: Spoken, comma: str) -> list[str]:
+def _subtitles(speech: Spoken, comma: str) -> list[str]:
     """Return the parts of a file of subtitles: from when to when, and the text."""
 
     def clock(seconds: float) -> str:
@@ -224,16 +217,16 @@ def _subtitles(found: Spoken, comma: str) -> list[str]:
 
     return [
         f"{clock(one['start'])} --> {clock(one['end'])}\n{one['text'].strip().replace('-->', '->')}\n"
-        for one in found.segments
+        for one in speech.segments
     ]
 
 
 TRANSCRIPT_FORMATS: Final[Mapping[str, Callable[[Spoken, str], Any]]] = {
-    "json": lambda found, _: {"text": found.text},
-    "text": lambda found, _: f"{found.text}\n",
+    "json": lambda speech, _: {"text": speech.text},
+    "text": lambda speech, _: f"{speech.text}\n",
     "verbose_json": _verbose,
-    "srt": lambda found, _: "\n".join(f"{i}\n{part}" for i, part in enumerate(_subtitles(found, ","), 1)),
-    "vtt": lambda found, _: "\n".join(["WEBVTT\n", *_subtitles(found, ".")]),
+    "srt": lambda speech, _: "\n".join(f"{i}\n{part}" for i, part in enumerate(_subtitles(speech, ","), 1)),
+    "vtt": lambda speech, _: "\n".join(["WEBVTT\n", *_subtitles(speech, ".")]),
 }
 
 
@@ -241,13 +234,13 @@ async def rerank(site: Site, body: RerankBody) -> Any:
     """Documents by their score for a query, best first."""
     texts = [one.text if isinstance(one, DocumentBody) else one for one in body.documents]
     model = await site.model_named(body.model)
-    found = await site.rank(model, body.query, texts)
+    ranking = await site.rank(model, body.query, texts)
     results = [
         {"index": one["index"], "relevance_score": one["score"]}
         | ({"document": {"text": texts[one["index"]]}} if body.return_documents else {})
-        for one in found.items[: body.top_n]
+        for one in ranking.items[: body.top_n]
     ]
-    return {"model": model, "results": results, "usage": _usage(found.tokens)}
+    return {"model": model, "results": results, "usage": _usage(ranking.tokens)}
 
 
 async def cohere_rerank(site: Site, body: CohereBody) -> Any:

@@ -1,4 +1,4 @@
-"""The site behind the gateway: requests of the Python client as awaitables, cut into what one request may carry."""
+"""Requests of HTTP clients to the site, as awaitables, divided into requests of permitted size."""
 
 from __future__ import annotations
 
@@ -43,27 +43,24 @@ Items = TypeVar("Items")
 
 
 class Computed(NamedTuple, Generic[Items]):
-    """What models compute of inputs, in their order, or ranked; and the tokens that it took."""
+    """Results of inputs, in their order or ranked, and the number of tokens computed."""
 
     items: Items
     tokens: int
 
 
 class Spoken(NamedTuple):
-    """What is said in a recording: the text, its language, the length in seconds, and the segments, in their order.
-
-    segments: {"start", "end", "text", "ids", "words"} with what the answer of their window says: `seek`, when it
-    begins, `temperature`, `score`, `compression`, `no_speech`.
-    """
+    """The transcript of a recording."""
 
     text: str
     language: str
     seconds: float
+    #: start, end, text, ids, words; of their window: seek (its begin), temperature, score, compression, no_speech
     segments: tuple[Mapping[str, Any], ...] = ()
 
 
 def samples_of(recording: bytes) -> Floats | None:
-    """Return a recording's samples at 16 kHz; None without the extra for its format: a request carries it as it is."""
+    """Return a recording's samples at 16 kHz; None if the extra for its format is missing."""
     if recording[:4] != b"RIFF" and find_spec("av") is None:
         return None
     return sound.read_file("file", recording, LONGEST_S)
@@ -75,7 +72,7 @@ def _first(language: Any) -> str:
 
 
 class Site:
-    """Requests to one site; timeout_s: of one HTTP request. model: for routes whose body names none.
+    """Requests to one site; timeout_s: of one HTTP request. model: for bodies without a model.
 
     text_timeout_s: of a request that generates text, and between two parts of a stream; by default timeout_s.
     """
@@ -92,17 +89,17 @@ class Site:
         self._timeout_s, self._model, self.truncate = timeout_s, model, truncate
         self._text_timeout_s = text_timeout_s or timeout_s
         self._served: list[str] = []
-        self._asked_s = -inf
-        self._asking = asyncio.Lock()
+        self._listed_s = -inf
+        self._listing = asyncio.Lock()
         self.journal = Journal()
         self.client = client
 
     async def models(self, older_than_s: float = FRESH_S) -> list[str]:
         """Return the names of the served models, at most this old; raises NetworkError without a planner."""
-        async with self._asking:
-            if time.monotonic() - self._asked_s > older_than_s:
+        async with self._listing:
+            if time.monotonic() - self._listed_s > older_than_s:
                 self._served = await asyncio.to_thread(self.client.models)
-                self._asked_s = time.monotonic()
+                self._listed_s = time.monotonic()
             return self._served
 
     async def model_named(self, name: str | None, advice: str = "") -> str:
@@ -123,7 +120,7 @@ class Site:
         return wanted
 
     async def card(self, model: str) -> Mapping[str, Any]:
-        """Return what the planner's record says that a model is; nothing of a planner of an older version."""
+        """Return the planner's description of a model; empty from an older planner."""
         return dict((await asyncio.to_thread(self.client.plan, model)).get("card") or {})
 
     async def is_loaded(self, model: str) -> bool:
@@ -137,9 +134,7 @@ class Site:
 
         options: `dimensions` and `prompt`, None for none.
         """
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"texts": list(part)} for part in _parts(texts)]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
+        answers = await self._ask_cut(model, [{"texts": [*part]} for part in _parts(texts)], truncate, options)
         return Computed(np.concatenate([a.embeddings for a in answers]), sum(a.tokens for a in answers))
 
     async def embed_pictures(self, model: str, pictures: Sequence[bytes]) -> Computed[Vectors]:
@@ -151,9 +146,8 @@ class Site:
         self, model: str, texts: Sequence[str], truncate: bool | None = None, **options: Any
     ) -> list[NDArray[np.float32]]:
         """Return the final hidden states [tokens, h] of each text; raises as `embed` does."""
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"text": text} for text in texts]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, want="hidden", **options)
+        bodies = [{"text": text, "want": "hidden"} for text in texts]
+        answers = await self._ask_cut(model, bodies, truncate, options)
         return [a.hidden for a in answers]
 
     async def rank(
@@ -163,35 +157,35 @@ class Site:
 
         Raises as `embed` does.
         """
-        cut = self.truncate if truncate is None else truncate
-        bodies = [{"query": query, "documents": list(part)} for part in _parts(documents)]
-        answers = await self._ask_all(model, bodies, truncate=cut or None, **options)
-        found = [{**one, "index": one["index"] + TEXTS * place} for place, a in enumerate(answers) for one in a.ranking]
-        return Computed(sorted(found, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
+        bodies = [{"query": query, "documents": [*part]} for part in _parts(documents)]
+        answers = await self._ask_cut(model, bodies, truncate, options)
+        offsets = zip(range(0, len(documents), TEXTS), answers, strict=True)
+        ranked = [{**one, "index": one["index"] + first} for first, answer in offsets for one in answer.ranking]
+        return Computed(sorted(ranked, key=lambda one: (-one["score"], one["index"])), sum(a.tokens for a in answers))
 
     async def classify(
         self, model: str, inputs: Sequence[Any], key: str, **options: Any
     ) -> Computed[list[list[dict[str, Any]]]]:
         """Return the labels of inputs, best first; key: `texts`, `pairs` or `images`. Raises as `embed` does."""
         answers = await self._ask_all(model, [{key: list(part)} for part in _parts(inputs)], **options)
-        return Computed([found for a in answers for found in a.labels], sum(a.tokens for a in answers))
+        return Computed([labels for a in answers for labels in a.labels], sum(a.tokens for a in answers))
 
     async def transcribe(
         self, model: str, recording: bytes, *, timed: bool | str = False, show: Show | None = None, **options: Any
     ) -> Spoken:
-        """Return what is said in a recording, and with `timed` when; raises as `embed` does.
+        """Return the transcript of a recording; raises as `embed` does.
 
-        timed: "word" for the times of words, too. options: of the request. A recording that is longer than a window is
-        always timed; show: is given the text of each of its windows.
+        timed: with times of segments; "word": also of words. options: of the request. A recording longer than a window
+        is always timed; show: receives the text of each window.
         """
         samples = await asyncio.to_thread(samples_of, recording)
         if samples is not None and await asyncio.to_thread(is_silent, samples):
             return Spoken("", _first(options.get("language")), len(samples) / RATE)
         if samples is None or (len(samples) <= PIECE_S * RATE and not timed):
             body = {"audio": recording, "timestamps": timed or None}
-            found = (await self._ask_all(model, [body], **options))[0].result
-            segments = tuple(_told(found, one, 0.0) for one in found.get("segments", ()))
-            return Spoken(found["text"], found["language"], found["seconds"], segments)
+            result = (await self._ask_all(model, [body], **options))[0].result
+            segments = tuple(_segment(result, one, 0.0) for one in result.get("segments", ()))
+            return Spoken(result["text"], result["language"], result["seconds"], segments)
         return await self._read_on(model, samples, timed or True, show, **options)
 
     async def _read_on(
@@ -205,27 +199,27 @@ class Site:
         prompt: str | None = None,
         **options: Any,
     ) -> Spoken:
-        """Return what is said window by window, as the reference reads: each begins where the last segment ended.
+        """Return the transcript of a long recording, as the reference reads: a window begins after the last segment.
 
-        Each window is given what was said before, unless that was drawn at a high temperature; where no language is
-        named, that of the first window is taken for all.
+        Each window receives the previous text, unless that was drawn at a high temperature. Without a language, that of
+        the first window holds for all.
         """
         segments, at_s, said = list[Mapping[str, Any]](), 0.0, list[str | int]([prompt] if prompt else [])
         while (first := round(at_s * RATE)) + LEAST_S * RATE < len(samples) or not first:
             piece = await asyncio.to_thread(sound.wav_of, samples[first : first + round(PIECE_S * RATE)])
             body = {"audio": piece, "timestamps": timed, "language": language, "prompt": [*said] or None}
-            found = (await self._ask_all(model, [body], **options))[0].result
-            is_whole = not 0 < found["seek"] < found["seconds"]
-            heard = [one for one in found["segments"] if is_whole or one["start"] < found["seek"]]
-            segments += [_told(found, one, at_s) for one in heard]
+            result = (await self._ask_all(model, [body], **options))[0].result
+            is_whole = not 0 < result["seek"] < result["seconds"]
+            kept = [one for one in result["segments"] if is_whole or one["start"] < result["seek"]]
+            segments += [_segment(result, one, at_s) for one in kept]
             if show is not None:
-                await show("".join(one["text"] for one in heard))
-            said += [token for one in heard for token in one["ids"]]
-            if found["temperature"] > KEPT_TEMPERATURE:
+                await show("".join(one["text"] for one in kept))
+            said += [token for one in kept for token in one["ids"]]
+            if result["temperature"] > KEPT_TEMPERATURE:
                 said.clear()
             if language is None or not isinstance(language, str):
-                language = found["language"]
-            at_s += found["seconds"] if is_whole else found["seek"]
+                language = result["language"]
+            at_s += result["seconds"] if is_whole else result["seek"]
         text = "".join(one["text"] for one in segments).strip()
         return Spoken(text, _first(language), len(samples) / RATE, tuple(segments))
 
@@ -285,6 +279,12 @@ class Site:
     def _late(self, model: str, limit_s: float) -> DeadlineError:
         return DeadlineError(f"no answer within {limit_s:g} s; see `hepti plan {model}`")
 
+    async def _ask_cut(
+        self, model: str, bodies: Sequence[dict[str, Any]], truncate: bool | None, options: Mapping[str, Any]
+    ) -> list[Answer]:
+        cut = self.truncate if truncate is None else truncate
+        return await self._ask_all(model, bodies, truncate=cut or None, **options)
+
     async def _ask_all(
         self, model: str, bodies: Sequence[dict[str, Any]], timeout_s: float | None = None, **options: Any
     ) -> list[Answer]:
@@ -321,9 +321,9 @@ async def _joined(
             yield part
 
 
-def _told(found: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
+def _segment(result: Mapping[str, Any], segment: Mapping[str, Any], at_s: float) -> Mapping[str, Any]:
     """Return a segment of a window that begins at `at_s` in the recording."""
-    about = {key: found[key] for key in ("temperature", "score", "compression", "no_speech")}
+    about = {key: result[key] for key in ("temperature", "score", "compression", "no_speech")}
     words = [{**one, "start": at_s + one["start"], "end": at_s + one["end"]} for one in segment.get("words", ())]
     times = {"start": at_s + segment["start"], "end": at_s + segment["end"], "seek": at_s}
     return {**segment, **about, **times, "words": words}

@@ -1,4 +1,4 @@
-"""Streamed answers: an error after the first part becomes the last part, and the metrics know how each one ended."""
+"""Streamed answers: an error after the first part becomes the last part; metrics count each outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of Text Embeddings Inference (TEI), whose bodies name no model."""
+"""The routes of Text Embeddings Inference (TEI); their bodies name no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 
 
 class Cut(Body):
-    """How long texts are cut: at their end only."""
+    """Truncation of long texts, at their end only."""
 
     truncate: bool = False
     truncation_direction: Annotated[
@@ -32,7 +32,7 @@ class Cut(Body):
 
 
 class EmbedAllBody(Cut):
-    """Texts whose tokens are embedded."""
+    """Texts to embed token by token."""
 
     keys: ClassVar = {"prompt_name": Key(OPTIONS["prompt"])}
     inputs: Texts
@@ -67,23 +67,17 @@ class PredictBody(Cut):
     parameters: ClassifyParameters = ClassifyParameters()
 
 
-class RankBody(Cut):
-    """A query, and texts or documents to rank, as TEI's or as Jina's interface has them."""
+class RankBody(RerankBody, Cut):
+    """A query, and texts (TEI) or documents (Jina) to rank."""
 
-    ignored = frozenset({"user"})
-    neutral: ClassVar = RerankBody.neutral
-    query: str
     texts: TextList | None = None
     raw_scores: bool = False
     return_text: bool = False
-    model: str | None = None
-    documents: Documents | None = None
-    top_n: Count | None = None
-    return_documents: bool = True
+    documents: Documents | None = None  # type: ignore[assignment]
 
 
 class SimilarityInputs(Body):
-    """A sentence, and those that are compared with it."""
+    """A sentence, and sentences to compare with it."""
 
     source_sentence: str
     sentences: TextList
@@ -97,7 +91,7 @@ class SimilarityBody(Body):
 
 
 class AnyBody(Body):
-    """What the model's own route reads."""
+    """The body of the model's own route."""
 
     inputs: Annotated[str | list[Any] | dict[str, Any], Field(description="what the model's own route reads")]
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -108,19 +102,19 @@ class AnyBody(Body):
 async def embed(site: Site, body: EmbedBody) -> Any:
     """Embeddings, as TEI gives them."""
     model = await site.model_named(None)
-    found = await site.embed(model, body.inputs, body.truncate, **body.chosen)
+    vectors = await site.embed(model, body.inputs, body.truncate, **body.chosen)
     if body.normalize:
-        return unit(found.items).tolist()
-    if np.all(np.abs(np.linalg.norm(found.items, axis=1) - 1) < UNIT):
+        return unit(vectors.items).tolist()
+    if np.all(np.abs(np.linalg.norm(vectors.items, axis=1) - 1) < UNIT):
         raise RequestError("normalize false: this model normalises its embeddings itself; leave normalize out")
-    return found.items.tolist()
+    return vectors.items.tolist()
 
 
 async def embed_all(site: Site, body: EmbedAllBody) -> Any:
     """The final hidden states of all tokens of each text."""
     model = await site.model_named(None)
-    found = await site.hidden(model, body.inputs, body.truncate, **body.chosen)
-    return [states.tolist() for states in found]
+    hidden = await site.hidden(model, body.inputs, body.truncate, **body.chosen)
+    return [states.tolist() for states in hidden]
 
 
 async def predict(site: Site, body: PredictBody) -> Any:
@@ -131,49 +125,43 @@ async def predict(site: Site, body: PredictBody) -> Any:
     model = await site.model_named(None)
     raw = body.raw_scores or body.parameters.function_to_apply == "none"
     options = {"truncate": body.truncate or None, "raw_scores": raw or None, "top_k": body.parameters.top_k}
-    found: dict[int, Any] = {}
+    by_place: dict[int, Any] = {}
     for size, key in ((1, "texts"), (2, "pairs")):
         places = [place for place, one in enumerate(items) if len(one) == size]
         if places:
             given = [items[place][0] if size == 1 else items[place] for place in places]
-            found |= zip(places, (await site.classify(model, given, key, **options)).items, strict=True)
-    labels = [found[place] for place in range(len(items))]
+            by_place |= zip(places, (await site.classify(model, given, key, **options)).items, strict=True)
+    labels = [by_place[place] for place in range(len(items))]
     return labels if several else labels[0]
 
 
 async def rerank(site: Site, body: RankBody) -> Any:
     """Texts by their score for a query: sigmoids of the logits, or the logits; or documents, as Jina has them."""
     if body.documents is not None:
-        ranking = RerankBody.model_construct(
-            model=body.model, query=body.query, documents=body.documents, top_n=body.top_n,
-            return_documents=body.return_documents,
-        )  # fmt: skip
-        return await rank_documents(site, ranking)
+        return await rank_documents(site, body)
     if body.texts is None:
         raise RequestError("the body lacks 'texts' (or, as Jina has it, 'documents')", "texts")
     texts = body.texts
-    found = await site.rank(await site.model_named(None), body.query, texts, body.truncate, raw_scores=True)
+    ranking = await site.rank(await site.model_named(None), body.query, texts, body.truncate, raw_scores=True)
+    score = (lambda raw: raw) if body.raw_scores else (lambda raw: float(0.5 * (1 + np.tanh(raw / 2))))
     return [
-        {
-            "index": one["index"],
-            "score": one["score"] if body.raw_scores else float(0.5 * (1 + np.tanh(one["score"] / 2))),
-        }
+        {"index": one["index"], "score": score(one["score"])}
         | ({"text": texts[one["index"]]} if body.return_text else {})
-        for one in found.items[: body.top_n]
+        for one in ranking.items[: body.top_n]
     ]
 
 
 async def similarity(site: Site, body: SimilarityBody) -> Any:
     """Of each sentence to the source sentence, in their order."""
     source, sentences = body.inputs.source_sentence, body.inputs.sentences
-    found = await site.rank(await site.model_named(None), source, sentences, body.parameters.truncate)
-    # A cosine in f32 may be above 1 by its rounding.
-    bound = 1.0 if max(one["score"] for one in found.items) < 1 + UNIT else np.inf
-    return [min(one["score"], bound) for one in sorted(found.items, key=lambda one: int(one["index"]))]
+    ranking = await site.rank(await site.model_named(None), source, sentences, body.parameters.truncate)
+    # A cosine in f32 may exceed 1 by rounding.
+    bound = 1.0 if max(one["score"] for one in ranking.items) < 1 + UNIT else np.inf
+    return [min(one["score"], bound) for one in sorted(ranking.items, key=lambda one: int(one["index"]))]
 
 
 async def by_task(site: Site, body: AnyBody) -> Any:
-    """What the model's own route answers, as Hugging Face's clients ask at the address itself."""
+    """The answer of the model's own route, for Hugging Face's clients."""
     card = await site.card(await site.model_named(None))
     compares = isinstance(body.inputs, dict) and "sentences" in body.inputs
     reads, handler = (
@@ -184,7 +172,7 @@ async def by_task(site: Site, body: AnyBody) -> Any:
 
 
 async def info(site: Site, _body: None) -> Any:
-    """What is served, as far as the gateway knows it."""
+    """The served model."""
     return {
         "model_id": await site.model_named(None),
         "version": __version__,

@@ -57,7 +57,7 @@ class ToolText:
         return self._show(self._safe())
 
     def end(self) -> tuple[str, list[Call]]:
-        """Return what is left to be shown, and the calls; a text that only looked like a call is shown."""
+        """Return the rest of the text and the calls; text that only resembles a call is shown."""
         start = self._safe() if self._tools else len(self._text)
         calls = self._calls(self._text[start:])
         rest = self._show(start if calls else len(self._text))
@@ -75,14 +75,15 @@ class ToolText:
         begun = self._text.lstrip()
         if any(begun.startswith(start) or start.startswith(begun) for start in _STARTS):
             return 0
-        if any(_may_name(begun, name) for name in self._tools):
-            return 0
+        for name in self._tools:  # Gemma's calls may begin with a bare name
+            if name.startswith(begun) or (begun.startswith(name) and begun[len(name) :].lstrip()[:1] in ("", "{", "[")):
+                return 0
         if places := [at for mark in _MARKS if (at := self._text.find(mark)) >= 0]:
             return min(places)
         return mark_start(self._text, _MARKS)
 
     def _calls(self, text: str) -> list[Call]:
-        """Return the calls that a text is made of; none if a part of it is no call of one of the tools."""
+        """Return the calls in a text; none if any part is not a call of one of the tools."""
         try:
             calls = [self._call(*one) for one in _written(_AROUND.sub(" ", text))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -98,11 +99,6 @@ class ToolText:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         whole = text.encode(errors="replace").decode()  # half a character, as an escape may be, cannot be sent
         return Call(f"call_{uuid.uuid4().hex[:24]}", name, whole)
-
-
-def _may_name(text: str, name: str) -> bool:
-    """Return whether a text may begin with a name before its arguments."""
-    return name.startswith(text) or (text.startswith(name) and text[len(name) :].lstrip()[:1] in ("", "{", "["))
 
 
 def _written(text: str) -> Iterator[tuple[Any, Any]]:
@@ -122,8 +118,8 @@ def _written(text: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _skipped(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    return at if found is None else found.end()
+    between = _BETWEEN.match(text, at)
+    return at if between is None else between.end()
 
 
 def _loaded(body: str) -> Any:

@@ -32,7 +32,7 @@ def bounded(most: Any) -> Any:
 
 
 class Piece(NamedTuple):
-    """What may be shown of a token."""
+    """The part of a token to show."""
 
     text: str
     thinking: str = ""
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class Finished(NamedTuple):
     """The end of a text."""
 
-    #: what is left to show
+    #: text not shown yet
     rest: Piece
     calls: list[Call]
     reason: str
@@ -63,7 +63,7 @@ class Finished(NamedTuple):
 
 
 class Writing:
-    """A text as it comes: what of it may be shown, because no call of a tool begins there."""
+    """A growing text: releases the part in which no tool call can begin."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, most_calls: int | None = None) -> None:
         self._tools, self._most_calls = ToolText(tools), most_calls
@@ -117,6 +117,6 @@ class Writing:
 
 
 def named_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools; raises RequestError for one that is no function with a name."""
+    """Return tools; raises RequestError for a tool without a function and its name."""
     with naming("tools"):
         return read_tools([{"type": "function", **tool} for tool in tools]) or []

@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 
 async def read_event(reader: asyncio.StreamReader) -> Event | None:
-    """Return the next event, None at the end; raises WireError for what is none, or larger than is read."""
+    """Return the next event, None at the end of the stream; raises WireError if it is malformed or too large."""
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -73,16 +73,16 @@ async def read_event(reader: asyncio.StreamReader) -> Event | None:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise WireError(f"an event is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise WireError("an event is not an object of JSON")
-    return found
+    return value
 
 
 def encode_event(event: Event) -> bytes:
-    """Return an event as it is sent."""
+    """Return the bytes of an event."""
     data = json.dumps(event.data, ensure_ascii=False).encode() if event.data else b""
     head: dict[str, Any] = {"type": event.type, "version": VERSION}
     head |= {"data_length": len(data)} if data else {}
@@ -92,7 +92,7 @@ def encode_event(event: Event) -> bytes:
 
 @dataclass
 class Recording:
-    """What a client has said since audio-start: PCM, all in one format."""
+    """The PCM since audio-start, all in one format."""
 
     form: tuple[int, int, int] = (0, 0, 0)  # rate, bytes of a sample, channels
     pcm: bytearray = field(default_factory=bytearray)
@@ -130,8 +130,8 @@ Speech = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]  # the languages o
 class Wyoming:
     """Answers clients, each on a connection of its own.
 
-    speech: returns the models of speech that are served, and their languages. model: for clients that name none.
-    languages: of what is said where a client names none, or another one; none for all. prompt: names to expect.
+    speech: returns the served speech models and their languages. model: for clients that name none. languages: the
+    spoken ones, for clients that name no other; empty for all. prompt: names to expect.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Wyoming:
             writer.close()
 
     async def describe(self) -> Event:
-        """Return what is offered: the models of speech, with their languages."""
+        """Return the served speech models with their languages."""
         models = [
             {
                 **_artifact(name, f"{name}, divided over the devices of this site"),
@@ -183,34 +183,34 @@ class Wyoming:
             "info", {"asr": [program], **{kind: [] for kind in ("tts", "handle", "intent", "wake", "mic", "snd")}}
         )
 
-    async def transcribe(self, recording: Recording, asked: Mapping[str, Any], show: Show) -> Event:
-        """Return what is said; an empty text where hardly anything was recorded. Raises HeptiError.
+    async def transcribe(self, recording: Recording, wish: Mapping[str, Any], show: Show) -> Event:
+        """Return the transcript, empty for a very short recording; raises HeptiError.
 
-        show: is given the text of each window of a recording that has several.
+        show: receives the text of each window of a long recording.
         """
         if recording.seconds < LEAST_S:
             return Event("transcript", {"text": ""})
         served = await self._speech()
-        name = asked.get("name") or self._model or (next(iter(served)) if len(served) == 1 else None)
+        name = wish.get("name") or self._model or (next(iter(served)) if len(served) == 1 else None)
         if not isinstance(name, str) or name not in served:
             raise RequestError(f"name a model of speech, one of: {', '.join(served) or 'none is served'}")
-        known = served[name]
-        allowed = [code for one in self._languages if (code := language_code(one, known)) is not None]
-        code = language_code(str(asked.get("language") or ""), allowed or known)
+        languages = served[name]
+        allowed = [code for one in self._languages if (code := language_code(one, languages)) is not None]
+        code = language_code(str(wish.get("language") or ""), allowed or languages)
         # A language that the model, or this home, does not know is detected.
-        found = await self._site.transcribe(
+        speech = await self._site.transcribe(
             name,
             recording.wav(),
             language=code or allowed or None,
-            prompt=_expected(self._prompt, asked),
+            prompt=_expected(self._prompt, wish),
             show=show if recording.seconds > PIECE_S else None,
         )
-        return Event("transcript", {"text": found.text, "language": found.language})
+        return Event("transcript", {"text": speech.text, "language": speech.language})
 
 
-def _expected(prompt: str | None, asked: Mapping[str, Any]) -> str | None:
-    """Return the names to expect: those of the server, and those that a client lists."""
-    lists = [asked.get(key) for key in ("transcript_names", "transcript_terms")]
+def _expected(prompt: str | None, wish: Mapping[str, Any]) -> str | None:
+    """Return the names to expect: the server's and the client's."""
+    lists = [wish.get(key) for key in ("transcript_names", "transcript_terms")]
     names = [name for one in lists if isinstance(one, list) for name in one if isinstance(name, str)]
     return ", ".join([*([prompt] if prompt else []), *names]) or None
 
@@ -231,11 +231,11 @@ async def _send(writer: asyncio.StreamWriter, event: Event) -> None:
 
 
 class _Conversation:
-    """One client: what it has asked for, and what it says."""
+    """The connection of one client: its wishes and its recording."""
 
     def __init__(self, whole: Wyoming, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._whole, self._reader, self._writer = whole, reader, writer
-        self._asked: Mapping[str, Any] = {}
+        self._wish: Mapping[str, Any] = {}
         self._recording = Recording()
         #: parts of a transcript were sent, and not its end
         self._shows = False
@@ -250,22 +250,22 @@ class _Conversation:
                 await _send(self._writer, answer)
 
     async def _answer(self, event: Event) -> Event | None:
-        """Return the answer to an event, None where there is none; events that are not known are ignored."""
+        """Return the answer to an event, or None; unknown events are ignored."""
         match event.type:
             case "describe":
                 return await self._whole.describe()
             case "ping":
                 return Event("pong", {"text": event.data["text"]} if isinstance(event.data.get("text"), str) else {})
             case "transcribe":
-                self._asked = event.data
+                self._wish = event.data
             case "audio-start":
                 self._recording = Recording()
             case "audio-chunk":
                 self._recording.add(event)
             case "audio-stop":
                 said, self._recording = self._recording, Recording()
-                asked, self._asked = self._asked, {}
-                text = await self._whole.transcribe(said, asked, self._show)
+                wish, self._wish = self._wish, {}
+                text = await self._whole.transcribe(said, wish, self._show)
                 await _send(self._writer, text)
                 if self._shows:
                     await _send(self._writer, Event("transcript-stop"))
@@ -285,17 +285,17 @@ class _Conversation:
 
 
 def speech_models(site: Site, client: Hepti) -> Speech:
-    """Return what finds the models of speech that a site serves, and their languages, by the planner's records."""
+    """Return a function that lists the site's speech models and their languages from the planner's records."""
 
-    async def found() -> Mapping[str, Sequence[str]]:
+    async def served() -> Mapping[str, Sequence[str]]:
         languages = {}
         for name in await site.models():
             with contextlib.suppress(HeptiError):  # a model that has just gone
-                if known := (await asyncio.to_thread(client.plan, name)).get("languages"):
-                    languages[name] = known
+                if codes := (await asyncio.to_thread(client.plan, name)).get("languages"):
+                    languages[name] = codes
         return languages
 
-    return found
+    return served
 
 
 async def serve(service: Wyoming, bind: str, port: int, name: str, listening: Callable[[], None]) -> None:

@@ -407,8 +407,11 @@ class Search:
         first = {c.name: c for c in reversed(self.pruned) if c.name not in told}
         self.pruned = list(first.values())
 
-    def decision(self) -> Decision:
-        """Return the best plan among what was found, simulated in full; raises PlanError if there is none."""
+    def decision(self, *, chosen_only: bool = False) -> Decision:
+        """Return the best plan, simulated in full; raises PlanError if there is none.
+
+        chosen_only: settle the layouts of the chosen plan alone; the others' memory needs are then a lower bound.
+        """
         question, best = self.question, dict[object, Candidate]()
         standing = {id(c) for c in self.standing}
         for c in sorted(self.found, key=_order):
@@ -419,11 +422,13 @@ class Search:
         top = _prefer_single(question, _simulate_in_full(question, list(best.values())))
         if not top or not top[0].price.feasible:
             raise no_fit(question, top)
-        return _decision(question, [settle_layouts(question, c) for c in top], self.pruned)
+        settled = 1 if chosen_only else len(top)
+        top = [settle_layouts(question, c) if place < settled else c for place, c in enumerate(top)]
+        return _decision(question, top, self.pruned)
 
 
-def decide(question: Question) -> Decision:
-    """Return the best feasible plan.
+def decide(question: Question, *, chosen_only: bool = False) -> Decision:
+    """Return the best feasible plan; chosen_only: as of `Search.decision`.
 
     Raises ConfigError for an unknown strategy or device, PlanError if nothing is feasible: the text says how much
     memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
@@ -431,7 +436,7 @@ def decide(question: Question) -> Decision:
     search = Search(question)
     for _ in search.candidates():
         pass
-    return search.decision()
+    return search.decision(chosen_only=chosen_only)
 
 
 def decide_hurried(question: Question, last: Plan | None = None) -> Decision:

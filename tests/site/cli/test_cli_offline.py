@@ -71,6 +71,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
             "planner",
         ),
         *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent", "agent --id a --memory much"),
+        "planner --model m=/nowhere --broker mqtt://127.0.0.1:1",
         *(
             f"{wrong} --broker mqtt://127.0.0.1:1"  # before the broker is asked
             for wrong in (

@@ -96,8 +96,22 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
     assert {"enable hepti-agent", "disable --now hepti-agent", "daemon-reload"} <= set(calls)
 
 
-def test_a_service_that_fails_says_so(machine: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("broken", "url", "code", "said"),
+    [
+        ("", "", 3, "journalctl --user -u hepti-agent"),  # the agent refuses an option
+        ("", "mqtt://127.0.0.1:1", 3, "127.0.0.1:1"),
+        ("enable", "mqtt://127.0.0.1:1", 2, "systemctl --user enable"),
+        ("daemon-reload", "mqtt://127.0.0.1:1", 2, "systemctl --user daemon-reload"),
+    ],
+)
+def test_an_installation_that_fails_says_so_and_leaves_neither_unit_nor_login(
+    machine: Path, capsys: Any, broken: str, url: str, code: int, said: str
+) -> None:
+    tool = machine / "tools/systemctl"
+    tool.write_text(tool.read_text() + f'if words[0] == "{broken}":\n    sys.exit(1)\n')
     with start_broker() as broker:
-        bad = ["agent", "install", "--user", "--broker", str(broker.url), "--id", "pi-1", "--mesh-host", "no-address"]
-        assert main(bad) == 3
-    assert "journalctl --user -u hepti-agent" in capsys.readouterr().err
+        install = ["agent", "install", "--user", "--broker", url or str(broker.url), "--id", "pi-1"]
+        assert main([*install, "--mesh-host", "no-address"]) == code
+    assert said in capsys.readouterr().err
+    assert not [path for path in (machine / "config").rglob("*") if path.is_file()]

@@ -8,18 +8,20 @@ import socket
 import ssl
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 from broker_kinds import mosquitto_or_skip
 from relay import Relay
+from site_processes import PATIENCE_S, Site
 
+from hepti_mqtt.checkpoint import make_model
+from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker.broker import configuration
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
-
-PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,20 @@ def test_messages_pass_through_a_websocket(options, encrypted, ports, certificat
             for payload in payloads:
                 peer.transport.publish(receiver.transport.client_id, payload, qos)
             assert [bytes(receiver.message()[1]) for _ in payloads] == payloads
+
+
+def test_planner_agent_and_client_meet_over_wss(ports, certificate, tmp_path):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with contextlib.closing(Relay(ports[1], context)) as relay:
+        broker = SimpleNamespace(url=f"wss://127.0.0.1:{relay.port}?ca={certificate[0]}")
+        with contextlib.closing(Site(tmp_path, broker, {"m": make_model("tiny-minilm", tmp_path / "m")})) as site:
+            site.planner()
+            site.agent("a")
+            with Hepti.connect(site.url, site.name) as hepti:
+                answer = hepti.infer("m", ids=[7, 8, 9], timeout_s=PATIENCE_S)
+    assert list(answer.plan["devices"]) == ["a"]
+    assert answer.embedding.size
 
 
 def test_a_websocket_that_is_cut_comes_back_with_its_subscriptions(ports, peers):

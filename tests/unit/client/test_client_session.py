@@ -58,7 +58,7 @@ def test_a_request_is_published_and_its_answer_shown_once(session):
     assert isinstance(outcome, Answer)
     assert outcome.latency_ms == pytest.approx(250)
     assert session.handle_message(*reply(result=1), now=11.0) == []
-    assert session.counters["not asked"] == 1
+    assert session.counters["unexpected answer"] == 1
 
 
 def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):

@@ -66,6 +66,13 @@ def test_named_targets_exist(page):
     assert set(re.findall(r"(?:^    |`)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", page.read_text("utf-8"), re.M)) <= targets
 
 
+def test_the_package_is_installed_from_a_checkout():
+    """It is on no index."""
+    index = re.compile(r"\binstall (?:-\S+ )*['\"]?hepti")
+    sources = [file for folder in ("hepti_mqtt", "device_agent") for file in (ROOT / folder).rglob("*.py")]
+    assert [file for file in (*CURRENT, *sources) if index.search(file.read_text("utf-8"))] == []
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=identity)
 def test_commands_are_understood(page):
     joined = page.read_text("utf-8").replace("\\\n", " ")

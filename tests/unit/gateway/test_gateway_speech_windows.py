@@ -106,6 +106,7 @@ def test_every_form_of_an_answer() -> None:
     verbose = ask(response_format="verbose_json", **{"timestamp_granularities[]": ["segment"]})
     assert [(one["id"], one["start"], one["tokens"]) for one in verbose["segments"]] == [(0, 0.0, [0]), (1, 1.0, [1])]
     assert json.dumps(verbose)
+    assert verbose["language"] == "english"
     words = ask(response_format="verbose_json", **{"timestamp_granularities[]": ["word"]})
     assert words["words"] == [{"word": "0", "start": 0.1, "end": 0.5}, {"word": "1", "start": 1.1, "end": 1.5}]
     assert "segments" not in words

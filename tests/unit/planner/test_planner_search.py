@@ -279,6 +279,8 @@ def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
     whole, quick = both(site_of(seed))
     assert replace(quick.chosen.plan, reason="") == replace(whole.chosen.plan, reason="")
     assert quick.digest == whole.digest
+    others = [c for c in whole.ranking[1:] if c.price.feasible]
+    assert f"the next best, {min(others, key=lambda c: c.price.cost).name} " in whole.reason
 
 
 def test_large_sets_have_a_bound_too():
