@@ -34,7 +34,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
 
 @dataclass(frozen=True, slots=True)
 class DecoupledSpec(ModelSpec):
-    """An encoder of text or pictures in `groups` groups, whose decoupled layers have `parts` sub-blocks."""
+    """An encoder of text or pictures in `groups` groups, with `parts` sub-blocks in decoupled layers."""
 
     groups: int = 1
     parts: int = 1

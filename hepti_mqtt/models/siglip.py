@@ -103,7 +103,7 @@ def _pool(net: GraphBuilder, spec: ModelSpec, shape: ImageBatch, x: str, refs: M
     """Add the head: the final hidden states x [m, h] -> vectors [B, h]."""
     h = spec.hidden
     probe = net.opaque("probe", (x,), TASK, "repeat_row", net.shape_of(x), (refs["head.probe"],))  # [m, h]
-    q = net.linear("head.q", probe, TASK, {"head.query": h})  # [m, h], of which some rows are computed
+    q = net.linear("head.q", probe, TASK, {"head.query": h})  # [m, h], a few rows computed
     kv = net.linear("head.kv", x, TASK, {"head.key": h, "head.value": h})  # [m, 2 h]
     pooled = net.attention(
         "head.seen", q, kv, TASK, heads=spec.heads, width=h, columns=(0, 0, h), lengths=shape.lengths
