@@ -15,15 +15,7 @@ from typing import Any, Final, Literal
 from tokenizers import Tokenizer, pre_tokenizers
 
 from hepti_mqtt.checkpoint.safetensors_file import read_json
-from hepti_mqtt.checkpoint.tokenizer_classes import (
-    AS_IT_IS,
-    CLASSES,
-    CONFIG,
-    FILE,
-    Part,
-    TokenizerClass,
-    differs,
-)
+from hepti_mqtt.checkpoint.tokenizer_classes import AS_IT_IS, CLASSES, CONFIG, FILE, Part, TokenizerClass, differs
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import tokenizer_class
 from hepti_mqtt.models.config import JsonConfig, KeyTable
@@ -369,11 +361,7 @@ def _put_around(tokenizer: Tokenizer, expected: TokenizerClass, tokens: Sequence
         single = [*start, {"Sequence": {"id": "A", "type_id": 0}}, *end]
         second = [*(end if expected.doubled else ()), {"Sequence": {"id": "B", "type_id": 1}}, *closing]
         special = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in zip(tokens, ids, strict=True)}
-        part = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, *second],
-        }
+        part = {"type": "TemplateProcessing", "single": single, "pair": [*single, *second]}
         tokenizer.post_processor = _bare({"post_processor": {**part, "special_tokens": special}}).post_processor
     probe = tokenizer.encode("a", add_special_tokens=False)
     if expected.always and tokenizer.post_process(probe).ids != [ids[0], *probe.ids, ids[1]]:

@@ -503,13 +503,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield from causal.head_tensors(spec, words)
 
 
-__all__ = [
-    "ARCHITECTURES",
-    "MODEL_TYPES",
-    "READS",
-    "TOKENIZER_CLASSES",
-    "graph",
-    "reference",
-    "spec",
-    "tensors",
-]
+__all__ = ["ARCHITECTURES", "MODEL_TYPES", "READS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -18,16 +18,7 @@ from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.tensors import (
-    Resized,
-    TensorSource,
-    dense,
-    norm,
-    prefixed,
-    table,
-    vector,
-    weight,
-)
+from hepti_mqtt.models.tensors import Resized, TensorSource, dense, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import MATRICES, BlockSpec, ImageStem, ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead

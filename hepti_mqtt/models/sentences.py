@@ -63,15 +63,11 @@ _TRANSFORMER_KEYS: Final = KeyTable(
     read=frozenset({"do_lower_case", "max_seq_length", "processor_kwargs", "processing_kwargs", "tokenizer_args"})
     | {"modality_config", "module_output_name", "transformer_task"},
     without_effect=frozenset({"model_args", "model_kwargs", "unpad_inputs"}),
-    only={
-        "config_args": ({},),
-        "config_kwargs": ({},),
-    },
+    only={"config_args": ({},), "config_kwargs": ({},)},
 )
 _CALL_KEYS: Final = KeyTable(read=frozenset({"max_length"}), only={"truncation": (True, "longest_first")})
 _PROCESSOR_KEYS: Final = KeyTable(
-    read=frozenset({"model_max_length"}),
-    without_effect=frozenset({"padding_side", "use_fast", "trust_remote_code"}),
+    read=frozenset({"model_max_length"}), without_effect=frozenset({"padding_side", "use_fast", "trust_remote_code"})
 )
 _POOLING_KEYS: Final = KeyTable(
     read=frozenset({"include_prompt", "pooling_mode", *_FLAGS}),
@@ -86,8 +82,7 @@ _DENSE_KEYS: Final = KeyTable(
     },
 )
 _NORMALIZE_KEYS: Final = KeyTable(
-    read=frozenset(),
-    only={"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)},
+    read=frozenset(), only={"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)}
 )
 
 

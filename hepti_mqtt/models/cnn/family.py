@@ -93,7 +93,7 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
     listed = config.require("nodes")
     if not isinstance(listed, list) or not listed:
         raise config.bad_value("nodes", "a list of nodes", listed)
-    listed = []
+    nodes: list[Node] = []
     for place, data in enumerate(listed):
         try:
             node = node_from_dict(data)
@@ -101,8 +101,8 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
             raise ModelError(f"config.json: node {place} of `nodes` is invalid ({error}): {data}") from error
         if isinstance(node, Activation) and node.function not in ACTIVATIONS:
             raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {ACTIVATIONS}")
-        listed.append(node)
-    return tuple(listed)
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def tensors(spec: CnnSpec) -> Iterator[TensorSource]:

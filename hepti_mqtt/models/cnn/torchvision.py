@@ -19,12 +19,7 @@ from hepti_mqtt.models.tensors import BatchNorm
 IMAGE_SIZE: Final = 224
 
 # Convolutions of each stage of a VGG (1, 2, 4, 8 and 8 times the width); blocks of each stage of a ResNet.
-_VGG: Final = {
-    "vgg11": (1, 1, 2, 2, 2),
-    "vgg13": (2, 2, 2, 2, 2),
-    "vgg16": (2, 2, 3, 3, 3),
-    "vgg19": (2, 2, 4, 4, 4),
-}
+_VGG: Final = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
 _BASIC: Final = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 _BOTTLENECK: Final = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}
 
