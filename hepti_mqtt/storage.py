@@ -6,7 +6,7 @@ GGUF (ggml-common.h, ggml-quants.c). Kernels multiply by some storages as they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -98,6 +98,10 @@ class StoredRows(NamedTuple):
     def values(self) -> Floats:
         """Return what it stands for, f32 [k, n]."""
         return np.asarray(self.storage.rows(self.raw).T, np.float32)
+
+
+#: Parts of a tensor, each with its first row and column: values f32 or f16, or columns in blocks.
+Tiles = Iterable[tuple[npt.NDArray[Any] | StoredRows, int, int]]
 
 
 def _half(raw: Octets, at: int) -> Floats:
