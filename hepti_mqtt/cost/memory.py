@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -11,7 +11,7 @@ from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
+from hepti_mqtt.plan_programs import lowered_for_longest, resident_counts, run_passes
 from hepti_mqtt.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
 from hepti_mqtt.schedule import make_template, stretches_of
@@ -60,8 +60,17 @@ def weights_bytes(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> 
     return sum(weight_bytes(matrix) for matrix in set(matrices(refs, there).values()) - there)
 
 
-def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
-    """Return a bound of the bytes held beside the weights while they are loaded: int8 blocks that are not complete.
+def resident_bytes(spec: Spec, plan: Plan, device: str) -> int:
+    """Return the bytes of all weights of a device under a plan, as the kernels pack them."""
+    from hepti_mqtt.kernels import weight_bytes
+
+    counts = resident_counts(spec, plan, device)
+    times = {matrix: counts[ref] for ref, matrix in matrices(counts).items()}
+    return sum(weight_bytes(matrix) * count for matrix, count in times.items())
+
+
+def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
+    """Return a bound of the bytes of incomplete int8 blocks during a load; counts: as `resident_counts` returns them.
 
     Tiles are taken nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
     panels of its width and one more; all before the oldest missing one leave one panel of a matrix, or one row of
@@ -70,15 +79,15 @@ def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
     from hepti_mqtt.kernels import loading_bytes
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
-    refs = tuple(refs)
-    if not any(map(loading_bytes, refs)):  # to join ranges takes several times as long
+    if not any(map(loading_bytes, counts)):  # joining ranges takes several times as long
         return 0
     staged, ahead, begun = 0, 0, 0
-    for ref in dict.fromkeys(matrices(refs).values()):
+    times = {matrix: counts[ref] for ref, matrix in matrices(counts).items()}
+    for ref, count in times.items():
         if not (nbytes := loading_bytes(ref)):
             continue
         width = PANELS[ref.weight_dtype].width
-        staged += nbytes
+        staged += nbytes * count
         ahead = max(ahead, TILES_AHEAD * 2 * BLOCK * (TILE + 2 * width) * 4)
         rows, columns = (stop - start for start, stop in (ref.rows, ref.columns))
         begun = max(begun, rows * width * 4, BLOCK * (columns + width) * 4)

@@ -30,7 +30,7 @@ from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import largest_shape, spec_from_dict
 from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
+from hepti_mqtt.plan_programs import programs_digest, resident_counts, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import Peer, Prepare
@@ -269,7 +269,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         refs=refs,
         working_bytes=live,
         in_flight=message.in_flight,
-        loading_bytes=loading_overhead_bytes(refs),
+        loading_bytes=loading_overhead_bytes(resident_counts(spec, plan, device)),
         programs_bytes=programs,
         sources=sources,
         filters=filters,
