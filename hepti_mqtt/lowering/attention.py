@@ -1,4 +1,4 @@
-"""Attention by heads as tensor ops: over packed sequences or a session's cache, and positions put in by rotation.
+"""Attention as tensor ops, over packed sequences or a session's cache, and rotary positions.
 
 Letters: r rows, c = heads x d columns, k keys.
 """
@@ -30,17 +30,16 @@ from hepti_mqtt.program import WeightRef
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadedAttention(Op):
-    """What reads queries from one tensor, keys and values from another; columns: where q, k and v begin there.
-
-    group: how many heads of queries share one of keys and values (Ainslie et al., 2023). Devices that have some of them
-    each need that one. scale: of the scores, 0 for 1 / sqrt(d). unit: values of a block of the matrix by which the
-    result is multiplied.
-    """
+    """An op that reads queries from one tensor, and keys and values from another one."""
 
     d: int
+    #: First columns of q, k and v in their tensors.
     columns: tuple[int, int, int]
+    #: Query heads per head of keys and values (Ainslie et al., 2023); each device with one of them needs the latter.
     group: int = 1
+    #: Of the scores, 0 for 1 / sqrt(d).
     scale: float = 0.0
+    #: Values of a block of the matrix that multiplies the result.
     unit: int = 1
 
     def granularity(self) -> tuple[int, ...]:
@@ -50,13 +49,13 @@ class HeadedAttention(Op):
         return lcm(self.d, self.unit) if dim == 1 else super().share_unit(dim)
 
     def range_cost(self, dim: int, start: int, stop: int) -> int:
-        """Return the columns of the matrices around it; those of keys and values twice, as what is cached is read."""
+        """Return the columns of the matrices around it; keys and values count twice, as their cache is read too."""
         if dim != 1 or start == stop:
             return super().range_cost(dim, start, stop)
         return 2 * (stop - start) + 4 * index_count(self.columns_of("k", span(start, stop)))
 
     def columns_of(self, which: str, c: IndexSet) -> IndexSet:
-        """Return the columns of queries `q`, keys `k` or values `v` of some heads, which are columns of the result."""
+        """Return the columns of queries `q`, keys `k` or values `v` of heads (columns of the result)."""
         first = self.columns["qkv".index(which)]
         if which == "q":
             return shift(c, first)
@@ -64,7 +63,7 @@ class HeadedAttention(Op):
         return tuple((a // self.group + first, z // self.group + first) for a, z in whole)
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        """Return parts in each of which as many heads of queries share every one of keys and values."""
+        """Return parts with equally many query heads per head of keys and values."""
         r, c, k = region
         by = self.d * self.group
         cut = [intersect_sets(c, span(at, at + by)) for a, z in round_to_units(c, by) for at in range(a, z, by)]
@@ -82,7 +81,7 @@ class HeadedAttention(Op):
         return all(len(positions_in(shift(keys, first - key), cells[1])) == 1 for first in (key, value))
 
     def heads(self, c: IndexSet, operands: Sequence[Operand]) -> dict[str, Any]:
-        """Return the attributes of the kernel that say which heads, and where they lie in what it reads."""
+        """Return the kernel's attributes of heads, and their columns in the operands."""
         where = {
             f"{which}_column": positions_in(self.columns_of(which, c), operand.cells[1])[0][0]
             for which, operand in zip("qkv", (operands[0], operands[1], operands[1]), strict=True)
@@ -95,22 +94,25 @@ class HeadedAttention(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Attention(HeadedAttention):
-    """Attention over (r, c = heads x d, k = keys) of packed sequences, which do not see each other.
+    """Attention over (r, c = heads x d, k = keys) of packed sequences, which do not attend to each other.
 
-    inputs: the tensor of the queries, and that of keys and values; columns: where q, k and v begin there. lengths: of
-    the sequences. causal: a row sees the keys up to its own. window: and those at most so far away, -1 for all. A part
-    over some of a row's keys is a state [r, heads, d + 2]: the sum, not normalised, the running maximum and the sum of
-    weights. farthest: with a bias by distance, whose table [buckets, heads] `tensors` has, the largest that counts.
-    side: of the grid of patches behind a class token by whose steps the bias goes instead. disentangled: `tensors` are
-    keys and queries of distances instead, [buckets, heads x d] each (DeBERTa, He et al., 2021).
+    inputs: the tensor of the queries, and that of keys and values. A part over some of a row's keys is a state
+    [r, heads, d + 2]: the sum without normalisation, the running maximum and the sum of weights.
     """
 
+    #: Of the sequences.
     lengths: tuple[int, ...]
+    #: A row attends to the keys up to its own.
     causal: bool = False
+    #: Largest distance of a row's keys, -1 for any.
     window: int = -1
+    #: With a bias by distance: larger distances count as this one.
     farthest: int = 0
+    #: With a bias by steps on a grid: side of the grid of patches after a class token.
     side: int = 0
+    #: Rows of the bias table [buckets, heads] in `tensors`.
     buckets: int = 0
+    #: `tensors` are keys and queries of distances instead, [buckets, heads x d] each (DeBERTa, He et al., 2021).
     disentangled: bool = False
 
     kind = "attention"
@@ -120,26 +122,26 @@ class Attention(HeadedAttention):
         return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
 
     def pairs(self, r: IndexSet) -> int:
-        """Return with how many keys all rows of sequences without order are paired."""
+        """Return the number of (row, key) pairs in sequences without causal order."""
         return sum(index_count(intersect_sets(s, r)) * index_count(s) for s in self._sequences)
 
     def keys(self, r: IndexSet) -> IndexSet:
-        """Return the keys that any of the rows sees."""
+        """Return the keys that any of the rows attends to."""
         if not r:
             return ()
         if self.window >= 0:
             return union(*(self._near(s, rows) for s in self._sequences for rows in intersect_sets(s, r)))
         alone = len(self.lengths) == 1
-        seen = self.full_region[2] if alone else union(*(s for s in self._sequences if intersect_sets(s, r)))
-        return intersect_sets(seen, span(0, r[-1][1])) if self.causal else seen
+        keys = self.full_region[2] if alone else union(*(s for s in self._sequences if intersect_sets(s, r)))
+        return intersect_sets(keys, span(0, r[-1][1])) if self.causal else keys
 
     def _near(self, sequence: IndexSet, rows: Range) -> IndexSet:
-        """Return the keys of a sequence that some of a range of its rows see."""
+        """Return the keys of a sequence that any of a range of its rows attends to."""
         first, stop = rows
         return intersect_sets(sequence, span(first - self.window, stop + (0 if self.causal else self.window)))
 
     def trim(self, region: Region) -> Region | None:
-        """Keep all rows and of the keys those that some row sees: a row without any is nothing to the kernel."""
+        """Return all rows, with the keys that any row attends to; a row may be left without keys."""
         r, c, k = region
         if not (r and c and k):
             return None
@@ -176,7 +178,7 @@ class Attention(HeadedAttention):
         attrs |= {"window": self.window} if self.window >= 0 else {}
         if self.disentangled:
             attrs |= {"disentangled": True, "farthest": self.farthest}
-        elif self.buckets:  # what reads x itself has other tensors
+        elif self.buckets:  # `tensors` of attention over x itself are matrices
             heads = tuple(a // self.d for first, stop in c for a in range(first, stop, self.d))
             attrs |= {"bias_heads": heads} | ({"bias_side": self.side} if self.side else {"farthest": self.farthest})
         kernel = "attention_block" if self.is_state(region) else "attention"
@@ -188,7 +190,7 @@ class Attention(HeadedAttention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReorderedAttention(Attention):
-    """Attention over (r, c = heads x d, k = rows of x) that reads x itself in place of keys and values made of it.
+    """Attention over (r, c = heads x d, k = rows of x) that reads x itself in place of its keys and values.
 
     inputs: queries, and x of `width` columns. tensors: the matrices of keys and of values, then their biases.
     """
@@ -225,18 +227,19 @@ class ReorderedAttention(Attention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention(HeadedAttention):
-    """Attention over (m, c = heads x d, C): row i of an item over the keys 0..at + i of its cache, or the last of them.
+    """Attention over (m, c = heads x d, C): row i of an item attends to keys 0..at + i, or the last of them.
 
-    inputs: the tensor of the queries, the cache of keys and values of each item with this run's rows in it, and `at`.
-    columns: where q, k and v begin in theirs. lengths: of the items. window: how many keys before its own a row sees,
-    -1 for all. It is computed for all rows and keys: where they stand is known only as it runs.
+    inputs: the tensor of the queries, each item's cache of keys and values with this run's rows, and `at`. All rows and
+    keys are one part, since their places are not in the graph.
     """
 
+    #: Of the items.
     lengths: tuple[int, ...]
+    #: Number of keys before its own that a row attends to, -1 for all.
     window: int = -1
-    #: rows of an item see its later new rows, too
+    #: Rows of an item attend to its later new rows too.
     together: bool = False
-    #: `tensors` has a logit for each head, which counts like a key's with a value of zero (Xiao et al., 2023)
+    #: `tensors` has a logit per head, which counts like that of a key with value zero (Xiao et al., 2023).
     sinks: bool = False
 
     kind = "attention at"
@@ -253,7 +256,7 @@ class CachedAttention(HeadedAttention):
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         if len({operand.cells for operand in operands[1:-1]}) > 1:
-            raise ValueError(f"{self.name}: the caches of its items are divided in different ways")
+            raise ValueError(f"{self.name}: the caches of its items are divided differently")
         items = {"lengths": self.lengths} if len(self.lengths) > 1 else {}
         near = {"window": self.window} if self.window >= 0 else {}
         whole = {"together": True} if self.together else {}
@@ -267,21 +270,20 @@ class CachedAttention(HeadedAttention):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rotate(Op):
-    """Queries, keys and values over (m, c = heads x d), with rotary positions in queries and keys.
-
-    q_columns, k_columns: how many of the columns are of queries, and then of keys. lengths: of the packed sequences.
-    norm: of each head of queries and keys before; `tensors` are its gamma for queries and for keys. places: in
-    sessions, how many a sequence has; the second input is then `at`, the place of the first row of each. divisors: of
-    the frequencies [d / 2], none where all are 1.
-    """
+    """Queries, keys and values over (m, c = heads x d), with rotary positions in queries and keys."""
 
     d: int
+    #: Columns of queries, then of keys.
     q_columns: int
     k_columns: int
     theta: float
+    #: Of the packed sequences.
     lengths: tuple[int, ...]
+    #: Of each head of queries and keys beforehand; `tensors` are its gamma for queries and for keys.
     norm: Norm | None = None
+    #: Positions of a session; the second input is then `at`, the position of each item's first row.
     places: int = 0
+    #: Of the frequencies [d / 2], empty if all are 1.
     divisors: tuple[float, ...] = ()
 
     kind = "rotate"

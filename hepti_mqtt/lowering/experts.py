@@ -1,7 +1,7 @@
 """Ops of a mixture of experts: each row goes through the few experts that its router's logits choose.
 
 Every expert is divided by columns of its width, like a dense MLP, so that devices have equal work whatever is chosen.
-Letters: r rows, c columns, k reduced indices, e experts, t chosen ones of a row.
+Letters: r rows, c columns, k reduced indices, e experts, t chosen experts per row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from hepti_mqtt.storage import STORAGES, BlockStorage
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsOp(Op):
-    """What both ops have in common; `tensors` are matrices of all experts, those of one kind together."""
+    """Common parts of both ops; `tensors` are matrices of all experts, grouped by kind."""
 
     experts: int
     #: Experts that each row chooses.
+    #: Experts that each row chooses.
     chosen: int
-    #: Of each matrix, None for f32; none of a model without blocks.
+    #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
     storages: tuple[BlockStorage | None, ...] = ()
     #: Values of the largest block of the model.
     unit: int = 1
-    #: Number of tables of biases [experts, columns], the last of `tensors`.
+    #: Number of bias tables [experts, columns], the last of `tensors`.
     biases: int = 0
 
     def share_unit(self, dim: int) -> int:
@@ -53,7 +54,7 @@ class ExpertsOp(Op):
         )
 
     def has_bias(self, rows: IndexSet) -> bool:
-        """Return whether the part with these rows of the matrices adds the biases: one part does."""
+        """Return whether the part with these rows of the matrices adds the biases; only the first part does."""
         return self.biases > 0 and rows[0][0] == 0
 
 
@@ -61,10 +62,11 @@ class ExpertsOp(Op):
 class ExpertsUp(ExpertsOp):
     """function(x @ gate_e) * (x @ up_e + offset) over (r t, c, k): a row for each expert that a row of x chooses.
 
-    inputs: x, and the router's logits. limit: of gates, and of the size of up columns before the offset; 0 for none.
+    inputs: x, and the router's logits.
     """
 
     function: str
+    #: Bound of gates, and of the size of up columns before the offset; 0 for none.
     limit: float = 0.0
     offset: float = 0.0
 
@@ -90,11 +92,12 @@ class ExpertsUp(ExpertsOp):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsDown(ExpertsOp):
-    """The sum of hidden_e @ down_e, by their weights, over (r, c, k): partial where a device has some columns.
+    """The weighted sum of hidden_e @ down_e over (r, c, k): partial if a device has some of the columns.
 
-    inputs: rows of `ExpertsUp`, and the router's logits. normed: weights of the chosen experts add up to 1.
+    inputs: rows of `ExpertsUp`, and the router's logits.
     """
 
+    #: The weights of the chosen experts add up to 1.
     normed: bool
 
     kind = "experts_down"

@@ -1,6 +1,6 @@
-"""A family's computation as a graph: tensor ops in topological order, in blocks of which many are alike.
+"""A family's computation as a graph: tensor ops in topological order, in blocks, many of them alike.
 
-The last op is the answer. Blocks are what a family repeats (its layers), with what stands before and behind them.
+The last op is the answer. Blocks are the layers that a family repeats, and the ops before and after them.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef, state_name
 from hepti_mqtt.storage import STORAGES, BlockStorage
 
-KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two before, the one that is repeated, two behind
-TEMPLATE_BLOCK: Final = 2  # the place of the repeated one among them
+KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two, the template, two
+TEMPLATE_BLOCK: Final = 2  # place of the template among them
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Blocks first..stop of a graph are alike: equal ops, that read each other and the block before in one way.
+    """A run of equal blocks first..stop of a graph: equal ops with inputs at equal places.
 
-    kept: how many are left when the run is cut short.
+    A shortened graph has one of them, the template, for several.
     """
 
     first: int
     stop: int
+    #: Blocks of the run in the shortened graph.
     kept: int = KEPT_BLOCKS
 
     @property
     def template_count(self) -> int:
-        """Return how many blocks the repeated one stands for when the run is cut short."""
+        """Return how many blocks the template stands for in the shortened graph."""
         return self.stop - self.first - self.kept + 1
 
 
@@ -64,7 +65,7 @@ class Repeat:
 class Graph:
     """Ops in topological order; blocks: the first op of each block.
 
-    Graphs are not compared: equal ops may differ in their names, by which tables and answers are made.
+    Graphs have no equality: equal ops may differ in their names, and tables and answers depend on names.
     """
 
     ops: tuple[Op, ...]
@@ -72,7 +73,7 @@ class Graph:
 
     @property
     def output(self) -> Op:
-        """Return the op whose result is the answer."""
+        """Return the op that computes the answer."""
         return self.ops[-1]
 
     @cached_property
@@ -92,7 +93,7 @@ class Graph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Return where the ops are, by name."""
+        """Return the places of the ops, by name."""
         return {op.name: place for place, op in enumerate(self.ops)}
 
     @cached_property
@@ -118,7 +119,7 @@ class Graph:
 
     @cached_property
     def repeat(self) -> Repeat | None:
-        """Return the longest run of equal blocks, None if it is too short to abbreviate."""
+        """Return the longest run of equal blocks, None if it is too short to shorten."""
         best = Repeat(0, 0)
         patterns = [self._pattern(block) for block in range(len(self.blocks))]
         for first, block in _runs(patterns):
@@ -128,7 +129,7 @@ class Graph:
 
     @cached_property
     def repeated_tensors(self) -> tuple[Mapping[str, str], ...]:
-        """Return, for the repeated block of the run and those behind it, its stored tensors by the repeated one's."""
+        """Return, for the template and each later block of the run, its stored tensors by those of the template."""
         run = self.repeat
         if run is None:
             return ()
@@ -144,19 +145,19 @@ class Graph:
         )
 
     def _pattern(self, block: int) -> list[tuple[object, ...]]:
-        """Return what the ops of a block are and read, so that alike blocks have equal ones.
+        """Return ops, roles and inputs of a block; equal blocks have equal patterns.
 
-        Inputs are counted from the block, or in the graph if they are of no neighbour.
+        Inputs in the block or the one before it are counted from the block's start, others from the graph's.
         """
         start, stop = self.block_range(block)
-        near, place = self.blocks[max(block - 1, 0)], self.position
+        neighbour, place = self.blocks[max(block - 1, 0)], self.position
         return [
-            (op, op.role, *[(True, at - start) if (at := place[x]) >= near else (False, at) for x in op.inputs])
+            (op, op.role, *[(True, at - start) if (at := place[x]) >= neighbour else (False, at) for x in op.inputs])
             for op in self.ops[start:stop]
         ]
 
     def shortened(self) -> Graph:
-        """Return the graph with its run of equal blocks cut to `KEPT`; itself if there is none.
+        """Return the graph with its run of equal blocks cut to `KEPT_BLOCKS`; itself if there is no run.
 
         Ops keep their index in the whole graph.
         """
@@ -166,22 +167,22 @@ class Graph:
         template = run.first + TEMPLATE_BLOCK
         return self.without_blocks(template, run.stop - (KEPT_BLOCKS - TEMPLATE_BLOCK - 1))
 
-    def without_blocks(self, template: int, behind: int) -> Graph:
-        """Return the graph without the blocks between two: what they gave to the next one, `template` gives."""
-        before, start = slice(*self.block_range(behind - 1)), self.blocks[template]
+    def without_blocks(self, template: int, following: int) -> Graph:
+        """Return the graph without the blocks between two; `following` reads the template in their place."""
+        before, start = slice(*self.block_range(following - 1)), self.blocks[template]
         names = {a.name: b.name for a, b in zip(self.ops[before], self.ops[start:], strict=False)}
         ops: list[Op] = []
         blocks = []
-        for block in (*range(template + 1), *range(behind, len(self.blocks))):
+        for block in (*range(template + 1), *range(following, len(self.blocks))):
             blocks.append(len(ops))
             for op in self.ops[slice(*self.block_range(block))]:
-                moved = block == behind and any(name in names for name in op.inputs)
-                ops.append(replace(op, inputs=tuple(names.get(n, n) for n in op.inputs)) if moved else op)
+                rewired = block == following and any(name in names for name in op.inputs)
+                ops.append(replace(op, inputs=tuple(names.get(n, n) for n in op.inputs)) if rewired else op)
         return Graph(tuple(ops), tuple(blocks))
 
 
 def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """Yield where equal patterns stand one behind the other: first..stop."""
+    """Yield runs of equal patterns: first..stop."""
     first = 0
     for place in range(1, len(patterns) + 1):
         if place == len(patterns) or patterns[place] != patterns[first]:
@@ -194,13 +195,13 @@ def _runs(patterns: Sequence[object]) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def _op(kind: Callable[..., Op], **what: Any) -> Op:
+def _op(kind: Callable[..., Op], **fields: Any) -> Op:
     """Return an op without a name."""
-    return kind(name="", **what).warmed_up()
+    return kind(name="", **fields).warmed_up()
 
 
 class GraphBuilder:
-    """A graph in the making; shapes on the lines of the methods. role: of a tensor, by which methods place it."""
+    """Builds a graph: every method adds the tensor of its docstring, with a role, and returns its name."""
 
     def __init__(self, storages: Mapping[str, BlockStorage] | None = None) -> None:
         """storages: of the matrices that stay in the blocks of their file."""
@@ -212,17 +213,17 @@ class GraphBuilder:
         self._branch = -1
 
     def layers(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the layers; what is added then stands in them."""
+        """Yield layer indices; ops added in the loop body belong to that layer."""
         for layer in range(count):
             self.set_layer(layer)
             yield layer
 
     def set_layer(self, layer: int, branch: int = -1) -> None:
-        """Let what follows stand in `layer`, and in a branch of it if one is named."""
+        """Set the layer, and the branch of it, of the ops added from now on."""
         self._layer, self._branch = layer, branch
 
     def begin_block(self) -> None:
-        """Begin a block: what a family repeats, cut where nothing that belongs into one kernel is parted."""
+        """Begin a block; no kernel's ops may lie in two blocks."""
         if not self._blocks or self._blocks[-1] != len(self._ops):
             self._blocks.append(len(self._ops))
 
@@ -232,7 +233,7 @@ class GraphBuilder:
             self.begin_block()
         if op.name in self._ops:
             raise ValueError(f"two tensors are called {op.name!r}")
-        # The op is ours alone until the graph is handed out, and these say where it stands, not what it is.
+        # The builder owns the op until `build`, and these fields are its place, not its identity.
         op.__dict__.update(layer=self._layer, branch=self._branch, index=len(self._ops))
         self._ops[op.name] = op
         return op.name
@@ -244,10 +245,10 @@ class GraphBuilder:
         role: str,
         tensors: tuple[str, ...],
         kind: Callable[..., Op],
-        **what: Any,
+        **fields: Any,
     ) -> str:
-        """Add a tensor; equal ops are worked out once. Return its name."""
-        return self.add_op(_op(kind, **what).relabelled(name=name, inputs=inputs, role=role, tensors=tensors))
+        """Add a tensor and return its name; equal ops share their cached values."""
+        return self.add_op(_op(kind, **fields).relabelled(name=name, inputs=inputs, role=role, tensors=tensors))
 
     def shape_of(self, x: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -255,7 +256,7 @@ class GraphBuilder:
         return op.space[: op.rank]
 
     def block_of(self, tensor: str) -> int:
-        """Return how many values of a row of a matrix are stored together."""
+        """Return how many values of a matrix's row are stored as one block."""
         return STORAGES[self._storages.get(tensor, "f32")].block
 
     def build(self) -> Graph:
@@ -263,7 +264,7 @@ class GraphBuilder:
         return Graph(tuple(self._ops.values()), tuple(self._blocks))
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
-        """Return what the request brings."""
+        """Return an input of the request."""
         return self.add_op(Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
 
     def linear(
@@ -315,13 +316,13 @@ class GraphBuilder:
 
     def _experts(
         self, kind: Callable[..., Op], name: str, inputs: tuple[str, str], role: str, matrices: Sequence[str],
-        biases: Sequence[str], space: tuple[int, ...], chosen: int, **what: Any,
+        biases: Sequence[str], space: tuple[int, ...], chosen: int, **fields: Any,
     ) -> str:  # fmt: skip
         tensors = tuple(f"{matrix}.weight" for matrix in matrices)
         storages = tuple(self._storages.get(tensor) for tensor in tensors) if self._storages else ()
         return self._add(
             name, inputs, role, (*tensors, *biases), kind, space=space, experts=self.shape_of(inputs[1])[1],
-            chosen=chosen, storages=storages, unit=self._unit, biases=len(biases), **what,
+            chosen=chosen, storages=storages, unit=self._unit, biases=len(biases), **fields,
         )  # fmt: skip
 
     def activation(self, name: str, x: str, role: str, function: str) -> str:
@@ -343,13 +344,13 @@ class GraphBuilder:
         return self._add(name, (x, y), role, (), Gate, space=self.shape_of(x), function=function)
 
     def norm(self, name: str, x: str, role: str, tensor: str, norm: float | Norm, bias: bool = True) -> str:
-        """x [m, h] -> its norm, layer norm where only eps is given; its moments are a tensor of a role of their own."""
+        """x [m, h] -> its norm, a layer norm if `norm` is an eps; its moments are a tensor with a role of its own."""
         m, h = self.shape_of(x)
-        inner = TASK_MOMENTS if role == TASK else MOMENTS
-        sums = self._add(f"{name}.moments", (x,), inner, (), Moments, space=(m, 2, h))
+        moments_role = TASK_MOMENTS if role == TASK else MOMENTS
+        moments = self._add(f"{name}.moments", (x,), moments_role, (), Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias") if bias else (f"{tensor}.weight",)
         how = norm if isinstance(norm, Norm) else Norm(norm)
-        return self._add(name, (x, sums), role, tensors, Normalise, space=(m, h), norm=how)
+        return self._add(name, (x, moments), role, tensors, Normalise, space=(m, h), norm=how)
 
     def rotate(
         self,
@@ -367,9 +368,9 @@ class GraphBuilder:
         places: int = 0,
         divisors: tuple[float, ...] = (),
     ) -> str:
-        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of heads' norms before.
+        """qkv [m, q + k + v] -> the same with rotary positions; columns: q and k; gammas: of the norms of heads.
 
-        at: i32 [B], the place of the first row of each item in its session, which has at most `places`.
+        at: i32 [B], the position of each item's first row in its session of at most `places` positions.
         """
         inputs = (qkv, at) if at else (qkv,)
         return self._add(
@@ -397,10 +398,10 @@ class GraphBuilder:
         side: int = 0,
         unit: int = 1,
     ) -> str:
-        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: where q, k and v begin in their tensors.
+        """q [m, ...], kv [s, ...] -> attention [m, width]; columns: first columns of q, k and v in their tensors.
 
-        bias: a table [buckets, heads] of what distances up to `farthest`, or steps on a grid, add to scores; or keys
-        and queries of distances, [buckets, width] each. Others as `ops.Attention` has.
+        bias: a table [buckets, heads] of scores added by distance, up to `farthest`, or by steps on a grid; or keys
+        and queries of distances, [buckets, width] each. Other arguments: see `Attention`.
         """
         space = (self.shape_of(q)[0], width, self.shape_of(kv)[0])
         tensors, buckets = tuple(ref.tensor for ref in bias), bias[0].rows[1] if bias else 0
@@ -430,7 +431,7 @@ class GraphBuilder:
     def session_state(
         self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE, kept: SlotDtype = "f32"
     ) -> str:
-        """What the session has kept as `state` [rows, width]."""
+        """The session's `state` [rows, width]."""
         return self._add(name, (), role, (state,), SessionState, space=(rows, width), dtype=kept)
 
     def append_to_cache(
@@ -446,19 +447,19 @@ class GraphBuilder:
         lengths: tuple[int, ...] = (),
         kept: SlotDtype = "f32",
     ) -> tuple[str, ...]:
-        """qkv [m, start + w], at [B] -> for each item its session's `state` [rows, w] with the new rows at `at`.
+        """qkv [m, start + w], at [B] -> each item's session `state` [rows, w] with the new rows at `at`.
 
-        lengths: of the items; none for one. kept: the dtype of the state.
+        lengths: of the items; empty for one item. kept: dtype of the state.
         """
         m, width = self.shape_of(qkv)
-        made, space = list[str](), (rows, width - start)
+        caches, space = list[str](), (rows, width - start)
         for item, part in enumerate(pairwise(accumulate(lengths or (m,), initial=0))):
             own, state_of = state_name(name, item), state_name(state, item)
             past = self.session_state(f"{own}.past", state_of, rows=rows, width=width - start, role=role, kept=kept)
             where = {"start": start, "rows": part, "item": item}
             inputs = (past, qkv, at)
-            made.append(self._add(own, inputs, role, (state_of,), AppendRows, space=space, dtype=kept, **where))
-        return tuple(made)
+            caches.append(self._add(own, inputs, role, (state_of,), AppendRows, space=space, dtype=kept, **where))
+        return tuple(caches)
 
     def cached_attention(
         self,
@@ -480,8 +481,8 @@ class GraphBuilder:
     ) -> str:
         """q [m, *], a cache [C, 2 width / group] for each item, at [B] -> attention [m, width].
 
-        columns: where q, k and v begin. lengths: of the items; none for one. together: rows of an item see later ones
-        of it, too. sinks: a vector [heads], see `CachedAttention`. Others as `HeadedAttention` has.
+        columns: first columns of q, k and v. lengths: of the items; empty for one item. together: rows of an item read
+        its later rows too. sinks: a vector [heads]. Other arguments: see `CachedAttention`.
         """
         (rows, cached), m = self.shape_of(caches[0]), self.shape_of(q)[0]
         width = cached // 2 * group
@@ -492,14 +493,14 @@ class GraphBuilder:
         )  # fmt: skip
 
     def join(self, name: str, xs: Iterable[str], role: str) -> str:
-        """Tensors [m, h_i] -> side by side [m, sum of h_i]."""
+        """Tensors [m, h_i] -> concatenated columns [m, sum of h_i]."""
         xs = tuple(xs)
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
         space = (self.shape_of(xs[0])[0], total)
         return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
 
     def candidates(self, name: str, logits: str, temperatures: str, role: str, count: int) -> str:
-        """logits [r, V], temperatures i32 [r] -> the likeliest words as the kernel has them [r, 2 count + 3]."""
+        """logits [r, V], temperatures i32 [r] -> the likeliest tokens in the kernel's format [r, 2 count + 3]."""
         r, vocab = self.shape_of(logits)
         space = (r, 2 * count + 3, vocab)
         return self._add(name, (logits, temperatures), role, (), Candidates, space=space)
@@ -507,7 +508,7 @@ class GraphBuilder:
     def embedding(
         self, name: str, xs: Iterable[str], kernel: str, refs: Iterable[WeightRef], width: int, **attrs: Any
     ) -> str:
-        """ids i32 [m], and what else the kernel reads -> [m, width]; refs: the table of words, then what is added."""
+        """ids i32 [m] and the kernel's other inputs -> [m, width]; refs: token embeddings, then the addends."""
         xs, refs = tuple(xs), tuple(refs)
         first, stop = refs[0].columns if refs[0].layout == "packed" else refs[0].rows
         return self.add_op(
@@ -528,7 +529,7 @@ class GraphBuilder:
         refs: Iterable[WeightRef] = (),
         **attrs: Any,
     ) -> str:
-        """A kernel that computes all of its result from all of its inputs."""
+        """A kernel that computes its whole result from its whole inputs."""
         xs, refs = tuple(xs), tuple(refs)
         return self.add_op(
             OpaqueOp(

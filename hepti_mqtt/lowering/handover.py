@@ -1,8 +1,7 @@
-"""A run that goes on under another plan: from a block on it is the other plan's Program.
+"""A run that continues under another plan: from a border between two blocks on it runs the new plan's Program.
 
-The tensors that cross the border lie as the plan before has left them. What a device lacks of its part under the other
-plan is sent to it; then the ops of the other plan's own Program run, from the border on. So no plan needs Programs for
-this beside its own, and any block may be the border.
+At the border, devices exchange what they lack of the tensors that cross it. Then each device runs the ops of the new
+plan's own Program after the border. So a plan needs no further Programs, and a run can stop before any block.
 """
 
 from __future__ import annotations
@@ -23,67 +22,69 @@ from hepti_mqtt.program import Op as ProgramOp
 
 
 class HandoverError(ValueError):
-    """A run cannot go on under the other plan from this block."""
+    """A run cannot continue under the new plan from this block."""
 
 
 class Move(NamedTuple):
-    """Some cells of a tensor that `target` needs and `source` has; part: its number among what a source moves."""
+    """Cells of a tensor that `target` needs and `source` holds."""
 
     node: int
     source: str
     target: str
     cells: Region
+    #: Number among the source's moves of this tensor.
     part: int
     nbytes: int
 
 
 class HandedOver(NamedTuple):
-    """A device's ops from a border on; taken: the slots of its Program before that fill exchanges with itself."""
+    """A device's ops from a border on."""
 
     program: Program
+    #: Slots of the device's old Program that fill exchanges with itself.
     taken: tuple[tuple[ExchangeKey, Slot], ...]
 
 
 def crossing(graph: Graph, block: int) -> list[int]:
-    """Return the tensors of earlier blocks that a block or a later one reads; raises HandoverError for no border."""
+    """Return the tensors of earlier blocks that this or a later block reads; raises HandoverError for no border."""
     if not 0 < block < len(graph.blocks):
-        raise HandoverError(f"block {block} is no border of a graph of {len(graph.blocks)} blocks")
+        raise HandoverError(f"block {block} is no border of a graph with {len(graph.blocks)} blocks")
     start = graph.blocks[block]
     places = (graph.position[name] for op in graph.ops[start:] for name in op.inputs)
     return sorted({place for place in places if place < start})
 
 
 def moves(before: Lowered, after: Lowered, block: int) -> list[Move]:
-    """Return what devices send each other at a border, and what they keep (source and target are one device).
+    """Return the cells that devices send each other at a border, and the cells that they keep (source is target).
 
-    Raises HandoverError if nobody has what one needs, or if the one that has it does not send to that device.
+    Raises HandoverError if no device holds a needed cell, or if its holder does not send to the device that needs it.
     """
     if before.nodes != after.nodes:
-        raise HandoverError("the plans are of different graphs")
-    found: list[Move] = []
+        raise HandoverError("the plans have different graphs")
+    out: list[Move] = []
     for node in crossing(after.full_graph, block):
         op, holdings = after.full_graph.ops[node], list(_holdings(before, node))
         numbers: dict[str, int] = defaultdict(int)
         for target in after.names:
-            for wanted in disjoint(_wanted(after, node, target)):
-                for source, cells in _cover(op, wanted, sorted(holdings, key=lambda h: h[0] != target)):
-                    if source != target and not _hears(before, after, target, source):
-                        raise HandoverError(f"{op.name}: {target} does not hear {source}")
+            for region in disjoint(_needed(after, node, target)):
+                for source, cells in _cover(op, region, sorted(holdings, key=lambda h: h[0] != target)):
+                    if source != target and not _is_sender(before, after, target, source):
+                        raise HandoverError(f"{op.name}: {target} does not receive from {source}")
                     nbytes = volume(cells) * DTYPE_BYTES[op.dtype]
-                    found.append(Move(node, source, target, cells, numbers[source], nbytes))
+                    out.append(Move(node, source, target, cells, numbers[source], nbytes))
                     numbers[source] += source != target
-    return found
+    return out
 
 
-def _hears(before: Lowered, after: Lowered, target: str, source: str) -> bool:
-    """Return whether a device hears another one: under the plan after or, if that has no part in it, before."""
+def _is_sender(before: Lowered, after: Lowered, target: str, source: str) -> bool:
+    """Return whether `source` sends to `target` under the new plan or, if it has no part in it, under the old plan."""
     if source in after.names:
         return source in after.senders(target)
     return target in before.names and source in before.senders(target)
 
 
 def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
-    """Yield who has computed which cells of a tensor, whole results only."""
+    """Yield (device, cells): computed whole results of a tensor."""
     op, _ = before.located(node)
     if op is None:
         return
@@ -93,20 +94,20 @@ def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
             yield before.names[tile.device], tile.region[: op.rank]
 
 
-def _wanted(after: Lowered, node: int, device: str) -> Iterator[Region]:
-    """Yield the cells of a tensor that a device holds at the border, in slots of which later blocks read something."""
+def _needed(after: Lowered, node: int, device: str) -> Iterator[Region]:
+    """Yield a device's cells of a tensor, in slots that later blocks read."""
     op, _ = after.located(node)
     if op is None:
         return
-    number, read = after.names.index(device), list(_read_behind(after, op, after.names.index(device)))
+    number, read = after.names.index(device), list(_read_after(after, op, after.names.index(device)))
     for tile in after.tiles[op.name]:
-        mine = [m.region for m in tile.messages if number in m.to] if tile.device != number else [tile.region]
-        for cells in (region[: op.rank] for region in mine):
+        regions = [m.region for m in tile.messages if number in m.to] if tile.device != number else [tile.region]
+        for cells in (region[: op.rank] for region in regions):
             if any(intersect(cells, region) for region in read):
                 yield cells
 
 
-def _read_behind(after: Lowered, op: Op, number: int) -> Iterator[Region]:
+def _read_after(after: Lowered, op: Op, number: int) -> Iterator[Region]:
     """Yield the cells of a tensor that a device's ops of later blocks read."""
     graph = after.graph
     block = bisect(graph.blocks, graph.position[op.name])
@@ -120,9 +121,9 @@ def _read_behind(after: Lowered, op: Op, number: int) -> Iterator[Region]:
                     yield each
 
 
-def _cover(op: Op, wanted: Region, holdings: list[tuple[str, Region]]) -> Iterator[tuple[str, Region]]:
-    """Yield who gives which cells of those that are wanted, the first one that has them."""
-    left = [wanted]
+def _cover(op: Op, need: Region, holdings: list[tuple[str, Region]]) -> Iterator[tuple[str, Region]]:
+    """Yield (source, cells) that cover a region; the first holder of a cell sends it."""
+    left = [need]
     for source, cells in holdings:
         rest: list[Region] = []
         for region in left:
@@ -133,13 +134,13 @@ def _cover(op: Op, wanted: Region, holdings: list[tuple[str, Region]]) -> Iterat
                 rest.append(region)
         left = rest
     if left:
-        raise HandoverError(f"{op.name}: nobody holds {format_region(left[0])} of it under the plan before")
+        raise HandoverError(f"{op.name}: no device holds {format_region(left[0])} of it under the old plan")
 
 
 def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> HandedOver:
-    """Return what a device does from a border on: of one that has no part in the plan after, what it sends.
+    """Return a device's ops from a border on; a device without a part in the new plan only sends.
 
-    Raises HandoverError if it cannot be.
+    Raises HandoverError if the handover is impossible.
     """
     moved = moves(before, after, block)
     stays, graph = device in after.names, after.full_graph
@@ -152,7 +153,7 @@ def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> Hande
             walk.send_part(move)
     for move in moved:
         if move.target == device != move.source:
-            walk.receive_part(move)
+            walk.receive_cells(walk.at(move.node), move.cells, move.source, move.part)
     for slot in _missing(whole, later):
         walk.fill(slot, crossing(after.full_graph, block))
     ops = (*(op for _, _, op in walk.out.ops), *later)
@@ -160,13 +161,13 @@ def hand_over(before: Lowered, after: Lowered, block: int, device: str) -> Hande
 
 
 def _missing(program: Program, ops: list[ProgramOp]) -> list[Slot]:
-    """Return the slots with memory that ops read and none of them fills."""
+    """Return the slots with memory that ops read and no op fills."""
     filled = {slot for op in ops for slot in slots_written(op)}
     return list(dict.fromkeys(slot for op in ops for slot in program.reads(op) if slot not in filled))
 
 
 class _Handover(ForwardWalk):
-    """The ops at the border of one device: in slots behind those of its whole Program."""
+    """A device's ops at the border, in slots after those of its whole Program."""
 
     def __init__(self, after: Lowered, whole: Program, device: str) -> None:
         number = after.names.index(device) if device in after.names else len(after.names)
@@ -176,8 +177,8 @@ class _Handover(ForwardWalk):
         self.turns = [0] * len(whole.slots)
         self.places: dict[Slot, tuple[int, Region]] | None = None
 
-    def _at(self, node: int) -> Op:
-        """Stand at a tensor; return its op, by the name that it has in the shortened graph."""
+    def at(self, node: int) -> Op:
+        """Return the op that produces a tensor in the shortened graph, and make it the walk's current op."""
         op, _ = self.after.located(node)
         if op is None:
             raise HandoverError(f"{self.after.nodes[node]} lies within another op")
@@ -185,57 +186,53 @@ class _Handover(ForwardWalk):
         return self.op
 
     def take_own(self, before: Lowered, start: int, nodes: list[int]) -> tuple[tuple[ExchangeKey, Slot], ...]:
-        """Receive from the device itself what its Program before has computed; return by which exchanges.
+        """Receive from the device itself what its old Program has computed; return the exchanges and their slots.
 
-        start: the first tensor after the border. What nothing reads after it may be gone by then.
+        start: the first tensor after the border. Slots without a reader after it may be freed by then.
         """
         taken: list[tuple[ExchangeKey, Slot]] = []
         program = before.full_program(self.name) if nodes else None
         read = {slot for op in program.ops if op.node >= start for slot in program.reads(op)} if program else set()
         for node in nodes:
-            here, (op, copies) = self._at(node), before.located(node)
+            target, (op, copies) = self.at(node), before.located(node)
             assert op is not None
             slot_in = before.moved_slots(self.name, op, copies)
             for part, (slot, region) in enumerate(_computed(before, op, self.name)):
                 source = slot_in(slot)
                 if source is None or program is None or program.base(source) not in read:
                     raise HandoverError(f"{op.name} is not kept on {self.name} until the border")
-                own = self.receive_cells(here, region[: op.rank], self.name, part)
+                own = self.receive_cells(target, region[: op.rank], self.name, part)
                 taken.append((own.key, source))
         return tuple(taken)
 
     def receive_cells(self, op: Op, cells: Region, source: str, part: int) -> Recv:
-        """Receive some cells of a tensor."""
+        """Receive cells of a tensor."""
         slot = self.slot(tuple(map(index_count, cells)), op.dtype)
         recv = Recv(slot, source, op.index, part, op.layer, exact=True)
         self.emit(recv, 0)
         self.held[op.name].append(HeldRegion(slot, cells + op.full_region[op.rank :], state=False))
         return recv
 
-    def receive_part(self, move: Move) -> None:
-        """Receive a part that another device has."""
-        self.receive_cells(self._at(move.node), move.cells, move.source, move.part)
-
     def send_part(self, move: Move) -> None:
-        """Send a part that another device lacks."""
-        op = self._at(move.node)
+        """Send a move's cells to another device."""
+        op = self.at(move.node)
         slot = self.gather(op, move.cells + op.full_region[op.rank :]).slot
         self.emit(Send(slot, (move.target,), move.node, move.part, op.layer, 0, exact=True), 0)
 
     def fill(self, slot: Slot, nodes: list[int]) -> None:
-        """Put together what a slot of the whole Program holds at the border."""
+        """Assemble the cells of a slot of the whole Program at the border."""
         if self.places is None:
             self.places = dict(self._placed(nodes))
         if slot not in self.places:
-            raise HandoverError(f"slot {slot} of {self.name} holds more than what crosses the border")
+            raise HandoverError(f"slot {slot} of {self.name} holds more than the tensors that cross the border")
         node, region = self.places[slot]
-        op = self._at(node)
+        op = self.at(node)
         shape = self.out.slots[slot].shape
         try:
             whole = self.gather(op, region[: op.rank] + op.full_region[op.rank :])
-        except UncoveredError as error:  # the whole Program brings them here on a way that has passed the border
+        except UncoveredError as error:  # the whole Program receives it before the border
             missing = format_region(error.missing[0])
-            raise HandoverError(f"{op.name}: {self.name} holds {missing} of it for others alone") from error
+            raise HandoverError(f"{op.name}: {self.name} only relays {missing} of it") from error
         if self.out.slots[whole.slot].shape != shape:
             raise HandoverError(f"{op.name} lies in another shape")
         ranges = tuple((0, n) for n in shape)
@@ -243,7 +240,7 @@ class _Handover(ForwardWalk):
         self.emit(Compute("assemble", (whole.slot,), (slot,), (), copies, op.layer, op.index), 0)
 
     def _placed(self, nodes: list[int]) -> Iterator[tuple[Slot, tuple[int, Region]]]:
-        """Yield the slots of the whole Program that hold cells of the tensors: computed, received or put together."""
+        """Yield the slots of the whole Program that hold cells of the tensors: computed, received or assembled."""
         draft = self.after.compact_builder(self.name)
         for node in nodes:
             op, copies = self.after.located(node)
@@ -259,7 +256,7 @@ class _Handover(ForwardWalk):
 
 
 def _computed(before: Lowered, op: Op, device: str) -> Iterator[tuple[Slot, Region]]:
-    """Yield slot and region of what a device computes of a tensor, in the order of the walk."""
+    """Yield (slot, region) of a tensor that a device computes, in the order of the walk."""
     number = before.names.index(device)
     held = iter(before.compact_builder(device).held[op.name])
     for tile in before.tiles[op.name]:
@@ -267,6 +264,6 @@ def _computed(before: Lowered, op: Op, device: str) -> Iterator[tuple[Slot, Regi
             for _ in (m for m in tile.messages if number in m.to):
                 next(held)
             continue
-        found = next(held)
-        if not tile.relay and not found.state and tile.region[op.rank :] == op.full_region[op.rank :]:
-            yield found.slot, found.region
+        entry = next(held)
+        if not tile.relay and not entry.state and tile.region[op.rank :] == op.full_region[op.rank :]:
+            yield entry.slot, entry.region

@@ -14,35 +14,32 @@ from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import IndexSet, Region, round_to_units, span, union
 from hepti_mqtt.lowering.regions import format_region as region_text
 
-PLANNER_INDEX: Final = -1  # the planner, among devices that are numbers
+PLANNER_INDEX: Final = -1  # stands for the planner among device numbers
 
 
 class Piece(NamedTuple):
-    """A device holds a region of an op's space: computed there, or (relay) put together from the pieces before it.
-
-    order: ops of a lower turn come first in the Program (micro-batches).
-    """
+    """A device holds a region of an op's space."""
 
     device: int
     region: Region
+    #: Assembled from the pieces before it, not computed.
     relay: bool = False
+    #: Ops of a lower order come first in the Program (micro-batches).
     order: int = 0
 
 
-# A layout, given the op whose dimensions it divides; None leaves this op to be computed where it is needed.
+# A layout of an op, for the dimensions of that op; None: every device that reads the op computes it.
 Rule = Callable[[Op], list[Piece] | None]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A method: the layout of each tensor that it places, by role; what it does not place is computed where needed.
-
-    optional_rules: the same for roles that not every family has. uniform: layouts do not look at an op's layer, so that
-    equal layers are divided alike.
-    """
+    """A method: layouts by role; a tensor without a layout is computed on every device that reads it."""
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    #: Layouts of roles that not every family has.
     optional_rules: Mapping[str, Rule] = field(default_factory=dict)
+    #: Layouts do not depend on an op's layer, so equal layers are divided alike.
     uniform: bool = True
 
     def rule(self, op: Op) -> Rule | None:
@@ -50,30 +47,30 @@ class Table:
         return self.rules.get(op.role) or self.optional_rules.get(op.role)
 
     def check(self, graph: Graph) -> None:
-        """Raise ValueError if a line names a role that no tensor of the graph has."""
+        """Raise ValueError if a rule names a role that no tensor of the graph has."""
         for role in self.rules:
             if role not in graph.roles:
                 raise ValueError(f"no tensor has the role {role!r}; this family has {', '.join(sorted(graph.roles))}")
 
     def with_defaults(self, frame: Table) -> Table:
-        """Return this table with the lines of `frame` for what it does not place itself."""
+        """Return this table with the rules of `frame` for roles that it does not place itself."""
         return Table(self.rules, {**frame.rules, **frame.optional_rules, **self.optional_rules}, self.uniform)
 
 
 def checked_pieces(op: Op, pieces: Iterable[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """Return an op's pieces, empty ones left out; raises ValueError for regions that the op cannot have.
+    """Return an op's pieces without empty ones; raises ValueError for regions that the op cannot have.
 
-    names: of the devices, in their order.
+    names: of the devices, in order.
     """
     out = []
     for piece in pieces:
         if not all(piece.region):
             continue
         if not PLANNER_INDEX <= piece.device < len(names):
-            raise ValueError(f"{op.name}: device {piece.device} is none of the {len(names)}")
+            raise ValueError(f"{op.name}: device {piece.device} is not one of the {len(names)} devices")
         reach = zip(piece.region, op.space, strict=False)
         if len(piece.region) != len(op.space) or any(s[0][0] < 0 or s[-1][1] > n for s, n in reach):
-            raise ValueError(f"{op.name}: {_holds(piece, names)}, its space is {region_text(op.full_region)}")
+            raise ValueError(f"{op.name}: {_holds(piece, names)}, but its space is {region_text(op.full_region)}")
         for dim, (s, unit) in enumerate(zip(piece.region, op.units, strict=False)):
             if unit > 1 and round_to_units(s, unit) != s:
                 raise ValueError(
@@ -92,7 +89,7 @@ def _holds(piece: Piece, names: Sequence[str]) -> str:
 
 
 def region_with(op: Op, at: Mapping[int, IndexSet]) -> Region:
-    """Return the op's whole space but for the given dimensions; raises ValueError for one that it does not have."""
+    """Return the op's space with other index sets of some dimensions; raises ValueError for a missing dimension."""
     region = list(op.full_region)
     for dim, indices in at.items():
         if dim >= len(region):
@@ -118,18 +115,18 @@ def explicit(pieces: Iterable[tuple[int, Mapping[int, IndexSet]]]) -> Rule:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layouts of a transformer's blocks: what lies between them, columns of queries, keys and values, parts in a ring.
+# Layouts of a transformer's blocks: norms and residuals between them, q, k and v columns, and rings.
 
 
-# What is computed row by row behind attention: matmuls with what is fused into them, and norms.
+# Computed row by row after attention: matmuls with their fused ops, and norms.
 ROWWISE_ROLES: Final = (roles.ATTENTION_SUM, roles.AFTER_ATTENTION, roles.MLP_HIDDEN, roles.MLP_SUM)
 BETWEEN_ROLES: Final = (roles.BEFORE_ATTENTION, roles.AFTER_ATTENTION, roles.BEFORE_MLP, roles.AFTER_MLP)
 
 
 def between_blocks(rule: Rule, root: int | None = None) -> dict[str, Rule]:
-    """Return lines that place what lies between the blocks: norms and residuals.
+    """Return rules that place norms and residuals between the blocks.
 
-    root: computes the first norm, of the embedding, since it has all of that and sends it on anyway.
+    root: computes the first norm, since it has the whole embedding and broadcasts it anyway.
     """
     lines = dict.fromkeys(BETWEEN_ROLES, rule)
     if root is not None:
@@ -139,14 +136,14 @@ def between_blocks(rule: Rule, root: int | None = None) -> dict[str, Rule]:
 
 
 def qkv_columns(graph: Graph, heads: IndexSet, which: str = "qkv") -> IndexSet:
-    """Return the columns of the joint query, key and value matrix that belong to heads (columns of attention)."""
+    """Return the columns of heads (columns of attention) in the joint query, key and value matrix."""
     attention = graph.first_with_role(roles.ATTENTION)
     assert isinstance(attention, HeadedAttention)
     return union(*(attention.columns_of(w, heads) for w in which))
 
 
 def ring_order(parts: Sequence[IndexSet], device: int) -> list[IndexSet]:
-    """Return the parts in a ring: that of the device after this one first, its own last."""
+    """Return the parts in ring order: the next device's part first, the device's own last."""
     return [*parts[device + 1 :], *parts[: device + 1]]
 
 
@@ -156,7 +153,7 @@ def merge_parts(parts: Sequence[IndexSet], by: int) -> list[IndexSet]:
 
 
 def split_into_groups(parts: Sequence[IndexSet], count: int) -> list[list[IndexSet]]:
-    """Return each part, one interval or nothing, cut into `count` of about equal size: the first of each, and so on."""
+    """Return each part, an interval or empty, cut into `count` of about equal size: the first of each, and so on."""
     ends = [part[0] if part else (0, 0) for part in parts]
     return [[span(a + (z - a) * g // count, a + (z - a) * (g + 1) // count) for a, z in ends] for g in range(count)]
 
@@ -166,7 +163,7 @@ def split_into_groups(parts: Sequence[IndexSet], count: int) -> list[list[IndexS
 
 
 def reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
-    """Return a direct reduce-scatter: every part goes to the owners of its rows at once."""
+    """Return a direct reduce-scatter: every part goes to the owners of its rows in one step."""
 
     def rule(op: Op) -> list[Piece]:
         partial = [Piece(i, region_with(op, {2: part})) for i, part in enumerate(parts)]
@@ -176,7 +173,7 @@ def reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
 
 
 def ring_all_reduce(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
-    """Return a ring all-reduce in 2 (N - 1) rounds: the sum of chunk c ends on device c and goes round again."""
+    """Return a ring all-reduce in 2 (N - 1) rounds: device c completes the sum of chunk c, which goes round again."""
     n = len(parts)
 
     def rule(op: Op) -> list[Piece]:
@@ -192,10 +189,10 @@ def ring_all_reduce(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule
 
 
 def ring_reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> Rule:
-    """Return a ring reduce-scatter in N - 1 rounds, the matmul cut into its chunks: chunk c ends on device c.
+    """Return a ring reduce-scatter in N - 1 rounds: the matmul is cut into chunks, and device c completes chunk c.
 
-    Each device computes first the chunk that it sends on first, and its own last, so that a chunk of the sum travels
-    while the next device computes its part of it.
+    Each device begins with the chunk that it sends first and ends with its own, so that a chunk's sum travels while the
+    next device computes its part of it.
     """
     n = len(parts)
 
@@ -213,9 +210,9 @@ def ring_reduce_scatter(parts: Sequence[IndexSet], rows: Sequence[IndexSet]) -> 
 
 
 def ring_all_gather(rows: Sequence[IndexSet]) -> Rule:
-    """Return a ring all-gather in N - 1 rounds: every device passes on what it has just received.
+    """Return a ring all-gather in N - 1 rounds: every device passes on what it received last.
 
-    Own rows stand last once more: a device outside the ring gets them from their owner.
+    Own rows come last once more, so that a device outside the ring receives them from their owner.
     """
     n = len(rows)
 

@@ -1,4 +1,4 @@
-"""From a graph and a table to Programs: a forward walk per device, with equal blocks worked out once."""
+"""From a graph and a table to Programs: a forward walk per device, with equal blocks lowered once."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.lowering.rewrites import fuse_ops
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover, plan_tiles
-from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef
+from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
 from hepti_mqtt.program import Op as ProgramOp
 
 
 class HeldRegion(NamedTuple):
-    """A region that a device has in a slot; state: as a partial result in a format of its own."""
+    """A region of a tensor that a slot of the device holds."""
 
     slot: Slot
     region: Region
+    #: The slot holds a partial result in a format of its own.
     state: bool
 
 
 @dataclass(slots=True)
 class ProgramBuilder:
-    """A Program in blocks: ops with their turn and block, and the first slot and op of each block.
-
-    held, gathered: where what of each tensor is: computed or received, and put together.
-    """
+    """A Program in blocks."""
 
     slots: list[SlotSpec] = field(default_factory=list)
+    #: (turn, block, op)
     ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
+    #: First slot of each block.
     first_buffers: list[Slot] = field(default_factory=list)
+    #: First op of each block.
     first_ops: list[int] = field(default_factory=list)
+    #: Regions of each tensor that the device computes or receives.
     held: Mapping[str, list[HeldRegion]] = field(default_factory=dict)
+    #: Regions of tensors that the device assembles.
     gathered: Mapping[tuple[str, Region], Operand] = field(default_factory=dict)
-    program: Program | None = None  # once it was built
+    #: The Program, after the first `build`.
+    program: Program | None = None
 
     def begin_block(self) -> None:
         """Begin a block."""
         self.first_buffers.append(len(self.slots))
         self.first_ops.append(len(self.ops))
 
-    def block_ops(self, number: int) -> list[ProgramOp]:
-        """Return the ops of a block that is not the last one."""
-        return [op for _, _, op in self.ops[self.first_ops[number] : self.first_ops[number + 1]]]
-
     def build(self, device: str, graph: Graph) -> Program:
-        """Return the Program, ops of a lower turn first; the same one whenever it is asked for."""
+        """Return the Program, ops of a lower turn first; later calls return the same one."""
         if self.program is None:
             ordered = sorted(self.ops, key=lambda entry: entry[0])
             ops = tuple(op for _, _, op in ordered)
@@ -75,28 +75,32 @@ class ProgramBuilder:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops of one block of a Program taken to the place of another one that is alike.
+# Ops of a block of a Program, relocated to a block that is alike.
 
 
 class Relocation(NamedTuple):
-    """Takes ops to another place: slots from `first` on by `by`, nodes by `nodes`, other tensors.
+    """Relocates the ops of a block: other slots, nodes and tensors.
 
-    layers: of each node. A layer's dozens of ops become hundreds here, so each is made with as few calls as can be.
+    A layer's dozens of ops become hundreds, so the methods construct each with as few calls as possible.
     """
 
+    #: Slots from `first` on move by `by`.
     first: Slot
     by: int
+    #: Distance of the nodes.
     nodes: int
+    #: Stored tensors of the other block, by those of this one.
     tensors: Mapping[str, str]
+    #: Layer of each node.
     layers: Mapping[int, int] | Sequence[int]
 
     def relocate_buffers(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        """Return slots in their place."""
+        """Return relocated slots."""
         first, by = self.first, self.by
         return tuple([slot + by if slot >= first else slot for slot in slots])
 
     def relocate_specs(self, specs: Iterable[SlotSpec]) -> list[SlotSpec]:
-        """Return what slots are: views are of slots in their place."""
+        """Return relocated slot specs: the bases of views move too."""
         return [spec if spec.base is None and not spec.state else self._spec(spec) for spec in specs]
 
     def _spec(self, spec: SlotSpec) -> SlotSpec:
@@ -106,17 +110,17 @@ class Relocation(NamedTuple):
         return SlotSpec(spec.shape, spec.dtype, self.relocate_buffers((spec.base,))[0], spec.start)
 
     def relocate_weights(self, refs: Iterable[WeightRef]) -> tuple[WeightRef, ...]:
-        """Return the same ranges of the other tensors."""
+        """Return the same ranges of the other block's tensors."""
         new, tensors = tuple.__new__, self.tensors
         return tuple([new(WeightRef, (tensors[t], rows, cols, kind, kept)) for t, rows, cols, kind, kept in refs])
 
     def relocate_ops(self, ops: Iterable[ProgramOp]) -> Iterator[ProgramOp]:
-        """Yield ops in their place."""
+        """Yield relocated ops."""
         new, (first, by, nodes, _, layers) = tuple.__new__, self
         for op in ops:
             node = op.node + nodes
             if isinstance(op, Compute):
-                kernel, reads, writes, weights, attrs, *_ = op  # parts are made later, by passes
+                kernel, reads, writes, weights, attrs, *_ = op  # passes add fused parts later
                 reads = tuple([slot + by if slot >= first else slot for slot in reads])
                 writes = tuple([slot + by for slot in writes])
                 weights = weights and self.relocate_weights(weights)
@@ -129,7 +133,7 @@ class Relocation(NamedTuple):
                 yield new(Recv, (at + by, source, node, part, layers[node], exact, (), -1))
 
     def relocate_reader(self, op: ProgramOp) -> ProgramOp:
-        """Return an op that stays what it is but for its slots."""
+        """Return an op with relocated slots and all else unchanged."""
         if isinstance(op, Compute):
             return op._replace(reads=self.relocate_buffers(op.reads), writes=self.relocate_buffers(op.writes))
         return op._replace(slot=self.relocate_buffers((op.slot,))[0])
@@ -138,9 +142,9 @@ class Relocation(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------------------
 # The forward walk: one device's Program from the tiles of all devices.
 #
-# What was promised is received, inputs are put together, tiles are computed and sent. An input that lies in one slot
-# is a
-# view of it; else one op assembles it, in the order of the table, so that the bits do not depend on what arrives when.
+# Each op receives its messages, assembles its inputs, computes its tiles and sends them. An input that lies in one
+# slot is a view of it. Otherwise one op assembles it, in the order of the table, so that the bits of the answer do not
+# depend on the order of arrival.
 
 
 _ADD: Final = "add"
@@ -153,7 +157,7 @@ class ForwardWalk:
     def __init__(self, graph: Graph, tiles: Tiles, device: int, names: Sequence[str]) -> None:
         self.graph, self.tiles, self.device, self.names = graph, tiles, device, names
         self.out = ProgramBuilder()
-        self.turns: list[int] = []  # of each slot
+        self.turns: list[int] = []  # turn of each slot
         self.held: dict[str, list[HeldRegion]] = {op.name: [] for op in graph.ops}
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.gathered: dict[tuple[str, Region], Operand] = {}
@@ -163,7 +167,7 @@ class ForwardWalk:
         self.turn, self.block, self.op = 0, 0, graph.ops[0]
 
     def draft(self) -> ProgramBuilder:
-        """Return the device's Program; raises ValueError for what no kernel computes."""
+        """Return the device's Program; raises ValueError for an op without a kernel."""
         for block in range(len(self.graph.blocks)):
             self.block = block
             self.out.begin_block()
@@ -173,7 +177,7 @@ class ForwardWalk:
         return self.out
 
     def lower_op(self, op: Op) -> None:
-        """Append what this device does for a tensor."""
+        """Append this device's ops for a tensor."""
         self.op = op
         for tile in self.tiles[op.name]:
             self.turn = tile.order
@@ -187,7 +191,7 @@ class ForwardWalk:
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     def receive(self, op: Op, tile: Tile, state: bool) -> None:
-        """Take what a tile of another device, or of the planner, sends here."""
+        """Receive the messages of another device's tile, or of the planner's."""
         for message in tile.messages:
             if self.device in message.to:
                 slot = self.slot(op.shape(message.region, state), op.dtype)
@@ -199,13 +203,13 @@ class ForwardWalk:
     def produce(self, op: Op, tile: Tile, state: bool) -> Slot | None:
         """Compute, relay or view a tile of this device; return its slot."""
         if isinstance(op, Input):
-            raise ValueError(f"{op.name}: only the planner has what a request brings")  # noqa: TRY004
+            raise ValueError(f"{op.name}: only the planner has the input of a request")  # noqa: TRY004
         if tile.relay:
             if state:
                 raise ValueError(f"{op.name}: partial results in a format of their own cannot be relayed")
             return self.gather(op, tile.region).slot
         if op.is_session_state and not op.inputs:
-            return self.session_buffer(op, tile.region)
+            return self.session_slot(op, self.slot(op.shape(tile.region, False), op.dtype))
         needs = [
             (self.graph.by_name[name], r) for name, r in zip(op.inputs, op.input_regions(tile.region), strict=True)
         ]
@@ -223,18 +227,15 @@ class ForwardWalk:
                 joint = disjoint(others) if len(others) > 1 else ()
                 operands.append(self.operand(op, n, source, needs[n][1], region, joint))
         slot = self.compute(op, op.kernel_call(tile.region, operands), operands, op.shape(tile.region, state))
-        if op.is_session_state:
-            self.out.slots[slot] = self.out.slots[slot]._replace(state=op.tensors[0])
-        return slot
+        return self.session_slot(op, slot) if op.is_session_state else slot
 
-    def session_buffer(self, op: Op, region: Region) -> Slot:
-        """Return the slot of what the session has kept."""
-        slot = self.slot(op.shape(region, False), op.dtype)
+    def session_slot(self, op: Op, slot: Slot) -> Slot:
+        """Mark a slot as session state; return it."""
         self.out.slots[slot] = self.out.slots[slot]._replace(state=op.tensors[0])
         return slot
 
     def send(self, op: Op, tile: Tile, slot: Slot, state: bool) -> None:
-        """Send what of a tile others asked for."""
+        """Send a tile's messages."""
         cells = op.result_cells(tile.region, state)
         for message in tile.messages:
             inner = op.result_cells(message.region, state)
@@ -252,42 +253,42 @@ class ForwardWalk:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def covering_parts(self, source: Op, region: Region) -> list[tuple[HeldRegion, Region]]:
-        """Return what this device has of a region, every index once: (where, part)."""
+        """Return (held region, part of it) that cover a region, every index once."""
         held = self.held[source.name]
         for h in reversed(held):
             if h.region == region:
                 return [(h, region)]
         pieces = self.pieces.get(source.name, ())
-        if len(pieces) < len(held):  # a relay reads what stands before it
+        if len(pieces) < len(held):  # a relay reads the pieces before it
             pieces = self.pieces[source.name] = tuple(Piece(self.device, h.region) for h in held)
         return [(held[i], part) for i, part in cover(source, region, pieces, self.device)]
 
     def operand(
         self, op: Op, number: int, source: Op, need: Region, region: Region, joint: Sequence[Region]
     ) -> Operand:
-        """Return an input as a view of one slot where the kernel can take it so, else put together.
+        """Return an input as a view of one slot if the kernel can read one, else assembled.
 
-        region: of the source's space that yields `need`. joint: all that the op needs of the source where that is more,
-        so that what is put together is so once.
+        region: of the source's space that yields `need`. joint: larger regions of the source that the op reads too, so
+        that one assembled slot serves both.
         """
         picks = self.covering_parts(source, region)
         if len(picks) == 1 and not picks[0][0].state:
             held, _ = picks[0]
-            found = self.within(op, number, held.slot, source.result_cells(held.region, False), need)
-            if found is not None:
-                return found
+            view = self.within(op, number, held.slot, source.result_cells(held.region, False), need)
+            if view is not None:
+                return view
         for wider in joint:
             if wider != region and is_within(region, wider):
                 whole = self.gather(source, wider)
-                found = self.within(op, number, whole.slot, whole.cells, need)
-                if found is not None:
-                    return found
+                view = self.within(op, number, whole.slot, whole.cells, need)
+                if view is not None:
+                    return view
         whole = self.gather(source, region)
-        found = self.within(op, number, whole.slot, whole.cells, need)
-        return found or Operand(self.rectangle(whole.slot, whole.cells, need), need)
+        view = self.within(op, number, whole.slot, whole.cells, need)
+        return view or Operand(self.rectangle(whole.slot, whole.cells, need), need)
 
     def within(self, op: Op, number: int, slot: Slot, cells: Region, need: Region) -> Operand | None:
-        """Return `need` as rows of a slot, with all of its columns or those that the kernel finds by itself."""
+        """Return `need` as rows of a slot, with exactly its columns or with more if the kernel can select them."""
         rows = positions_in(need[0], cells[0])
         if len(rows) != 1:
             return None
@@ -298,7 +299,7 @@ class ForwardWalk:
         return None
 
     def parts(self, source: Op, region: Region) -> list[Operand]:
-        """Return an input as its summands where all are of one region, else as the sum."""
+        """Return an input as its summands if all have one region, else as the sum."""
         picks = self.covering_parts(source, region)
         n = source.rank
         if all(part[:n] == region[:n] for _, part in picks):
@@ -310,7 +311,7 @@ class ForwardWalk:
         return [Operand(whole.slot, whole.cells, region)]
 
     def gather(self, source: Op, region: Region) -> Operand:
-        """Return a region in one slot: its parts side by side, and added where they overlap."""
+        """Return a region in one slot: its parts concatenated, and added where they overlap."""
         key = (source.name, region)
         if key not in self.gathered:
             cells = region[: source.rank]
@@ -335,16 +336,16 @@ class ForwardWalk:
         return self.compute(source, call, [Operand(s, cell) for s in slots], tuple(map(index_count, cell)))
 
     def concatenate(self, op: Op, region: Region, needs: Sequence[tuple[Op, Region]]) -> Slot:
-        """Return the slot of an op whose result is pieces of its inputs: the input itself where it is one."""
-        found = []
+        """Return the slot of a view op: its inputs' pieces assembled, or a view of the only piece."""
+        parts = []
         for n, (source, need) in enumerate(needs):
             if (wider := source.region_for(need)) is None:
                 continue
             whole = self.gather(source, wider)
-            found.append((self.rectangle(whole.slot, whole.cells, need), op.filled_region(n, region)))
-        if len(found) > 1:
-            return self.assemble(found, region[: op.rank], op.dtype)
-        return self.reshaped(found[0][0], op.shape(region, False))
+            parts.append((self.rectangle(whole.slot, whole.cells, need), op.filled_region(n, region)))
+        if len(parts) > 1:
+            return self.assemble(parts, region[: op.rank], op.dtype)
+        return self.reshaped(parts[0][0], op.shape(region, False))
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class ForwardWalk:
         return len(self.out.slots) - 1
 
     def rows(self, slot: Slot, start: int, height: int) -> Slot:
-        """Return rows start..start + height of a slot: itself, or a view."""
+        """Return rows start..start + height of a slot: the slot or a view."""
         shape = self.out.slots[slot].shape
         return self.viewed(slot, start, (height, *shape[1:]))
 
@@ -364,12 +365,12 @@ class ForwardWalk:
         return slot if self.out.slots[slot].shape == shape else self.viewed(slot, 0, shape)
 
     def viewed(self, slot: Slot, start: int, shape: tuple[int, ...]) -> Slot:
-        """Return a view of a slot from a row on: itself where it is all of it."""
+        """Return a view of a slot from a row on; the slot itself if the view is all of it."""
         spec = self.out.slots[slot]
         if start == 0 and spec.shape == shape:
             return slot
         base, first = slot, start
-        if spec.base is not None:  # whose rows may be longer than those of what it is a view of
+        if spec.base is not None:  # a view's rows may be longer than its base's
             base, longer = spec.base, prod(spec.shape[1:]) // max(prod(self.out.slots[spec.base].shape[1:]), 1)
             first = spec.start + start * longer
         key = (base, first, shape)
@@ -380,7 +381,7 @@ class ForwardWalk:
         return self.views[key]
 
     def rectangle(self, slot: Slot, cells: Region, inner: Region) -> Slot:
-        """Return a part of a slot: a view where it is rows of it, else a copy."""
+        """Return a part of a slot: a view if the part is whole rows, else a copy."""
         if inner == cells:
             return slot
         rows = positions_in(inner[0], cells[0])
@@ -395,7 +396,7 @@ class ForwardWalk:
         return self.kernel(Call("assemble", (), {"copies": copies}), (slot,), shape, spec.dtype)
 
     def assemble(self, pieces: Sequence[tuple[Slot, Region]], cells: Region, dtype: SlotDtype) -> Slot:
-        """Return a new slot with the pieces, each a slot of the given cells, in their places."""
+        """Return a new slot with the pieces (slot, cells) in their places."""
         copies = _copies(tuple([inner for _, inner in pieces]), cells)
         reads = tuple([slot for slot, _ in pieces])
         return self.kernel(Call("assemble", (), {"copies": copies}), reads, tuple(map(index_count, cells)), dtype)
@@ -403,9 +404,10 @@ class ForwardWalk:
     # -- ops ----------------------------------------------------------------------------------------------------------
 
     def compute(self, op: Op, call: Call, operands: Sequence[Operand], shape: tuple[int, ...]) -> Slot:
-        """Append a kernel; a layer norm of what an `add` has just filled becomes a part of that."""
+        """Append a kernel; a layer norm joins the `add` that fills its input."""
         reads = tuple(o.slot for o in operands)
-        if call.kernel == "layer_norm" and self._may_join(reads[0]):
+        at = self.adds.get(reads[0]) if call.kernel == "layer_norm" else None
+        if at is not None and self.out.ops[at][1] == self.block:  # ops of two blocks never join, since blocks repeat
             return self._add_norm(self.adds.pop(reads[0]), call, reads[0], op)
         slot = self.kernel(call, reads, shape, op.dtype)
         if call.kernel == _ADD:
@@ -424,10 +426,6 @@ class ForwardWalk:
     def emit(self, op: ProgramOp, turn: int) -> None:
         """Append an op."""
         self.out.ops.append((turn, self.block, op))
-
-    def _may_join(self, total: Slot) -> bool:
-        """Return whether an `add` of this block has filled a slot: blocks are repeated, so each is for itself."""
-        return total in self.adds and self.out.ops[self.adds[total]][1] == self.block
 
     def _add_norm(self, at: int, norm: Call, total: Slot, op: Op) -> Slot:
         turn, block, add = self.out.ops[at]
@@ -448,9 +446,9 @@ class ForwardWalk:
         return slot
 
     def _drop_unread_sums(self) -> None:
-        """Let a sum that nobody reads be normalised in place."""
+        """Remove unread sums from the outputs of `add_norm` ops."""
         bases = [i if s.base is None else s.base for i, s in enumerate(self.out.slots)]
-        read = {bases[s] for _, _, op in self.out.ops for s in _reads(op)}
+        read = {bases[s] for _, _, op in self.out.ops for s in slots_read(op)}
         for at, (turn, block, op) in enumerate(self.out.ops):
             if isinstance(op, Compute) and op.kernel == "add_norm" and op.writes[0] not in read:
                 attrs = {**op.attrs, "keep_sum": False}
@@ -459,7 +457,7 @@ class ForwardWalk:
 
 @lru_cache(maxsize=KEPT_COPIES)
 def _copies(pieces: tuple[Region, ...], cells: Region) -> tuple[tuple[int, IndexSet, IndexSet], ...]:
-    """Return the copies of plain rectangles, (number of the piece, source, target), that put pieces together."""
+    """Return the copies of plain rectangles, (number of the piece, source, target), that assemble the pieces."""
     copies = []
     for n, inner in enumerate(pieces):
         source = tuple(span(0, index_count(s)) for s in inner)
@@ -467,20 +465,16 @@ def _copies(pieces: tuple[Region, ...], cells: Region) -> tuple[tuple[int, Index
     return tuple(copies)
 
 
-def _reads(op: ProgramOp) -> tuple[Slot, ...]:
-    return op.reads if isinstance(op, Compute) else (op.slot,) if isinstance(op, Send) else ()
-
-
 def _cells(
     op: Op, region: Region, picks: Sequence[tuple[HeldRegion, Region]]
 ) -> list[tuple[Region, list[tuple[HeldRegion, Region]]]]:
-    """Return disjoint rectangles of the result, each with all parts that hold it, in the order of the table."""
+    """Return disjoint rectangles of the result, each with all parts that contain it, in the order of the table."""
     n = op.rank
     groups: dict[Region, list[tuple[HeldRegion, Region]]] = {}
     for pick in picks:
         groups.setdefault(pick[1][:n], []).append(pick)
     cells = list(groups)
-    # What covers a region has every index once: without reduced dimensions nothing overlaps.
+    # A cover holds every index once: without reduced dimensions nothing overlaps.
     if n == len(op.space) or not any(intersect(a, b) for i, a in enumerate(cells) for b in cells[:i]):
         return list(groups.items())
     cut = [region[:n]]
@@ -490,14 +484,14 @@ def _cells(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Equal blocks are worked out once: their ops repeated, with slots, nodes and tensors moved by whole blocks.
+# Equal blocks are lowered once: their ops repeat, with slots, nodes and tensors relocated by whole blocks.
 
 
 def can_repeat(short: Graph, run: Repeat, tiles: Tiles) -> bool:
-    """Return whether the repeated block may stand for any number of them.
+    """Return whether the template block may stand for any number of blocks.
 
-    Tiles follow from what the next block asks for. The repeated block asks the one before it for what that has given it
-    tiles for; if both have equal tiles, so has every block that is put between them.
+    A block's tiles follow from the demands of the next block. If the template and the block before it have equal tiles,
+    so has every block inserted between them.
     """
     template = run.first + TEMPLATE_BLOCK
     return _equal(short, tiles, template - 1, template) and not any(
@@ -506,7 +500,7 @@ def can_repeat(short: Graph, run: Repeat, tiles: Tiles) -> bool:
 
 
 def shorten_repeat(short: Graph, run: Repeat, tiles: Tiles) -> tuple[Graph, Repeat]:
-    """Return the graph and its run without the block behind the repeated one where that has equal tiles."""
+    """Return the graph and its run without the block after the template, if that has equal tiles."""
     template = run.first + TEMPLATE_BLOCK
     if not _equal(short, tiles, template, template + 1):
         return short, run
@@ -519,7 +513,7 @@ def _equal(graph: Graph, tiles: Tiles, a: int, b: int) -> bool:
 
 
 def expand_slots(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[SlotSpec]:
-    """Return the slots of the whole graph from the draft for the short one."""
+    """Return the slots of the whole graph from the draft for the shortened graph."""
     low, high, moves, last = _moves(draft, graph, run)
     slots = draft.slots[:high]
     for move in moves:
@@ -528,46 +522,39 @@ def expand_slots(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[SlotS
 
 
 def expand_ops(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[ProgramOp]:
-    """Return the ops of the whole graph from the draft for the short one."""
+    """Return the ops of the whole graph from the draft for the shortened graph."""
     template, (_, _, moves, last) = run.first + TEMPLATE_BLOCK, _moves(draft, graph, run)
-    every, inner = [op for _, _, op in draft.ops], draft.block_ops(template)
-    end = draft.first_ops[template + 1]
-    ops = every[:end]
+    every, (start, end) = [op for _, _, op in draft.ops], draft.first_ops[template : template + 2]
+    inner, ops = every[start:end], every[:end]
     for move in moves:
         ops += move.relocate_ops(inner)
     return [*ops, *map(last.relocate_reader, every[end:])]
 
 
 def _moves(draft: ProgramBuilder, graph: Graph, run: Repeat) -> tuple[Slot, Slot, list[Relocation], Relocation]:
-    """Return the slots of the repeated block, and what takes it, and what follows it, to their places."""
+    """Return the template's first and last slot, the relocations of its copies, and that of all later blocks."""
     template, last = run.first + TEMPLATE_BLOCK, run.template_count - 1
     before, low, high = (draft.first_buffers[b] for b in (template - 1, template, template + 1))
     moves = [_move(graph, run, n, before, n * (high - low)) for n in range(1, run.template_count)]
     return low, high, moves, _move(graph, run, last, low, last * (high - low))
 
 
-def repeated_weights(refs: Sequence[WeightRef], graph: Graph, run: Repeat) -> Iterator[WeightRef]:
-    """Yield, for weights of the repeated block, those of the blocks that it stands for."""
-    for n in range(1, run.template_count):
-        yield from _move(graph, run, n, 0, 0).relocate_weights(refs)
-
-
 def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation:
-    """Return what takes the repeated block to its place in the whole graph, `n` blocks on."""
+    """Return the relocation of the template block by `n` blocks."""
     start, stop = graph.block_range(run.first + TEMPLATE_BLOCK)
     return Relocation(first, by, n * (stop - start), graph.repeated_tensors[n], graph.layer_of)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a device has of one table is often what it has of another: where a border between two devices moves, all others
-# compute, receive and send what they did. A search asks for hundreds of such tables.
+# A search lowers hundreds of tables. If two tables differ at the border between two devices only, all other devices
+# compute, receive and send the same.
 
 
 KEPT_PARTS: Final = 64  # some hundred KB each
 
 
 class DevicePart:
-    """All that the ops of a device follow from, as a key: its own tiles, and of those of others what it receives."""
+    """The key of a device's ops: its own tiles, and the messages that it receives."""
 
     __slots__ = ("hash", "key", "walk")
 
@@ -575,7 +562,7 @@ class DevicePart:
         self.walk: Callable[[], ProgramBuilder] | None = lambda: ForwardWalk(
             lowered.graph, lowered.tiles, device, lowered.names
         ).draft()
-        tiles = [_seen_by(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
+        tiles = [_tiles_of(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
         ops = tuple([op.name for op in lowered.graph.ops])
         self.key = (lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles))
         self.hash = hash(self.key)
@@ -587,38 +574,38 @@ class DevicePart:
         return isinstance(other, DevicePart) and self.key == other.key
 
 
-def _seen_by(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:
-    """Return of an op's tiles those of a device, and what others send it."""
-    found: list[object] = []
+def _tiles_of(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:
+    """Return an op's tiles of a device, and for other devices' tiles the messages to it."""
+    parts: list[object] = []
     for tile in tiles:
         if tile.device == device:
-            found.append(tile)
-        elif heard := [(m.region, m.part) for m in tile.messages if device in m.to]:
-            found.append((tile.device, tile.order, op.is_state(tile.region), tuple(heard)))
-    return tuple(found)
+            parts.append(tile)
+        elif received := [(m.region, m.part) for m in tile.messages if device in m.to]:
+            parts.append((tile.device, tile.order, op.is_state(tile.region), tuple(received)))
+    return tuple(parts)
 
 
 @lru_cache(maxsize=KEPT_PARTS)
 def _builder(part: DevicePart) -> ProgramBuilder:
     assert part.walk is not None
-    builder, part.walk = part.walk(), None  # the key is kept, and need not keep the tiles of all devices
+    builder, part.walk = part.walk(), None  # the cache keeps the key; without the walk, all devices' tiles may go
     return builder
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A graph under a table: the Programs of all devices, equal blocks worked out once.
+# A graph under a table: the Programs of all devices, equal blocks lowered once.
 
 
 class Lowered:
-    """What a graph becomes under a table, for devices in source order.
+    """A graph under a table, for devices in source order.
 
-    repeat: the equal blocks of which one stands for several in `compact_program`, None if all are worked out.
-    Raises ValueError for a table that does not fit the graph, with the tensor, region and device.
+    Raises ValueError, with tensor, region and device, if the table does not fit the graph.
     """
 
     def __init__(self, graph: Graph, table: Table, names: Sequence[str]) -> None:
         table.check(graph)
         self.full_graph, self.table, self.names = graph, table, tuple(names)
+        #: Equal blocks; `compact_program` has one for several. None if it has all blocks.
         self.repeat: Repeat | None = graph.repeat if table.uniform else None
         self.graph, self.tiles = self._analyse(graph.shortened() if self.repeat else graph)
         if self.repeat and not can_repeat(self.graph, self.repeat, self.tiles):
@@ -640,16 +627,16 @@ class Lowered:
         return fused, plan_tiles(fused, pieces, self.names)
 
     def compact_builder(self, device: str) -> ProgramBuilder:
-        """Return a device's ops with equal blocks once, by block."""
+        """Return a device's ops by block, with equal blocks once."""
         if device not in self._drafts:
             walk = ForwardWalk(self.graph, self.tiles, self.names.index(device), self.names)
             self._drafts[device] = walk.draft()
         return self._drafts[device]
 
     def share_part(self, device: str) -> None:
-        """Take a device's ops from a table before this one, if it has the same part there, or keep them for the next.
+        """Share a device's ops with tables in which it has the same part.
 
-        For a search: a device makes the Programs of few tables, and would keep in vain.
+        For searches alone: an agent builds the Programs of few tables, so sharing would not pay off.
         """
         if device in self.names and device not in self._drafts:  # tasks have parts of their own
             self._drafts[device] = _builder(DevicePart(self, self.names.index(device)))
@@ -686,11 +673,11 @@ class Lowered:
         return any(t.device == number for op in self.graph.ops if op.role == role for t in self.tiles[op.name])
 
     def senders(self, device: str) -> frozenset[str]:
-        """Return the devices, and the planner, that a device hears."""
+        """Return the devices that send tensors to a device, and the planner if it does."""
         number = self.names.index(device)
         messages = ((t.device, m) for tiles in self.tiles.values() for t in tiles for m in t.messages)
-        heard = {source for source, message in messages if number in message.to and source != number}
-        return frozenset(PLANNER if n == PLANNER_INDEX else self.names[n] for n in heard)
+        sources = {source for source, message in messages if number in message.to and source != number}
+        return frozenset(PLANNER if n == PLANNER_INDEX else self.names[n] for n in sources)
 
     def weight_refs(self, device: str) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges of a device's whole Program, from its tiles alone."""
@@ -698,7 +685,8 @@ class Lowered:
         for refs, is_repeated in self._weights_of_ops(device):
             whole.update(dict.fromkeys(refs))
             if is_repeated and self.repeat is not None:
-                whole.update(dict.fromkeys(repeated_weights(refs, self.full_graph, self.repeat)))
+                for n in range(1, self.repeat.template_count):
+                    whole.update(dict.fromkeys(_move(self.full_graph, self.repeat, n, 0, 0).relocate_weights(refs)))
         return tuple(whole)
 
     def weight_counts(self, device: str) -> dict[WeightRef, int]:
@@ -724,9 +712,9 @@ class Lowered:
             yield tuple(refs), index in template
 
     def located(self, node: int) -> tuple[Op | None, int]:
-        """Return the op in `graph` that a tensor is worked out by, and how many blocks further on the tensor is.
+        """Return the op of `graph` that stands for a tensor, and how many blocks after it the tensor lies.
 
-        None where another op has taken it in.
+        None if another op has fused the tensor's op.
         """
         run, copies = self.repeat, 0
         if run is not None:
@@ -741,7 +729,7 @@ class Lowered:
         return {op.index: op for op in self.graph.ops}
 
     def moved_slots(self, device: str, op: Op, copies: int) -> Callable[[Slot], Slot | None]:
-        """Return where slots that a device fills in an op's block are in its whole Program; None for others."""
+        """Return the map from a device's slots of an op's block to those of its whole Program; None for others."""
         draft, block = self.compact_builder(device), bisect(self.graph.blocks, self.graph.position[op.name]) - 1
         ends = [*draft.first_buffers, len(draft.slots)]
         by = 0
@@ -753,7 +741,7 @@ class Lowered:
 
     @property
     def repeated_layer(self) -> tuple[int, int] | None:
-        """Return (layer, times): the layer of `short` that stands for several, None if none does."""
+        """Return (layer, times): the layer of `graph` that stands for several, None if none does."""
         if self.repeat is None:
             return None
         op = self.full_graph.ops[self.full_graph.blocks[self.repeat.first + TEMPLATE_BLOCK]]
@@ -761,6 +749,6 @@ class Lowered:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return 8 bytes that are equal where two versions of this package make the same Programs."""
+        """Return 8 bytes; two versions of this package with equal digests build the same Programs."""
         text = repr([(op.name, self.tiles[op.name]) for op in self.graph.ops]) + repr(self.nodes)
         return sha256(text.encode()).digest()[:8]

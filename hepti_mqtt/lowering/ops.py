@@ -1,6 +1,6 @@
-"""Tensor ops: each knows which regions of its inputs and weights a region of its result needs, and which kernel it is.
+"""Tensor ops: each op names its kernel, and the input regions and weights that a region of its result needs.
 
-An op computes an array over an iteration space: the dimensions of its result, then those that it reduces over (rows of
+An op computes an array over an iteration space: the dimensions of its result, then its reduced dimensions (rows of
 the weight in a linear, keys in attention, columns in a norm's moments). A region that holds only a part of a reduced
 dimension is a partial result. Letters: r rows, c columns, k reduced indices, d columns of one attention head.
 """
@@ -35,10 +35,12 @@ T = TypeVar("T")
 
 
 class Operand(NamedTuple):
-    """What an op reads: a slot, the indices that its array holds, by dimension, and the region that it is a part of."""
+    """An input of an op, in a slot."""
 
     slot: Slot
+    #: Indices that the slot's array holds, by dimension.
     cells: Region
+    #: The region of the source's space, of a partial result.
     region: Region = ()
 
 
@@ -51,7 +53,7 @@ class Call(NamedTuple):
 
 
 class cached(Generic[T]):  # noqa: N801
-    """A value of an object that is worked out once, when it is first asked for; `cached_property` without its lock."""
+    """A `cached_property` without a lock: the function runs once per object."""
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self._function, self._name = function, function.__name__
@@ -59,7 +61,7 @@ class cached(Generic[T]):  # noqa: N801
 
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         value = self._function(instance)
-        instance.__dict__[self._name] = value  # found before this descriptor from now on
+        instance.__dict__[self._name] = value  # hides this descriptor
         return value
 
 
@@ -67,7 +69,7 @@ _COMPARED: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {}
 
 
 def _compared(kind: type[Op]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what takes the compared fields out of an op of a kind."""
+    """Return a getter of the fields that take part in comparisons of an op."""
     if kind not in _COMPARED:
         _COMPARED[kind] = attrgetter(*(f.name for f in fields(kind) if f.compare))
     return _COMPARED[kind]
@@ -75,32 +77,32 @@ def _compared(kind: type[Op]) -> Callable[[Any], tuple[Any, ...]]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Op:
-    """One tensor of a graph; ops that differ only in what they are called are equal.
-
-    space: dimensions of the result, then those reduced over; `rank` of them are the result's. role: what the tensor is
-    in its family, by which methods name it. layer, branch: where it stands, for topics, people and methods that go by
-    layers. tensors: stored tensors that it reads, in an order of its own. index: its place in the graph.
-    """
+    """One tensor of a graph; ops that differ only in their names and places are equal."""
 
     name: str = field(compare=False)
     inputs: tuple[str, ...] = field(compare=False, default=())
+    #: What the tensor is in its family; methods place tensors by role.
     role: str = field(compare=False, default="")
+    #: Layer and branch, for topics, people and methods that cut between layers.
     layer: int = field(compare=False, default=0)
     branch: int = field(compare=False, default=-1)
+    #: Stored tensors that the op reads, in an order of its own.
     tensors: tuple[str, ...] = field(compare=False, default=())
+    #: Place in the whole graph.
     index: int = field(compare=False, default=-1)
+    #: Dimensions of the result, then the reduced ones; the first `rank` are the result's.
     space: tuple[int, ...]
     rank: int = 2
     dtype: SlotDtype = "f32"
 
     kind: ClassVar[str] = "op"
-    summed_input: ClassVar[int] = -1  # the input that the kernel takes as several parts and adds
-    is_view: ClassVar[bool] = False  # the result is made of pieces of the inputs as they are
-    stays_f32: ClassVar[bool] = False  # narrower numbers on the wire would spoil it
-    is_session_state: ClassVar[bool] = False  # an array that outlives the run where it lies; `tensors` is its name
+    summed_input: ClassVar[int] = -1  # the input that the kernel reads as several parts and adds up
+    is_view: ClassVar[bool] = False  # the result consists of unchanged pieces of the inputs
+    stays_f32: ClassVar[bool] = False  # too sensitive for a narrow dtype on the wire
+    is_session_state: ClassVar[bool] = False  # an array that outlives the run in place; `tensors` is its name
 
     def __post_init__(self) -> None:
-        # What an op is, apart from what it is called: worked out once, since ops are the keys of every cache.
+        # The identity of an op, without name and place. Ops are the keys of every cache, so it is computed once.
         key = (type(self), *_compared(type(self))(self))
         self.__dict__.update(_key=key, _hash=hash(key))
 
@@ -111,16 +113,16 @@ class Op:
         return self is other or (isinstance(other, Op) and self._key == other._key)  # type: ignore[attr-defined]
 
     def relabelled(self, **places: Any) -> Self:
-        """Return an equal op under another name, in another place: with other values of what is not compared.
+        """Return an equal op with another name or place: other values of fields that are not compared.
 
-        What has been worked out once is kept, which is why this is not `dataclasses.replace`.
+        Unlike `dataclasses.replace` it keeps the cached values.
         """
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__, **places)
         return new
 
     def warmed_up(self) -> Self:
-        """Return the op itself, with all worked out that `renamed` hands on."""
+        """Return the op itself, after filling the cached values that `relabelled` copies."""
         self.region_for(self.full_region[: self.rank])
         return self
 
@@ -130,7 +132,7 @@ class Op:
         return tuple(span(0, n) for n in self.space)
 
     def region_for(self, result: Region) -> Region | None:
-        """Return the region of the space that yields a region of the result, in whole grains; None if it is empty."""
+        """Return the region of the space that yields a region of the result, in whole units; None if it is empty."""
         if not all(result):
             return None
         units = self.units
@@ -140,7 +142,7 @@ class Op:
 
     @cached
     def units(self) -> tuple[int, ...]:
-        """Return the grain within the op's own size; empty where it is 1 everywhere."""
+        """Return `granularity`, at most the size of each dimension; empty if it is 1 everywhere."""
         units = tuple(map(min, self.granularity(), self.space))
         return units if any(unit != 1 for unit in units) else ()
 
@@ -149,23 +151,23 @@ class Op:
         return self.full_region[self.rank :]
 
     def granularity(self) -> tuple[int, ...]:
-        """Return, per dimension, in which units regions can be asked for and shared out."""
+        """Return the unit of each dimension: regions are requested and shared in whole units."""
         return (1,) * len(self.space)
 
     def computed_region(self, region: Region) -> Region:
-        """Return what is computed where a region is asked for: more, where the kernel knows no less."""
+        """Return the region that the kernel computes if a region is requested: larger if the kernel needs more."""
         return region
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        """Return a region in parts that the kernel computes one by one."""
+        """Return the parts of a region that the kernel computes one by one."""
         return (region,)
 
     def share_unit(self, dim: int) -> int:
-        """Return the units in which shares of a dimension are best made: at least its grain."""
+        """Return the unit in which shares of a dimension should be cut: at least its `granularity`."""
         return self.granularity()[dim]
 
     def range_cost(self, dim: int, start: int, stop: int) -> int:
-        """Return what a range of a dimension costs beside others: more than its part where ranges need the same."""
+        """Return the relative cost of a range; costs of ranges that share inputs add up to more than the whole's."""
         return stop - start
 
     def trim(self, region: Region) -> Region | None:
@@ -173,15 +175,15 @@ class Op:
         return region if all(region) else None
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        """Return what a region needs of each input's result; a region with an empty Set: nothing."""
+        """Return the region of each input's result that a region needs; a region with an empty set needs nothing."""
         return tuple(region[: self.rank] for _ in self.inputs)
 
     def filled_region(self, number: int, region: Region) -> Region:
-        """Return what of a region an input fills, of an op that is a view."""
+        """Return the part of a view's region that an input fills."""
         return region[: self.rank]
 
     def is_state(self, region: Region) -> bool:
-        """Return whether the array of a region is a partial result in a format of its own."""
+        """Return whether a region's array is a partial result in a format of its own."""
         return False
 
     def result_cells(self, region: Region, state: bool) -> Region:
@@ -193,39 +195,39 @@ class Op:
         return tuple(map(index_count, region[: self.rank]))
 
     def accepts_columns(self, number: int, need: Region, cells: Region) -> bool:
-        """Return whether the kernel finds what it needs of an input among more columns of a slot."""
+        """Return whether the kernel can select the needed columns of an input from a slot with more columns."""
         return False
 
     def weight_refs(self, region: Region) -> tuple[WeightRef, ...]:
-        """Return the weights that a region needs, as its kernel takes them."""
+        """Return the weights that the kernel reads for a region, in its order."""
         return ()
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
-        """Return the kernel that computes a region from what `need` asked for."""
+        """Return the kernel that computes a region from its operands."""
         raise NotImplementedError(self.kind)
 
     def combine_call(self, region: Region) -> Call:
-        """Return the kernel that makes a region's result of its partial results."""
+        """Return the kernel that combines a region's partial results."""
         return Call("sum", (), {"activation": None})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Input(Op):
-    """What a request brings, from the planner to every device: token ids, pixels."""
+    """An input of the request, which the planner sends to every device: token ids, pixels."""
 
     kind = "input"
 
     def granularity(self) -> tuple[int, ...]:
-        return self.space  # the planner sends all of it to everyone
+        return self.space  # the planner sends all of it to every device
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Results that are pieces of their inputs as they are: no kernel computes them.
+# Views: results that consist of unchanged pieces of their inputs, without a kernel.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rows(Op):
-    """Some rows of a tensor, in order: what a task reads of the last layer. None: all of them."""
+    """Some rows of a tensor, in order, e.g. those of the last layer that a task reads. None: all rows."""
 
     rows: tuple[int, ...] | None = None
 
@@ -239,7 +241,7 @@ class Rows(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Op):
-    """A range of the columns of a tensor, from `start`."""
+    """A range of a tensor's columns, from `start`."""
 
     start: int
 
@@ -252,7 +254,7 @@ class Columns(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConcatColumns(Op):
-    """Tensors side by side along their columns; starts: the first column of each."""
+    """Tensors concatenated along their columns; starts: the first column of each."""
 
     starts: tuple[int, ...]
 
@@ -271,7 +273,7 @@ class ConcatColumns(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Slice(Op):
-    """Elements start.. of a vector."""
+    """Elements of a vector, from `start`."""
 
     start: int
     rank: int = 1
@@ -285,8 +287,9 @@ class Slice(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reshape(Op):
-    """All of a tensor in another shape; source: the shape that it had."""
+    """A tensor in another shape."""
 
+    #: Shape of the input.
     source: tuple[int, ...]
 
     kind = "reshape"
@@ -301,7 +304,7 @@ class Reshape(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flatten(Op):
-    """A map [Y, X, C] as one row [1, Y X C]: rows of the map are columns of it, in whole rows."""
+    """A map [Y, X, C] as one row [1, Y X C]; the map's rows, cut whole, become columns."""
 
     source: tuple[int, int, int]
 
@@ -318,33 +321,34 @@ class Flatten(Op):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tensor ops of a decoder: a session keeps keys and values of earlier tokens on the devices, and runs add to them.
+# Tensor ops of a decoder: a session keeps keys and values of earlier tokens on the devices, and runs append to them.
 #
-# One graph serves every position: how many rows the cache has before the m new ones is a number that comes with the
-# request (`at`, i32 [B], one for each item: every item of a run is of another session). Letters: m new rows, C rows
-# that a cache has room for, w its columns, d columns of a head.
+# One graph serves every position: the request brings the number of rows in the cache before the m new ones (`at`,
+# i32 [B], one per item; the items of a run belong to different sessions). Letters: m new rows, C rows of the cache's
+# capacity, w its columns, d columns of a head.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SessionState(Op):
-    """What the session has kept over (C, w); `tensors` is its name. It is there before the run, so nothing fills it."""
+    """The session's state over (C, w); `tensors` is its name. It exists before the run, so no op fills it."""
 
     kind = "state"
     is_session_state = True
 
     def granularity(self) -> tuple[int, ...]:
-        return self.space[0], 1  # whole columns: which rows are new is known only as it runs
+        return self.space[0], 1  # whole columns: the place of the new rows is not in the graph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AppendRows(Op):
-    """The state of one item with its new rows in their place over (C, w), in the state's own memory.
+    """The state of one item with its new rows in place over (C, w), in the state's own memory.
 
-    inputs: the state, the new rows of all items [m, *] (from column `start`), and `at`. rows: those of the item,
-    first..stop.
+    inputs: the state, the new rows of all items [m, *], and `at`.
     """
 
+    #: First column of the state among those of the new rows.
     start: int
+    #: New rows of the item: first..stop.
     rows: tuple[int, int]
     item: int = 0
 
@@ -366,24 +370,26 @@ class AppendRows(Op):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Matrix products, what stands between them, and kernels that take their inputs whole: r rows, c columns, k reduced.
+# Matrix products, the ops between them, and kernels that read whole inputs: r rows, c columns, k reduced.
 
 
-PANEL: Final = 32  # columns of a matrix that kernels keep side by side
-NARROW: Final = 256  # a matrix with fewer columns may be cut anywhere
+PANEL: Final = 32  # columns of a matrix that kernels store together
+NARROW: Final = 256  # a matrix with fewer columns may be cut between any two
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Linear(Op):
-    """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then activation and residual where they are fused.
+    """x [r, k] @ [W_1 | W_2 ...] [k, c] + b over (r, c, k), then a fused activation and residual.
 
-    widths: columns of each matrix; `tensors` are the matrices and then their biases. The part that holds k = 0 adds
-    the bias, so that partial sums add it once. storages: of each matrix, None for one that is f32; none of a model
-    without blocks. unit: values of the largest block of the model.
+    `tensors` are the matrices and then their biases. The part that contains k = 0 adds the bias, so that partial sums
+    contain it once.
     """
 
+    #: Columns of each matrix.
     widths: tuple[int, ...]
+    #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
     storages: tuple[BlockStorage | None, ...] = ()
+    #: Values of the model's largest block.
     unit: int = 1
     bias: bool = True
     activation: str | None = None
@@ -392,7 +398,7 @@ class Linear(Op):
     kind = "linear"
 
     def share_unit(self, dim: int) -> int:
-        # Its columns are the next one's k, which is cut in whole blocks.
+        # The columns become the next product's k, which is cut between blocks.
         return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
@@ -469,25 +475,25 @@ class Gate(Op):
 
 
 class Norm(NamedTuple):
-    """How rows are normed: layer norm, or by their root mean square alone."""
+    """Layer norm, or RMS norm."""
 
     eps: float
     rms: bool = False
-    #: is added to gamma
+    #: Added to gamma.
     gamma_offset: float = 0.0
-    #: divides gamma, behind the offset
+    #: Divides the sum of gamma and its offset.
     divisor: float = 1.0
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Return the attributes of kernels that norm."""
+        """Return the attributes of kernels that normalise."""
         more = {"rms": True, "gamma_offset": self.gamma_offset} if self.rms else {}
         return {"eps": self.eps, **more} | ({"divisor": self.divisor} if self.divisor != 1 else {})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerNorm(Op):
-    """The norm over the last dimension of (r, c), or of a map; `tensors` are gamma, and beta if there is one."""
+    """The norm over the last dimension of (r, c), or of a map; `tensors` are gamma and an optional beta."""
 
     norm: Norm
 
@@ -505,7 +511,7 @@ class LayerNorm(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Moments(Op):
-    """Mean and sum of squared distances from it over (r, 2, k): partial where columns lie on several devices."""
+    """Mean and sum of squared deviations over (r, 2, k): partial if columns lie on several devices."""
 
     kind = "moments"
     stays_f32 = True
@@ -525,7 +531,7 @@ class Moments(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Candidates(Op):
-    """The likeliest words of logits over (r, c, k), as the kernel has them: partial where words lie on several devices.
+    """The likeliest tokens of logits over (r, c, k), in the kernel's format: partial if tokens lie on several devices.
 
     inputs: the logits, and the temperature of each row, i32 [r].
     """
@@ -550,7 +556,7 @@ class Candidates(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Normalise(Op):
-    """The norm of x over (r, c), from x and its moments; `tensors` are gamma, and beta if there is one."""
+    """The norm of x over (r, c), from x and its moments; `tensors` are gamma and an optional beta."""
 
     norm: Norm
 
@@ -573,15 +579,15 @@ class Normalise(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OpaqueOp(Op):
-    """A kernel that computes all of its result from all of its inputs: embeddings, pooling over sequences.
-
-    attrs: the kernel's, as pairs. weights: its own, in its order.
-    """
+    """A kernel that computes its whole result from its whole inputs, e.g. pooling over sequences."""
 
     kernel: str
+    #: The kernel's attributes.
     attrs: tuple[tuple[str, Any], ...] = ()
+    #: The kernel's weights, in its order.
     weights: tuple[WeightRef, ...] = field(compare=False, default=())
-    sources: tuple[tuple[int, ...], ...] = ()  # shapes of the inputs
+    #: Shapes of the inputs.
+    sources: tuple[tuple[int, ...], ...] = ()
 
     kind = "whole"
 
@@ -600,16 +606,16 @@ class OpaqueOp(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Embedding(OpaqueOp):
-    """Rows of a table of words, and what is added to them, over (r, c, k): partial where words lie on several devices.
+    """Rows of the token embeddings and their addends over (r, c, k): partial if tokens lie on several devices.
 
-    inputs: ids, i32 [r], and what is read for what is added. weights: the table [k, c], or a matrix [c, k] of which
-    words are columns, then the others. The part that holds word 0 adds these, so that partial sums add them once.
+    inputs: ids, i32 [r], and the inputs of the addends. weights: the table [k, c], or a matrix [c, k] with a column per
+    token, then those of the addends. The part that contains token 0 adds the addends, so that sums contain them once.
     """
 
     kind = "embedding"
 
     def granularity(self) -> tuple[int, ...]:
-        # A norm is of whole sums.
+        # A fused norm needs whole sums.
         return 1, 1, self.space[2] if "gamma" in dict(self.attrs).get("parts", ()) else 1
 
     def computed_region(self, region: Region) -> Region:
@@ -643,8 +649,9 @@ class Embedding(OpaqueOp):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AddTable(Op):
-    """x [r, c] + the rows of the same numbers of a stored table, of which every device has all; rows: of the table."""
+    """x [r, c] + the same rows of a stored table, which every device keeps whole."""
 
+    #: Rows of the table.
     rows: int
 
     kind = "add_table"
@@ -666,45 +673,44 @@ def _vectors(tensors: Sequence[str], c: IndexSet) -> tuple[WeightRef, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops on feature maps [y, x, channels] of one image: what of a map a part of the next one sees.
+# Ops on feature maps [y, x, channels] of one image: which part of a map a part of the next map reads.
 #
-# Rows come first and channels last, so that rows of a map are one piece of memory. Y, X, C: sizes of the input map.
+# Rows come first and channels last, so that the rows of a map are contiguous. Y, X, C: sizes of the input map.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Window(Op):
-    """A window moves over a map by `stride`, its places `dilation` apart; source: Y, X, C.
-
-    kernel, stride, dilation: of rows and columns. pad: rows and columns beyond the borders: top, left, bottom, right.
-    """
+    """A window moves over a map by `stride`; its taps are `dilation` apart. Pairs are (rows, columns)."""
 
     rank: int = 3
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
+    #: Rows and columns beyond the borders: top, left, bottom, right.
     pad: tuple[int, int, int, int] = (0, 0, 0, 0)
     dilation: tuple[int, int] = (1, 1)
+    #: Y, X, C.
     source: tuple[int, int, int]
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((r,) for r in ranges) for ranges in product(*region))
 
     def window_range(self, dim: int, first: int, stop: int) -> tuple[int, int]:
-        """Return the rows (dimension 0), or columns (1), under the window, those beyond the borders too."""
+        """Return the rows (dimension 0) or columns (1) under the window, including those beyond the borders."""
         start, size = -self.pad[dim], (self.kernel[dim] - 1) * self.dilation[dim] + 1
         return first * self.stride[dim] + start, (stop - 1) * self.stride[dim] + start + size
 
     def input_range(self, dim: int, s: IndexSet) -> IndexSet:
-        """Return the rows, or columns, of the input that some of the result see."""
+        """Return the rows, or columns, of the input that a part of the result reads."""
         ends = (self.window_range(dim, a, z) for a, z in s)
         return union(*(span(max(a, 0), min(z, self.source[dim])) for a, z in ends))
 
     def padding(self, dim: int, r: Range) -> tuple[int, int]:
-        """Return how many rows, or columns, a range sees before the first and behind the last of the input."""
+        """Return the number of rows, or columns, before the first and after the last of the input under the window."""
         a, z = self.window_range(dim, *r)
         return max(-a, 0), max(z - self.source[dim], 0)
 
     def window(self, region: Region) -> dict[str, object]:
-        """Return the attributes of the window over a region of one range of rows."""
+        """Return the attributes of the window for a region with one range of rows."""
         (top, bottom), (left, right) = (self.padding(dim, region[dim][0]) for dim in (0, 1))
         places = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation}
         return {**places, "pad": (top, left, bottom, right)}
@@ -712,16 +718,17 @@ class Window(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Conv(Window):
-    """Convolution [Y, X, C] -> [y, x, n], then activation and residual where they are fused.
+    """Convolution [Y, X, C] -> [y, x, n], then a fused activation and residual.
 
-    tensors: the matrix [ky * kx * C / groups, n], rows in the order (ky, kx, c), and where it has one its bias. Each of
-    the `groups` reads its own channels. residual_first: the residual is added before the activation, else behind it.
+    tensors: the matrix [ky * kx * C / groups, n], rows in the order (ky, kx, c), and an optional bias.
     """
 
+    #: Groups of channels; each reads its own input channels.
     groups: int = 1
     bias: bool = True
     activation: str | None = None
     residual: bool = False
+    #: The residual is added before the activation, not after it.
     residual_first: bool = False
 
     kind = "conv"
@@ -730,15 +737,15 @@ class Conv(Window):
         return (1, 1, 1 if self.groups == 1 else self.space[2] // self.groups)
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
-        # Rows stay together, wherever they lie: so the weights are read once for all of them.
+        # All ranges of rows are one part, so that the kernel reads the weights once.
         return tuple((region[0], *((r,) for r in ranges)) for ranges in product(*region[1:]))
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        seen = (self.input_range(0, region[0]), self.input_range(1, region[1]), self._channels(region[2]))
-        return (seen, region) if self.residual else (seen,)
+        window = (self.input_range(0, region[0]), self.input_range(1, region[1]), self._channels(region[2]))
+        return (window, region) if self.residual else (window,)
 
     def _channels(self, s: IndexSet) -> IndexSet:
-        """Return the channels that some of the result read: those of their groups."""
+        """Return the input channels of the groups that a part of the result belongs to."""
         reads, makes = self.source[2] // self.groups, self.space[2] // self.groups
         return union(*(((a // makes * reads, -(-z // makes) * reads),) for a, z in s))
 
@@ -751,12 +758,12 @@ class Conv(Window):
         attrs = {"activation": self.activation, "bias": self.bias, "residual": self.residual}
         groups = 1 if self.groups == 1 else index_count(region[2]) * self.groups // self.space[2]
         more = {"groups": groups, "residual_first": self.residual_first}
-        # Where on the whole map the part lies: tiles of several outputs are the same ones in every part.
+        # The part's place on the whole map: the kernel cuts the same tiles of several outputs in every part.
         lies = {"origin": (region[0][0][0], region[1][0][0]), "whole": self.space[:2]}
         return Call("conv2d", self.weight_refs(region), {**self.window(region), **attrs, **more, **lies})
 
     def window(self, region: Region) -> dict[str, object]:
-        """Return the attributes of the window over a region; of several ranges of rows, `bands` says how each lies."""
+        """Return the attributes of the window for a region; `bands` describes several ranges of rows."""
         window = super().window(region)
         if len(region[0]) == 1:
             return window
@@ -764,15 +771,15 @@ class Conv(Window):
         return {**window, "pad": (0, left, 0, right), "bands": self._bands(region[0])}
 
     def _bands(self, rows: IndexSet) -> tuple[tuple[int, int, int, int, int], ...]:
-        """Return, for each range of rows, what it sees of the input's rows that lie one behind the other.
+        """Return a band for each range of rows; the input's rows are stored one range after the other.
 
-        (first row, the one behind the last, rows beyond the map above and below, its first row on the whole map).
+        (first row, row after the last, rows beyond the map above and below, its first row on the whole map).
         """
-        seen, found = self.input_range(0, rows), []
+        window, bands = self.input_range(0, rows), []
         for r in rows:
-            ((first, stop),) = positions_in(self.input_range(0, (r,)), seen) or ((0, 0),)
-            found.append((first, stop, *self.padding(0, r), r[0]))
-        return tuple(found)
+            ((first, stop),) = positions_in(self.input_range(0, (r,)), window) or ((0, 0),)
+            bands.append((first, stop, *self.padding(0, r), r[0]))
+        return tuple(bands)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -790,8 +797,9 @@ class MaxPool(Window):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AveragePool(MaxPool):
-    """The mean under the window, channel by channel; count_pad: what lies beyond the map counts as zeros."""
+    """The mean under the window, channel by channel."""
 
+    #: Cells beyond the map count as zeros.
     count_pad: bool
 
     kind = "average_pool"
@@ -802,7 +810,7 @@ class AveragePool(MaxPool):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalAverage(Op):
-    """The mean of each channel over a map [Y, X, C], over (1, c, Y, X): parts of a map give parts of it."""
+    """The mean of each channel of a map [Y, X, C], over (1, c, Y, X): parts of a map yield partial means."""
 
     kind = "global_average"
 
@@ -834,8 +842,9 @@ class ScaleMap(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MapAsRows(Op):
-    """A map [Y, X, C] as rows [Y X, C], a row a pixel, in whole rows of the map; source: Y, X, C."""
+    """A map [Y, X, C] as rows [Y X, C], one per pixel, cut in whole rows of the map."""
 
+    #: Y, X, C.
     source: tuple[int, int, int]
 
     kind = "pixels"
@@ -852,7 +861,7 @@ class MapAsRows(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConcatMaps(Op):
-    """Maps of one size behind each other along their channels; starts: the first channel of each."""
+    """Maps of one size concatenated along their channels; starts: the first channel of each."""
 
     rank: int = 3
     starts: tuple[int, ...]

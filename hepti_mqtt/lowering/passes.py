@@ -1,7 +1,7 @@
-"""Copies of copies become one, for every strategy alike: a pass from Program to Program.
+"""Passes over Programs, the same for every method: joined copies, narrow dtypes on the wire and in memory, routes.
 
-A table that needs parts of what several devices sent makes a part of each and puts the parts together. Every op costs a
-device a tenth of a millisecond beside its kernel, and every copy the memory's time, so one op does both.
+First: joined copies. A table that needs parts of several devices' messages copies a part of each, then assembles the
+parts. One op does both: each op costs 0.1 ms besides its kernel, and each copy memory bandwidth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Place = tuple[Range, ...]
 
 
 class _Copy(NamedTuple):
-    """A rectangle of a slot and where it goes."""
+    """A copy of a rectangle of a slot."""
 
     slot: Slot
     source: _Place
@@ -42,37 +42,37 @@ class _Copy(NamedTuple):
 
 
 def merge_copies(program: Program) -> Program:
-    """Return `program` without the slots that are only assembled to be assembled again."""
+    """Return `program` without slots that are assembled only to be assembled again."""
     between = _between(program)
     if not between:
         return program
-    made: dict[Slot, list[_Copy]] = {}
+    copies_into: dict[Slot, list[_Copy]] = {}
     ops: list[Op] = []
     for op in program.ops:
         if not isinstance(op, Compute) or op.kernel != _KERNEL:
             ops.append(op)
             continue
-        copies = [c for copy in _copies(op) for c in _through(copy, made)]
+        copies = [c for copy in _copies(op) for c in _resolve(copy, copies_into)]
         if op.writes[0] in between:
-            made[op.writes[0]] = copies
+            copies_into[op.writes[0]] = copies
         else:
-            ops.append(_assemble(op, copies) if any(slot in made for slot in op.reads) else op)
+            ops.append(_assemble(op, copies) if any(slot in copies_into for slot in op.reads) else op)
     return drop_buffers(program, between, ops)
 
 
 def _between(program: Program) -> set[Slot]:
-    """Return the slots that an assemble fills and that others of its kind read, and nobody else."""
-    found = {op.writes[0] for op in program.ops if isinstance(op, Compute) and op.kernel == _KERNEL}
-    found -= {spec.base for spec in program.slots if spec.base is not None}
-    found -= {slot for slot in found if program.slots[slot].state}
-    others: set[Slot] = set()
-    read_at_all: set[Slot] = set()
+    """Return the slots that an assemble fills and that only other assembles read."""
+    filled = {op.writes[0] for op in program.ops if isinstance(op, Compute) and op.kernel == _KERNEL}
+    filled -= {spec.base for spec in program.slots if spec.base is not None}
+    filled -= {slot for slot in filled if program.slots[slot].state}
+    read_by_others: set[Slot] = set()
+    read: set[Slot] = set()
     for op in program.ops:
         slots = slots_read(op)
-        read_at_all.update(slots)
+        read.update(slots)
         if not isinstance(op, Compute) or op.kernel != _KERNEL:
-            others.update(slots)
-    return (found & read_at_all) - others
+            read_by_others.update(slots)
+    return (filled & read) - read_by_others
 
 
 def _copies(op: Compute) -> Iterator[_Copy]:
@@ -80,12 +80,12 @@ def _copies(op: Compute) -> Iterator[_Copy]:
         yield _Copy(op.reads[n], tuple(source), tuple(target))
 
 
-def _through(copy: _Copy, made: Mapping[Slot, list[_Copy]]) -> Iterator[_Copy]:
-    """Yield a copy, or what it copies of the parts that its slot is put together of."""
-    if copy.slot not in made:
+def _resolve(copy: _Copy, copies_into: Mapping[Slot, list[_Copy]]) -> Iterator[_Copy]:
+    """Yield a copy; if its slot is itself assembled, the equivalent copies of that slot's parts."""
+    if copy.slot not in copies_into:
         yield copy
         return
-    for part in made[copy.slot]:
+    for part in copies_into[copy.slot]:
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(copy.source, part.target, strict=True)]
         if all(a < b for a, b in both):
             source = _moved(both, part.target, part.source)
@@ -93,7 +93,7 @@ def _through(copy: _Copy, made: Mapping[Slot, list[_Copy]]) -> Iterator[_Copy]:
 
 
 def _moved(ranges: list[Range], origin: _Place, to: _Place) -> _Place:
-    """Return ranges that are counted from `origin` as they are counted from `to`."""
+    """Return ranges relative to `origin` as ranges relative to `to`."""
     return tuple((a - o[0] + t[0], b - o[0] + t[0]) for (a, b), o, t in zip(ranges, origin, to, strict=True))
 
 
@@ -104,7 +104,7 @@ def _assemble(op: Compute, copies: list[_Copy]) -> Compute:
 
 
 def drop_buffers(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
-    """Return a Program of these ops with its slots renumbered, without unused ones."""
+    """Return a Program of these ops with its slots renumbered, without the slots in `gone`."""
     kept = [slot for slot in range(len(program.slots)) if slot not in gone]
     new = {slot: n for n, slot in enumerate(kept)}
     slots = tuple(
@@ -121,12 +121,11 @@ def drop_buffers(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Narrower numbers on the wire, for every strategy alike: a pass from Program to Program.
+# Narrow dtypes on the wire: a pass from Program to Program.
 #
-# Each exchanged value is converted once before it leaves and once where it arrives; values from and to the planner
-# stay
-# as they are. Rows are converted one by one, so a range of rows can be sent of a converted value too. What only passes
-# through is sent on as it came where narrowing it again gives the same bits: f16, but not i8, whose scale may differ.
+# Each exchanged value is converted once before sending and once after receiving; exchanges with the planner keep
+# their dtype. Rows are converted one by one, so a range of rows of a converted value can be sent too. A relayed value
+# is not narrowed again in f16, since the bits would be equal; in i8 it is, since its scale may differ.
 
 
 SCALE_BYTES: Final = 4  # an i8 row ends with its scale as four raw bytes
@@ -140,7 +139,7 @@ def _i8(spec: SlotSpec) -> SlotSpec:
     return SlotSpec((*spec.shape[:-1], spec.shape[-1] + SCALE_BYTES), "i8")
 
 
-# wire dtype: (kernel that narrows, kernel that widens, the narrow slot)
+# Wire dtype: (kernel that narrows, kernel that widens, slot spec on the wire).
 _CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = {
     "f16": ("to_f16", "from_f16", _f16),
     "i8": ("to_i8", "from_i8", _i8),
@@ -150,7 +149,7 @@ _SENT_ON: Final = frozenset({"f16"})
 
 
 def narrow_spec(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
-    """Return the slot that a slot is on the wire."""
+    """Return the spec of a slot on the wire."""
     return _CODECS[wire][2](spec)
 
 
@@ -168,11 +167,11 @@ def narrow_wire(program: Program, wire: WireDtype) -> Program:
         return len(slots) - 1
 
     def sent(op: Send) -> Slot:
-        """Return the narrow twin of what is sent: the same rows of the twin of all that it is a view of."""
+        """Return the narrow twin of a sent slot: the same rows of its base's twin."""
         spec = program.slots[op.slot]
         base = program.base(op.slot)
         if program.slots[base].shape[1:] != spec.shape[1:]:
-            base = op.slot  # a view of another shape is converted by itself
+            base = op.slot  # rows of another shape cannot be rows of the base's twin
         if base not in narrowed:
             narrowed[base] = twin(base)
             ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
@@ -197,9 +196,9 @@ def narrow_wire(program: Program, wire: WireDtype) -> Program:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What arrives narrow and is only put together with other parts is widened by the op that does so: a pass on Programs.
+# Values that are received narrow and only assembled are widened by the assemble: a pass from Program to Program.
 #
-# Straight from the frame into its place, instead of an op and an array of its own for each part.
+# The kernel reads the frame directly, without an op and an array for each part.
 
 
 WIDENING: Final = frozenset({"from_f16", "from_i8"})
@@ -228,50 +227,49 @@ def widen_in_assemble(program: Program) -> Program:
 
 
 def _only_assembled(program: Program) -> Mapping[Slot, Slot]:
-    """Return {wide slot: the narrow one} of those that nothing but assembling reads, in rows as they are."""
-    found = {op.writes[0]: op.reads[0] for op in program.ops if isinstance(op, Compute) and op.kernel in WIDENING}
+    """Return {wide slot: narrow slot} of widened slots that only assembles read, in rows of equal shape."""
+    assembled = {op.writes[0]: op.reads[0] for op in program.ops if isinstance(op, Compute) and op.kernel in WIDENING}
     for op in program.ops:
         for slot in slots_read(op):
             base = program.base(slot)
             same_rows = program.slots[slot].shape[1:] == program.slots[base].shape[1:]
             if not (isinstance(op, Compute) and op.kernel == _KERNEL and same_rows):
-                found.pop(base, None)
-    return found
+                assembled.pop(base, None)
+    return assembled
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Conversions become part of the ops that make or first read what they convert: a pass from Program to Program.
+# Conversions are fused with the op that writes or first reads the value: a pass from Program to Program.
 #
-# An op costs a device a tenth of a millisecond beside its kernel. Kernels and slots stay as they are, and so do the
-# bits;
-# what only parts of the same op read is free when it has run.
+# An op costs 0.1 ms besides its kernel. Kernels, slots and bits stay the same; a slot that only parts of one op read
+# is free after that op.
 
 
 NARROWING: Final = frozenset({"to_f16", "to_i8"})
 
 
 def fuse_conversions(program: Program) -> Program:
-    """Return `program` with its conversions as parts of other ops, where no op has to wait longer for that."""
+    """Return `program` with conversions fused with other ops, unless an op would wait longer."""
     ops: list[Op | None] = list(program.ops)
-    _into_makers(program, ops)
+    _into_producers(program, ops)
     _into_readers(program, ops)
     return replace(program, ops=tuple(op for op in ops if op is not None))
 
 
-def _into_makers(program: Program, ops: list[Op | None]) -> None:
+def _into_producers(program: Program, ops: list[Op | None]) -> None:
     """Fuse each narrowing op into the op that produces its value; received values keep an op of their own."""
-    maker = {slot: place for place, op in enumerate(program.ops) for slot in slots_written(op)}
+    producers = {slot: place for place, op in enumerate(program.ops) for slot in slots_written(op)}
     for place, op in enumerate(program.ops):
         if not isinstance(op, Compute) or op.kernel not in NARROWING:
             continue
-        at = maker.get(program.base(op.reads[0]))
-        made = None if at is None else ops[at]
-        if at is not None and isinstance(made, Compute):
-            ops[at], ops[place] = fuse_ops(program, (made, op), made), None
+        at = producers.get(program.base(op.reads[0]))
+        producer = None if at is None else ops[at]
+        if at is not None and isinstance(producer, Compute):
+            ops[at], ops[place] = fuse_ops(program, (producer, op), producer), None
 
 
 def _into_readers(program: Program, ops: list[Op | None]) -> None:
-    """Let the first op that reads a value widen it, unless another one could begin before that has run."""
+    """Fuse each widening op with the first op that reads its value, unless another reader could begin earlier."""
     readers: dict[Slot, list[int]] = defaultdict(list)
     for place, op in enumerate(ops):
         for slot in () if op is None else program.reads(op):
@@ -288,23 +286,23 @@ def _into_readers(program: Program, ops: list[Op | None]) -> None:
 
 
 def _may_wait(program: Program, first: Op, others: Sequence[Op]) -> bool:
-    """Return whether ops that read what `first` reads cannot begin before it anyway."""
+    """Return whether the other readers cannot begin before `first` in any case."""
     waits, makes = set(program.reads(first)), set(slots_written(first))
     return all(waits <= (slots := set(program.reads(o))) or makes & slots for o in others)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who carries the exchanges, for every strategy alike: a pass from Program to Program.
+# Routes of exchanges: a pass from Program to Program.
 #
-# Over the broker, or over mesh: from the sender straight to each receiver. What is for the planner stays on the
+# Exchanges go over the broker, or over the mesh from the sender to each receiver. Those for the planner stay on the
 # broker.
 
 
 def set_routes(program: Program, route: Route, relayed: Collection[DevicePair] = ()) -> Program:
     """Return `program` with its exchanges between devices on `route`; "broker" changes nothing.
 
-    relayed: (source, target) whose exchanges go over the broker all the same. A Send to receivers of both kinds becomes
-    two, with one key: each receiver has its exchange once, by one way or the other.
+    relayed: (source, target) pairs that use the broker all the same. A Send to receivers of both kinds becomes two
+    with one key, so that each receiver gets its exchange once.
     """
     if route == "broker":
         return program
@@ -323,34 +321,33 @@ def _ways(op: Send, source: str, relayed: frozenset[DevicePair]) -> tuple[Send, 
     if len(direct) == len(op.to):
         return (mesh,)
     by_broker = op._replace(to=tuple(to for to in op.to if to not in direct))
-    return by_broker, mesh  # the longer way first
+    return by_broker, mesh  # the slower route first
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Narrower weights in memory, for every strategy alike: a pass from Program to Program.
+# Narrow weights in memory: a pass from Program to Program.
 #
-# The matrices of the layers are stored narrow; what the stem and the task head use, biases and norms stay f32. Plans
-# of
-# models whose layers read them by other kernels than `linear` have f32 alone (`models.storages`).
+# The matrices of layers are stored narrow; stem, task head, biases and norms stay f32. If a model's layers read their
+# matrices by other kernels than `linear`, it supports f32 only (`models.storages`).
 
 
 _PREFIX = "layers."
 
 
-_PRODUCTS = ("linear", "experts_up", "experts_down")  # kernels that multiply by blocks
+_PRODUCTS = ("linear", "experts_up", "experts_down")  # kernels that multiply by matrices in blocks
 
 
 def narrow_weight(ref: WeightRef, storage: WeightDtype) -> WeightRef:
-    """Return a weight as it is kept in `storage`: matrices of the layers alone are narrow, unless a file has blocks."""
+    """Return a weight as stored in `storage`: only matrices of layers are narrow, except those in blocks."""
     if ref.weight_dtype not in BLOCK_STORAGES and ref.layout == "packed" and ref.tensor.startswith(_PREFIX):
         return ref._replace(weight_dtype=storage)
     return ref
 
 
 def narrow_weights(program: Program, storage: WeightDtype) -> Program:
-    """Return `program` with every packed matrix of its layers kept in `storage`.
+    """Return `program` with every packed matrix of its layers stored in `storage`.
 
-    Those in blocks stay; under w8a8 they are multiplied by activations in int8.
+    Matrices in blocks keep their storage; under w8a8 their kernels quantise activations to int8.
     """
     return replace(program, ops=tuple(_narrowed(op, storage) if isinstance(op, Compute) else op for op in program.ops))
 

@@ -1,7 +1,7 @@
-"""Sets of indices and regions of tensors, as half-open ranges, and what can be done with them.
+"""Sets of indices and regions of tensors, as half-open ranges, and operations on them.
 
-An `IndexSet` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of one per
-dimension: rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
+An `IndexSet` is sorted ranges that do not touch: indices of one dimension. A `Region` is a product of index sets, one
+per dimension: rows {0, 5, 12}, or the query, key and value columns of three heads, are one region.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hepti_mqtt.plan import Range
 IndexSet = tuple[Range, ...]
 Region = tuple[IndexSet, ...]
 
-# What is remembered: a search takes as long with 512 as with 4096. Each plan has shares of its own, so more would only
-# be those of plans that are gone, a few KB each.
+# A search takes as long with 512 entries as with 4096: each plan has shares of its own, so more entries would belong to
+# past plans, a few KB each.
 CACHE_SIZE: Final = 512
 
 
@@ -105,14 +105,14 @@ def volume(r: Region) -> int:
 
 
 def intersect(r: Region, q: Region) -> Region | None:
-    """Return what two regions have in common, None if nothing."""
+    """Return the overlap of two regions, None if it is empty."""
     if r == q:
         return r if all(r) else None
     out: list[IndexSet] = []
     for s, t in zip(r, q, strict=True):
         if s == t:
             common = s
-        elif len(s) == len(t) == 1:  # as in `intersect_sets`; a call more is felt here
+        elif len(s) == len(t) == 1:  # inlined from `intersect_sets`: a call would be slower
             (a, b), (c, d) = s[0], t[0]
             low, high = a if a > c else c, b if b < d else d
             if low >= high:
@@ -180,7 +180,7 @@ def _join(regions: list[Region]) -> bool:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def positions_in(inner: IndexSet, outer: IndexSet) -> IndexSet:
-    """Return where `inner` lies in an array that holds the indices of `outer` one behind the other."""
+    """Return the place of `inner` in an array that holds the indices of `outer` contiguously."""
     at, out = 0, []
     for a, z in outer:
         out += [(low - a + at, high - a + at) for low, high in intersect_sets(inner, ((a, z),))]
@@ -191,9 +191,9 @@ def positions_in(inner: IndexSet, outer: IndexSet) -> IndexSet:
 def rectangles(
     source: Sequence[IndexSet], target: Sequence[IndexSet]
 ) -> list[tuple[tuple[Range, ...], tuple[Range, ...]]]:
-    """Return the copies of plain rectangles, (source ranges, target ranges), that bring one region to another.
+    """Return copies of plain rectangles, (source ranges, target ranges), from one region to another.
 
-    Both have as many indices in each dimension, taken in order.
+    Both regions have equally many indices in each dimension, taken in order.
     """
     if all(len(s) == len(t) == 1 for s, t in zip(source, target, strict=True)):
         return [(tuple([s[0] for s in source]), tuple([t[0] for t in target]))]
@@ -204,17 +204,17 @@ def rectangles(
 
 
 def _pairs(s: IndexSet, t: IndexSet) -> Iterator[tuple[Range, Range]]:
-    """Yield ranges of `s` beside the equally long ranges of `t` that take them."""
-    here, there = list(s), list(t)
-    while here:
-        (a, b), (c, d) = here[0], there[0]
+    """Yield equally long ranges of `s` and `t` in pairs."""
+    sources, targets = list(s), list(t)
+    while sources:
+        (a, b), (c, d) = sources[0], targets[0]
         n = min(b - a, d - c)
         yield (a, a + n), (c, c + n)
-        here[0], there[0] = (a + n, b), (c + n, d)
+        sources[0], targets[0] = (a + n, b), (c + n, d)
         if a + n == b:
-            del here[0]
+            del sources[0]
         if c + n == d:
-            del there[0]
+            del targets[0]
 
 
 def format_region(region: Region) -> str:

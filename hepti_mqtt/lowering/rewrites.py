@@ -1,7 +1,7 @@
-"""Fusion in the graph: an op joins its only reader where one kernel does both and the table does not part them.
+"""Rewrites of the graph: ops fused with their only reader, and the order of the products around attention.
 
-A tensor that the table does not place, and that one elementwise op reads, is computed exactly where and as that op
-needs it. So both are one op, before anything is worked out per device.
+If the table does not place a tensor and one elementwise op reads it, the tensor is computed exactly where that op
+needs it. Both become one op before anything is derived per device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pieces = Mapping[str, tuple[Piece, ...]]
 
 
 def _activation(op: Op, sources: list[Op]) -> Op | None:
-    """A product, then activation: in its epilogue; of a convolution also behind the residual that it adds to."""
+    """Fuse an activation with the product before it; with a convolution also after its residual."""
     first = sources[0]
     if not isinstance(op, Activation) or not isinstance(first, Linear | Conv) or first.activation:
         return None
@@ -42,7 +42,7 @@ def _activation(op: Op, sources: list[Op]) -> Op | None:
 
 
 def _residual(op: Op, sources: list[Op]) -> Op | None:
-    """x + product: the product adds to x."""
+    """Fuse x + product: the product adds to x."""
     if isinstance(op, Add) and isinstance(second := sources[1], Linear | Conv) and not second.residual:
         return _replaced(second, residual=True).relabelled(
             inputs=(*second.inputs, op.inputs[0]), tensors=second.tensors
@@ -51,7 +51,7 @@ def _residual(op: Op, sources: list[Op]) -> Op | None:
 
 
 def _norm(op: Op, sources: list[Op]) -> Op | None:
-    """moments, then normalise: a layer norm of whole rows."""
+    """Fuse moments and normalise to a layer norm of whole rows."""
     if isinstance(op, Normalise) and sources[1].inputs == op.inputs[:1]:
         return _layer_norm(op).relabelled(inputs=op.inputs[:1], tensors=op.tensors)
     return None
@@ -67,7 +67,7 @@ def _layer_norm(op: Normalise) -> LayerNorm:
     return LayerNorm(name="", space=op.space, norm=op.norm).warmed_up()
 
 
-# By the kind of the later op: which of its inputs joins it, and the joint op, None if there is none.
+# Kind of the later op: (which input it is fused with, the fused op or None).
 _RULES: Final[Mapping[type[Op], tuple[int, Callable[[Op, list[Op]], Op | None]]]] = {
     Activation: (0, _activation),
     Add: (1, _residual),
@@ -76,9 +76,9 @@ _RULES: Final[Mapping[type[Op], tuple[int, Callable[[Op, list[Op]], Op | None]]]
 
 
 def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
-    """Return the graph with ops joined, and its pieces with the dimensions that joint ops have in addition.
+    """Return the graph with ops fused, and its pieces with the dimensions that fused ops add.
 
-    A joint op has the name, role and index of the last of its parts.
+    A fused op has the name, role and index of the last of its parts.
     """
     readers = Counter(name for op in graph.ops for name in op.inputs)
     ops: dict[str, Op] = {}
@@ -95,8 +95,7 @@ def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
         joint = rule(op, [ops[name] for name in op.inputs])
         if joint is None or not _fits(joint, pieces.get(op.name, ())):
             continue
-        kept = joint.relabelled(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index)
-        ops[op.name] = kept
+        ops[op.name] = kept = _in_place_of(op, joint)
         gone.add(inner)
         if op.name in placed:
             rest = kept.full_region[len(op.space) :]
@@ -113,31 +112,35 @@ def fuse_ops(graph: Graph, pieces: Pieces) -> tuple[Graph, Pieces]:
     return Graph(tuple(kept_ops), tuple(blocks)), placed
 
 
+def _in_place_of(op: Op, other: Op, **changes: Any) -> Op:
+    """Return another op with the name, role and place of an op."""
+    return other.relabelled(name=op.name, role=op.role, layer=op.layer, branch=op.branch, index=op.index, **changes)
+
+
 def _fits(joint: Op, pieces: tuple[Piece, ...]) -> bool:
-    """Return whether the joint op computes every piece and no more: a norm of parts of rows stays in two."""
+    """Return whether the joint op computes every piece exactly: a norm of parts of rows stays two ops."""
     return all(joint.computed_region(p.region) == p.region for p in pieces)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The order of the products around attention: a graph in which no keys and no values are computed.
+# The order of the products around attention: a graph without keys and values.
 #
-# ((x_p Wq) Wk.T) x.T in place of (x_p Wq) (x Wk).T, and (A x) Wv in place of A (x Wv), as Voltage (Hu and Li, 2024)
-# has
-# it. Which multiplies less depends on how many rows of all each device has.
+# ((x_p Wq) Wk.T) x.T in place of (x_p Wq) (x Wk).T, and (A x) Wv in place of A (x Wv), as in Voltage (Hu and Li, 2024).
+# Which order multiplies less depends on each device's share of the rows.
 
 
 Rewrite = Callable[[Graph], Graph]
 
 
-# What a multiplication takes in the other order, where one as it is takes 1: measured (docs/methods/voltage.md).
+# Cost of a multiplication in the other order relative to the usual order: measured (docs/methods/voltage.md).
 REORDERED_COST: Final = 1.25
 
 
 def choose_product_order(graph: Graph, order: str, rows: Sequence[IndexSet], storage: WeightDtype) -> Rewrite:
-    """Return what makes a request's graph, given as families state it, the one that is computed.
+    """Return the rewrite of a request's graph.
 
-    order: `kept`, `reordered`, or `cost` for the one that takes the busiest device less. rows: of each device. storage:
-    of the weights; the other order reads them in f32 alone, so `cost` leaves narrow ones in theirs.
+    order: `kept`, `reordered`, or `cost` for the order with less work for the busiest device. rows: of each device.
+    storage: of the weights; the other order supports f32 only, so `cost` keeps the usual order for narrow weights.
     """
     if storage == "f32" and (order == "reordered" or (order == "cost" and is_cheaper(graph, rows))):
         return reorder_attention
@@ -145,46 +148,32 @@ def choose_product_order(graph: Graph, order: str, rows: Sequence[IndexSet], sto
 
 
 def reorder_attention(graph: Graph) -> Graph:
-    """Return the graph with attention over x itself: as many tensors, of the same names and roles.
+    """Return the graph with attention over x itself: equally many tensors, of the same names and roles.
 
-    What is causal, and keys and values that others read too, stay as they are.
+    Causal attention stays, and so do keys and values with other readers.
     """
     new: dict[str, Op] = {}
     for linear, attention in _products(graph):
         n = len(linear.widths)
-        new[linear.name] = _queries(linear).relabelled(
-            name=linear.name,
-            inputs=linear.inputs,
-            role=linear.role,
-            layer=linear.layer,
-            branch=linear.branch,
-            index=linear.index,
-            tensors=linear.tensors[::n],
-        )
-        new[attention.name] = _over_x(linear, attention).relabelled(
-            name=attention.name,
-            inputs=(linear.name, *linear.inputs),
-            role=attention.role,
-            layer=attention.layer,
-            branch=attention.branch,
-            index=attention.index,
-            tensors=tuple(tensor for i, tensor in enumerate(linear.tensors) if i % n),
-        )
+        new[linear.name] = _in_place_of(linear, _queries(linear), inputs=linear.inputs, tensors=linear.tensors[::n])
+        matrices = tuple(tensor for i, tensor in enumerate(linear.tensors) if i % n)
+        inputs = (linear.name, *linear.inputs)
+        new[attention.name] = _in_place_of(attention, _over_x(linear, attention), inputs=inputs, tensors=matrices)
     return Graph(tuple(new.get(op.name, op) for op in graph.ops), graph.blocks)
 
 
 def is_cheaper(graph: Graph, rows: Sequence[IndexSet]) -> bool:
-    """Return whether the other order takes the busiest device less, by its multiplications; rows: of each device."""
+    """Return whether the busiest device has fewer multiplications in the other order; rows: of each device."""
     products = tuple(_products(graph))
     counts = [[multiplications(*pair, r) for pair in products] for r in rows]
-    usual, other = (max(sum(found[order] for found in of_device) for of_device in counts) for order in (0, 1))
+    usual, other = (max(sum(pair[order] for pair in of_device) for of_device in counts) for order in (0, 1))
     return REORDERED_COST * other < usual
 
 
 def multiplications(linear: Linear, attention: Attention, rows: IndexSet) -> tuple[int, int]:
-    """Return what a device with these rows multiplies for keys, values and attention: as it is, and in the other order.
+    """Return a device's multiplications for keys, values and attention of its rows: (usual order, other order).
 
-    Those of queries are the same in both.
+    Those for queries are equal in both orders.
     """
     w, h, pairs = linear.space[2], attention.space[1], attention.pairs(rows)
     usual = w * h * index_count(attention.keys(rows)) + h * pairs
@@ -192,7 +181,7 @@ def multiplications(linear: Linear, attention: Attention, rows: IndexSet) -> tup
 
 
 def _products(graph: Graph) -> Iterator[tuple[Linear, Attention]]:
-    """Yield projections to queries, keys and values, all of one width, with the attention that alone reads them."""
+    """Yield projections to queries, keys and values of equal width, with the attention that is their only reader."""
     readers = Counter(name for op in graph.ops for name in op.inputs)
     for op in graph.ops:
         if type(op) is not Attention or op.inputs[0] != op.inputs[1] or op.causal or op.window >= 0 or op.tensors:

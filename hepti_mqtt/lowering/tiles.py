@@ -23,11 +23,11 @@ from hepti_mqtt.lowering.regions import (
     volume,
 )
 
-CACHE_SIZE: Final = 256  # of each; a search takes as long as with 2048 (see `regions.KEPT`)
+CACHE_SIZE: Final = 256  # entries of each cache; a search takes as long with 2048 (see `regions.CACHE_SIZE`)
 
 
 class Message(NamedTuple):
-    """What of a tile goes to a group of devices; `part` numbers the messages of one (node, source)."""
+    """A region of a tile that its device sends to other devices; `part` numbers the messages of one (node, source)."""
 
     region: Region
     to: tuple[int, ...]
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A region that a device computes or relays by one op, and what of it is sent."""
+    """A region that a device computes or relays by one op, and the messages that send it."""
 
     device: int
     region: Region
@@ -44,13 +44,13 @@ class Tile(NamedTuple):
     messages: tuple[Message, ...]
 
 
-Parts = tuple[tuple[int, Region], ...]  # (piece, what of it)
+Parts = tuple[tuple[int, Region], ...]  # (piece, region of it)
 Requested = tuple[tuple[int, tuple[Region, ...]], ...]  # (device, disjoint regions)
 Needs = tuple[tuple[int, int, Region], ...]  # (input, device, region)
 
 
 class UncoveredError(ValueError):
-    """No device holds a region that another one needs."""
+    """No device holds a region that another device needs."""
 
     def __init__(self, device: int, missing: Sequence[Region], overlapping: bool) -> None:
         super().__init__(device, missing, overlapping)
@@ -58,7 +58,7 @@ class UncoveredError(ValueError):
 
 
 class _Layout:
-    """Pieces, grouped by what they have of the first dimension: many devices cut both rows and columns."""
+    """Pieces, grouped by their first dimension: many devices cut both rows and columns."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         self.pieces = pieces
@@ -67,10 +67,10 @@ class _Layout:
             self._groups[piece.region[0]].append(i)
 
     def parts(self, need: Region) -> list[tuple[int, Region]]:
-        """Return what pieces have of a region, in their order."""
+        """Return (piece, its overlap with a region), in the order of the pieces."""
         near = [group for first, group in self._groups.items() if intersect_sets(first, need[0])]
-        found = ((i, intersect(self.pieces[i].region, need)) for group in near for i in group)
-        return sorted((i, part) for i, part in found if part is not None)
+        overlaps = ((i, intersect(self.pieces[i].region, need)) for group in near for i in group)
+        return sorted((i, part) for i, part in overlaps if part is not None)
 
     @cached_property
     def is_disjoint(self) -> bool:
@@ -95,9 +95,9 @@ def _are_disjoint(regions: Sequence[Region]) -> bool:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts:
-    """Return (piece, part) so that the parts are `need`, every index once; a partial sum is taken whole or not at all.
+    """Return (piece, part) that cover `need`, every index once; a partial sum is taken whole or not at all.
 
-    Preferred are pieces that leave the fewest summands, then own ones, then later ones (relays stand behind sources).
+    Order of preference: pieces that leave the fewest summands, own pieces, later pieces (relays follow their sources).
     Raises UncoveredError.
     """
     layout = _Layout(pieces)
@@ -108,7 +108,7 @@ def cover(op: Op, need: Region, pieces: tuple[Piece, ...], device: int) -> Parts
 def _choose_cover(op: Op, need: Region, layout: _Layout, device: int) -> Parts:
     n, pieces = op.rank, layout.pieces
     left, out = [need], []
-    common = {i: reduced_overlap(part[n:], need[n:]) for i, part in layout.parts(need)}
+    common = {i: volume(tuple(map(intersect_sets, part[n:], need[n:]))) for i, part in layout.parts(need)}
     order = sorted(common, key=lambda i: (-common[i], pieces[i].device != device, -i))
     refused = False
     for i in order:
@@ -130,9 +130,9 @@ def _choose_cover(op: Op, need: Region, layout: _Layout, device: int) -> Parts:
 
 
 def _partition(op: Op, need: Region, layout: _Layout) -> Parts | None:
-    """Return what each piece has of `need` where nobody has anything twice; None where there is a choice.
+    """Return (piece, part) if the pieces hold every index of `need` once; None if there is a choice.
 
-    This is what `cover` comes to then, and most layouts are such.
+    A short cut for `cover`: most layouts have no choice.
     """
     n, parts = op.rank, layout.parts(need)
     if any(part[n:] != layout.pieces[i].region[n:] or op.trim(part) != part for i, part in parts):
@@ -142,18 +142,12 @@ def _partition(op: Op, need: Region, layout: _Layout) -> Parts | None:
     return tuple(parts)
 
 
-def reduced_overlap(a: Region, b: Region) -> int:
-    """Return how much two regions of reduced dimensions have in common."""
-    return volume(tuple(map(intersect_sets, a, b)))
-
-
 @lru_cache(maxsize=CACHE_SIZE)
-def tiles_for(op: Op, asked: Requested, pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], Needs]:
-    """Return the tiles that serve what is asked, and what they need."""
+def tiles_for(op: Op, requested: Requested, pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], Needs]:
+    """Return the tiles that serve the requested regions, and the input regions that they need."""
     demand: list[dict[int, list[Region]]] = [defaultdict(list) for _ in pieces]
-
     layouts: dict[int, _Layout] = {}
-    plain: dict[tuple[Region, int], Parts | None] = {}  # where there is no choice, all devices take the same
+    plain: dict[tuple[Region, int], Parts | None] = {}  # without a choice, all devices take the same parts
 
     def ask(device: int, region: Region, before: int) -> None:
         if before not in layouts:
@@ -164,46 +158,46 @@ def tiles_for(op: Op, asked: Requested, pieces: tuple[Piece, ...]) -> tuple[tupl
         for i, part in plain[key] or _choose_cover(op, region, layout, device):
             demand[i][device].append(part)
 
-    for device, regions in asked:
+    for device, regions in requested:
         for region in regions:
             ask(device, region, len(pieces))
-    found: list[tuple[int, Region]] = []
+    computed: list[tuple[int, Region]] = []
     needs: list[tuple[int, int, Region]] = []
     for i in reversed(range(len(pieces))):  # a relay asks the pieces before it
         device = pieces[i].device
         for region in reversed(_tiles(op, pieces[i], demand[i])):
-            found.append((i, region))
+            computed.append((i, region))
             if pieces[i].relay:
                 ask(device, region, i)
             elif device != PLANNER_INDEX:
                 needs += [(n, device, r) for n, r in enumerate(op.input_regions(region)) if all(r)]
-    found.reverse()
-    return _with_messages(found, demand, pieces), tuple(needs)
+    computed.reverse()
+    return _with_messages(computed, demand, pieces), tuple(needs)
 
 
 def _tiles(op: Op, piece: Piece, demand: Mapping[int, list[Region]]) -> tuple[Region, ...]:
-    """Return what of a piece is computed, or relayed, for all that is asked of it.
+    """Return the regions of a piece to compute, or to relay, for all regions requested of it.
 
-    Of the reduced dimensions each part has what matters to it; what is joined has what matters to any.
+    Trimming keeps, of the reduced dimensions, the indices that contribute to any requested region.
     """
     n = op.rank
-    asked = disjoint(r[:n] + piece.region[n:] for regions in demand.values() for r in regions)
-    whole = tuple(t for r in asked if (t := op.trim(r)))
+    requested = disjoint(r[:n] + piece.region[n:] for regions in demand.values() for r in regions)
+    whole = tuple(t for r in requested if (t := op.trim(r)))
     return whole if piece.relay else computed_regions(op, whole)
 
 
-def computed_regions(op: Op, asked: Iterable[Region]) -> tuple[Region, ...]:
-    """Return what is computed where regions are asked for, each by one kernel."""
-    return tuple(part for region in disjoint(map(op.computed_region, asked)) for part in op.kernel_regions(region))
+def computed_regions(op: Op, requested: Iterable[Region]) -> tuple[Region, ...]:
+    """Return the regions to compute for the requested ones, each by one kernel."""
+    return tuple(part for region in disjoint(map(op.computed_region, requested)) for part in op.kernel_regions(region))
 
 
 def _with_messages(
-    found: Sequence[tuple[int, Region]], demand: Sequence[Mapping[int, list[Region]]], pieces: Sequence[Piece]
+    computed: Sequence[tuple[int, Region]], demand: Sequence[Mapping[int, list[Region]]], pieces: Sequence[Piece]
 ) -> tuple[Tile, ...]:
-    """Return the tiles with what of each goes to whom: the same region for several devices is one message."""
+    """Return the tiles with their messages: the same region for several devices is one message."""
     tiles = []
     numbers: dict[int, int] = defaultdict(int)
-    for i, region in found:
+    for i, region in computed:
         device, _, relay, turn = pieces[i]
         to: dict[Region, list[int]] = {}
         for d in sorted(demand[i].keys() - {device}):
@@ -219,9 +213,9 @@ def _with_messages(
 
 
 def _merged(to: Mapping[Region, list[int]]) -> dict[Region, list[int]]:
-    """Return messages without those that lie inside another one: what several devices need is one publish to all.
+    """Join each message that lies within another one into that one, so that several devices share one publish.
 
-    An answer goes to the planner alone.
+    Messages to the planner are not joined.
     """
     out: dict[Region, list[int]] = {}
     for part, group in to.items():
@@ -236,10 +230,10 @@ Tiles = Mapping[str, tuple[Tile, ...]]
 
 
 def plan_tiles(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> Tiles:
-    """Return the tiles of every tensor, with their messages, so that the planner gets the answer.
+    """Return the tiles of every tensor, with the messages that bring the planner the answer.
 
     pieces: of the tensors that the table places. names: of the devices, for errors. Raises ValueError if a tensor's
-    layout leaves out what somebody needs of it.
+    layout lacks a region that a device needs.
     """
     walk = _BackwardWalk(graph, pieces, names)
     for block in reversed(range(len(graph.blocks))):
@@ -248,18 +242,17 @@ def plan_tiles(graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Seq
 
 
 class _Block(NamedTuple):
-    """A block that has been walked: what was asked of it from behind, and what it asks of ops before it.
-
-    asks: (place of the asking op in the block, number of its input, device, region).
-    """
+    """A block that the walk has passed."""
 
     ops: Sequence[Op]
+    #: Regions of each op that devices of later blocks need, by device.
     wanted: Sequence[Mapping[int, Sequence[Region]]]
+    #: Needs of earlier blocks: (place of the reading op in the block, number of its input, device, region).
     asks: Sequence[tuple[int, int, int, Region]]
 
 
 class _BackwardWalk:
-    """The walk, block by block; one of which the same is asked as of the one behind it has the same tiles."""
+    """The walk, block by block; a block equal to the next one, with equal demands, takes over its tiles."""
 
     def __init__(self, graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> None:
         self.graph, self.pieces, self.names = graph, pieces, names
@@ -267,19 +260,19 @@ class _BackwardWalk:
         self.want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
         answer = graph.output
         self.want[answer.name][PLANNER_INDEX] = [answer.full_region[: answer.rank]]
-        self.behind = _Block((), (), ())
+        self.following = _Block((), (), ())
 
     def block(self, number: int) -> None:
-        """Work out the tiles of a block, and ask for what they need."""
+        """Derive the tiles of a block, and request their inputs."""
         start, stop = self.graph.block_range(number)
-        ops, behind = self.graph.ops[start:stop], self.behind
+        ops, following = self.graph.ops[start:stop], self.following
         wanted = [{d: tuple(regions) for d, regions in self.want[op.name].items()} for op in ops]
-        if wanted == behind.wanted and self._alike(ops, behind.ops):
-            for x, y in zip(ops, behind.ops, strict=True):
+        if wanted == following.wanted and self._alike(ops, following.ops):
+            for x, y in zip(ops, following.ops, strict=True):
                 self.tiles[x.name] = self.tiles[y.name]
-            for at, i, device, region in behind.asks:
+            for at, i, device, region in following.asks:
                 self.want[ops[at].inputs[i]].setdefault(device, []).append(region)
-            self.behind = _Block(ops, wanted, behind.asks)
+            self.following = _Block(ops, wanted, following.asks)
             return
         own, asks = {op.name for op in ops}, []
         for at in reversed(range(len(ops))):
@@ -288,14 +281,14 @@ class _BackwardWalk:
                 self.want[op.inputs[i]].setdefault(device, []).append(region)
                 if op.inputs[i] not in own:
                     asks.append((at, i, device, region))
-        self.behind = _Block(ops, wanted, asks)
+        self.following = _Block(ops, wanted, asks)
 
     def op(self, op: Op) -> Needs:
-        """Work out an op's tiles; return what they need."""
-        asked = _asked(op, self.want[op.name])
+        """Derive an op's tiles; return the input regions that they need."""
+        requested = _requested(op, self.want[op.name])
         placed = self.pieces.get(op.name)
         try:
-            tiles, needs = _where_asked(op, asked) if placed is None else tiles_for(op, asked, placed)
+            tiles, needs = _where_requested(op, requested) if placed is None else tiles_for(op, requested, placed)
         except UncoveredError as error:
             raise ValueError(_uncovered(op, error, self.names)) from None
         self.tiles[op.name] = tiles
@@ -304,43 +297,43 @@ class _BackwardWalk:
         return needs
 
     def _alike(self, ops: Sequence[Op], others: Sequence[Op]) -> bool:
-        """Return whether two blocks have equal ops in equal layouts, that read each other in one way."""
-        place, (here, there) = self.graph.position, (self.graph.position[block[0].name] for block in (ops, others))
+        """Return whether two blocks have equal ops in equal layouts, with inputs at equal places."""
+        place, (start, other) = self.graph.position, (self.graph.position[block[0].name] for block in (ops, others))
         return all(
             x == y
             and self.pieces.get(x.name) == self.pieces.get(y.name)
             and all(
-                place[a] - here == place[b] - there or (place[a] < here and place[b] < there)
+                place[a] - start == place[b] - other or (place[a] < start and place[b] < other)
                 for a, b in zip(x.inputs, y.inputs, strict=True)
             )
             for x, y in zip(ops, others, strict=True)
         )
 
 
-def _asked(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
-    """Return what each device asks of an op, in the regions of its space that yield that; many ask for the same."""
-    known: dict[tuple[Region, ...], tuple[Region, ...]] = {}
-    asked = []
+def _requested(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
+    """Return the regions of an op's space that each device needs; many devices need the same ones."""
+    spaces: dict[tuple[Region, ...], tuple[Region, ...]] = {}
+    requested = []
     for device in sorted(want):
         regions = tuple(want[device])
-        if regions not in known:
-            known[regions] = tuple([r for r in map(op.region_for, disjoint(filter(all, regions))) if r is not None])
-        asked.append((device, known[regions]))
-    return tuple(asked)
+        if regions not in spaces:
+            spaces[regions] = tuple([r for r in map(op.region_for, disjoint(filter(all, regions))) if r is not None])
+        requested.append((device, spaces[regions]))
+    return tuple(requested)
 
 
-def _where_asked(op: Op, asked: Requested) -> tuple[tuple[Tile, ...], Needs]:
-    """Return the tiles of a tensor that the table does not place, and their needs: every asking device computes it."""
-    known: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
+def _where_requested(op: Op, requested: Requested) -> tuple[tuple[Tile, ...], Needs]:
+    """Return the tiles of a tensor without a place, and their needs: every device that reads it computes it."""
+    computed: dict[tuple[Region, ...], list[tuple[Region, list[tuple[int, Region]]]]] = {}
     tiles: list[Tile] = []
     needs: list[tuple[int, int, Region]] = []
-    for device, regions in asked:
-        if regions not in known:
-            known[regions] = [
+    for device, regions in requested:
+        if regions not in computed:
+            computed[regions] = [
                 (r, [(n, q) for n, q in enumerate(op.input_regions(r)) if all(q)])
                 for r in computed_regions(op, regions)
             ]
-        for region, wanted in known[regions]:
+        for region, wanted in computed[regions]:
             tiles.append(Tile(device, region, False, 0, ()))
             if device != PLANNER_INDEX:
                 needs += [(n, device, q) for n, q in wanted]
@@ -348,13 +341,13 @@ def _where_asked(op: Op, asked: Requested) -> tuple[tuple[Tile, ...], Needs]:
 
 
 def _check_session(op: Op, tiles: Sequence[Tile], names: Sequence[str]) -> None:
-    """Raise ValueError unless what a session keeps stays where it is, in one array per device."""
+    """Raise ValueError unless session state stays on its device, in one array per device."""
     held: dict[int, Region] = {}
     for device, region, relay, _, messages in tiles:
         if relay or messages:
             who = " and ".join(names[d] for m in messages for d in m.to if d != PLANNER_INDEX) or names[device]
             raise ValueError(
-                f"{op.name}: {who} needs {format_region(region)} of what sessions keep on {names[device]}, which is "
+                f"{op.name}: {who} needs {format_region(region)} of the session state on {names[device]}, which is "
                 "too much to send; compute its readers there"
             )
         if device in held:
@@ -365,7 +358,7 @@ def _check_session(op: Op, tiles: Sequence[Tile], names: Sequence[str]) -> None:
 
 def _uncovered(op: Op, error: UncoveredError, names: Sequence[str]) -> str:
     who = "the planner" if error.device == PLANNER_INDEX else names[error.device]
-    what = " and ".join(map(format_region, error.missing))
+    missing = " and ".join(map(format_region, error.missing))
     if error.overlapping:
-        return f"{op.name}: partial results that {who} needs of {what} overlap, so that they cannot be added up"
-    return f"{op.name}: no device holds {what}, which {who} needs"
+        return f"{op.name}: the partial results of {missing} that {who} needs overlap, so they cannot be added up"
+    return f"{op.name}: no device holds {missing}, which {who} needs"
