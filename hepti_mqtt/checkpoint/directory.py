@@ -249,7 +249,10 @@ class Checkpoint:
         return _Weights(self._tensors)
 
     def tiles(self, words: Collection[int]) -> Mapping[str, Tiles]:
-        """Return bands of rows of all tensors, as devices get them; of a table of words only the rows of `words`."""
+        """Return bands of rows of all tensors, as devices get them; of a table of words only rows of `words`.
+
+        words: numbers that a request brings; a token of another type is id + type x vocabulary.
+        """
         return _Bands(self._tensors, words)
 
     @cached_property
@@ -491,14 +494,14 @@ class _Bands(_Tensors):
 
     def __init__(self, stored: Mapping[TensorSource, TensorReader], words: Collection[int]) -> None:
         super().__init__(stored)
-        self._words = sorted(set(words))
+        self._words = words
 
     def __getitem__(self, name: str) -> Any:
         source, tensor = self._by_name[name]
         rows, columns = source.matrix_shape
         bands = _bands(rows, columns)
         if name in (WORDS, HEAD):
-            bands = [(word, word + 1) for word in self._words if 0 <= word < rows]
+            bands = [(word, word + 1) for word in sorted({word % rows for word in self._words})]
         for start, stop in bands:
             if tensor.raw is not None and source.transposed:
                 yield StoredRows(STORAGES[tensor.dtype], tensor.raw(start, stop, columns)), 0, start

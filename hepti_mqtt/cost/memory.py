@@ -9,11 +9,11 @@ from typing import Final
 
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
-from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models import full_ref, largest_shape, tensor_sources
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lowered_for_longest, resident_counts, run_passes
 from hepti_mqtt.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
-from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
+from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD, grid
 from hepti_mqtt.schedule import make_template, stretches_of
 from hepti_mqtt.spec import Spec
 
@@ -25,6 +25,10 @@ KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for ea
 # what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
+# Python objects of each tile, as measured: of the model in the manifest and its map, of a load in the tables of the
+# loader.
+MAP_BYTES: Final = 180
+LOADED_TILE_BYTES: Final = 480
 # Of a kernel that notes only where each matrix lies: that, and the reference of the Program.
 MATRIX_BYTES: Final = 256
 
@@ -69,8 +73,17 @@ def resident_bytes(spec: Spec, plan: Plan, device: str) -> int:
     return sum(weight_bytes(matrix) * count for matrix, count in times.items())
 
 
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def tile_map_bytes(spec: Spec) -> int:
+    """Return the bytes of a model's manifest and map of tiles on each of its devices."""
+    grids = (grid(s.shape, s.transposed, full_ref(spec, s.name).weight_dtype) for s in tensor_sources(spec))
+    return MAP_BYTES * sum(rows * columns for rows, columns in grids)
+
+
 def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
-    """Return a bound of the bytes of incomplete int8 blocks during a load; counts: as `resident_counts` returns them.
+    """Return a bound of the bytes of incomplete int8 blocks and of the loader's tables during a load.
+
+    counts: as `resident_counts` returns them.
 
     Tiles are taken nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
     panels of its width and one more; all before the oldest missing one leave one panel of a matrix, or one row of
@@ -79,8 +92,12 @@ def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
     from hepti_mqtt.kernels import loading_bytes
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
+    tables = LOADED_TILE_BYTES * sum(
+        times * -(-(ref.rows[1] - ref.rows[0]) // TILE) * -(-(ref.columns[1] - ref.columns[0]) // TILE)
+        for ref, times in counts.items()
+    )
     if not any(map(loading_bytes, counts)):  # joining ranges takes several times as long
-        return 0
+        return tables
     staged, ahead, begun = 0, 0, 0
     times = {matrix: counts[ref] for ref, matrix in matrices(counts).items()}
     for ref, count in times.items():
@@ -91,7 +108,7 @@ def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
         ahead = max(ahead, TILES_AHEAD * 2 * BLOCK * (TILE + 2 * width) * 4)
         rows, columns = (stop - start for start, stop in (ref.rows, ref.columns))
         begun = max(begun, rows * width * 4, BLOCK * (columns + width) * 4)
-    return min(staged, ahead + begun)
+    return min(staged, ahead + begun) + tables
 
 
 def live_bytes(program: Program) -> int:

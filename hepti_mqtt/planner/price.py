@@ -9,7 +9,13 @@ from math import inf, prod
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.loads import Mask, TileMap
-from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, resident_bytes
+from hepti_mqtt.cost.memory import (
+    loading_overhead_bytes,
+    max_live_bytes,
+    programs_bytes,
+    resident_bytes,
+    tile_map_bytes,
+)
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
@@ -251,7 +257,7 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
     """
     live = max_live_bytes(spec, plan, device, in_flight)
-    kept = resident_bytes(spec, plan, device) + programs_bytes(spec, plan, device)
+    kept = resident_bytes(spec, plan, device) + programs_bytes(spec, plan, device) + tile_map_bytes(spec)
     return kept + max(live, loading_overhead_bytes(resident_counts(spec, plan, device)))
 
 

@@ -23,6 +23,7 @@ from hepti_mqtt.cost.memory import (
     max_live_bytes,
     programs_bytes,
     session_rows,
+    tile_map_bytes,
     weights_bytes,
 )
 from hepti_mqtt.errors import BadNameError, PlanError, WireError
@@ -333,18 +334,19 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
     places: set[Place] = set()
     live: dict[str, int] = {}
     running: dict[str, int] = {}
-    loading, programs = 0, 0
+    loading, programs, maps = 0, 0, dict[str, int]()
     for r in residents:
         programs += r.programs_bytes
         model = r.plan.model
         places.update(r.places)
+        maps[model] = tile_map_bytes(r.spec)
         live[model] = max(live.get(model, 0), r.working_bytes)
         if r.weights is None:
             loading = max(loading, r.loading_bytes)
         else:
             running[model] = max(running.get(model, 0), r.working_bytes)
     beside = max(sum(live.values()), sum(running.values()) + loading)
-    return places_bytes(places) + programs + beside
+    return places_bytes(places) + programs + sum(maps.values()) + beside
 
 
 def places_bytes(places: Iterable[Place]) -> int:

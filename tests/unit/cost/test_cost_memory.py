@@ -33,7 +33,7 @@ def test_an_op_takes_scratch_memory_once(spec, nbytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["tiny-bert", "tiny-mpnet", "tiny-albert", "tiny-gemma3-text", "tiny-qwen3-moe", "tiny-whisper"]
+    "kind", ["tiny-bert", "tiny-mpnet", "tiny-albert", "tiny-gemma3-text", "tiny-qwen3-moe", "tiny-vit"]
 )
 def test_a_range_counts_once_for_each_layer_that_has_its_like(kind) -> None:
     spec = spec_of_kind(kind, 12)
