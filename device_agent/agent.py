@@ -27,7 +27,7 @@ from device_agent.config import AgentConfig, mesh_address
 from device_agent.heartbeat import HeartbeatThread, Meter
 from device_agent.links import MeshLinks, open_links
 from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
-from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget
+from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget, usable_cores
 from device_agent.measure import Curves, load_or_measure, measurement_file
 from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
 from device_agent.probes import Prober
@@ -198,7 +198,7 @@ class _Agent:
         self._cache = cache = TileCache(
             places.tiles, config.cache_bytes, self._loader_counters, on_trouble=self._cache_changed
         )
-        self._budget = budget = Budget(throttled=has_cpu_quota())
+        self._budget = budget = Budget(usable_cores() if has_cpu_quota() else None)
         weights = WeightLoader(
             cache,
             self._loading,

@@ -208,29 +208,30 @@ class BackgroundTuning:
         return not self._budget.loading and self._budget.is_unused(time.perf_counter())
 
     def _measure(self, force: bool) -> None:
-        """Measure with the memory that is free beside the weights; a request meanwhile voids the result.
+        """Measure with the memory that the weights leave free; a run in the meantime ends the measurement.
 
         Narrow weights are measured one storage at a time: an agent that starts on this machine waits for the lock.
         """
         workers = Workers(self._threads)
         memory_bytes = min(self._memory_bytes, free_memory())
 
-        def undisturbed() -> bool:
-            return self._budget.last_run_s(time.perf_counter()) < begun_s
+        def check() -> None:
+            self._give_up()
+            if self._budget.last_run_s(time.perf_counter()) >= begun_s:
+                raise InterruptedError("a run needs the device")
 
         try:
             with compile_lock(cache_directory(), self._give_up):
                 begun_s = time.perf_counter()
                 curves, _ = load_or_measure(
-                    self._file, workers, memory_bytes, force=force, may_store=undisturbed, most_storages=1
+                    self._file, workers, memory_bytes, force=force, check=check, most_storages=1
                 )
+                check()
         except InterruptedError:
             return
         finally:
             workers.close()
             return_memory()
-        if not undisturbed():
-            return
         before, self._count = self._count, len(curves["linear"])
         if not force and not has_narrow_curves(curves) and self._count > before:  # else the disk keeps nothing
             return

@@ -30,14 +30,16 @@ class Budget:
     """The one budget of all background work; time is an argument, in seconds of one clock.
 
     While runs are under way, work goes on when the device has nothing to do for them, and otherwise with `share` of the
-    time that they take. Else it goes on as it likes. throttled: a quota of the processor is used up by work in pauses
-    too, which is missing in the next op: pauses are not free then, nor is the time in which the next run is expected.
+    time that they take. Else it goes on as it likes. quota_cores: what a quota of the processor leaves, None: no quota.
+    Work in pauses uses up a quota too, which is missing in the next op: pauses are not free then, nor is the time in
+    which the next run is expected. And a second of the processor takes 1 / quota_cores seconds of a run.
 
     `note` is for the thread that runs ops, all else for any thread.
     """
 
-    def __init__(self, throttled: bool = False) -> None:
-        self._throttled = throttled
+    def __init__(self, quota_cores: float | None = None) -> None:
+        self._throttled = quota_cores is not None
+        self._cores = min(quota_cores or 1.0, 1.0)  #: that one thread may have
         #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
         self.share = BACKGROUND_SHARE
         #: Whether weights are loading: kernels that nothing needs yet wait for the end of the load.
@@ -72,7 +74,7 @@ class Budget:
         """Take the processor time of work that has ended now off the budget, unless it was free."""
         if not self._is_free(now):
             with self._lock:
-                self._left_s = self._refill(now) - seconds
+                self._left_s = self._refill(now) - seconds / self._cores
 
     def last_run_s(self, now: float) -> float:
         """Return when a run was last under way."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, cycle, groupby, islice, takewhile
+from itertools import chain, cycle, groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -131,7 +131,7 @@ def load_or_measure(
     memory_bytes: int,
     with_narrow_weights: bool = True,
     force: bool = False,
-    may_store: Callable[[], bool] = lambda: True,
+    check: Callable[[], None] = lambda: None,
     trusted_since_s: float | None = None,
     most_storages: int | None = None,
 ) -> tuple[Curves, bool]:
@@ -140,9 +140,9 @@ def load_or_measure(
     A cached measurement counts for the same version, instruction set, CPU, threads and share of the cores, if one
     quick matmul takes about as long as it did then, and not with `force`. One written since `trusted_since_s` (Unix
     time) needs no such check: a neighbour has just made it, and while others start the check would often fail.
-    with_narrow_weights: their kernels must be ready. may_store: returns whether to cache what was measured; of narrow
-    weights it is asked after each storage, and the first one that may not be cached is the last. most_storages: of
-    narrow weights that are added to a cached measurement.
+    with_narrow_weights: their kernels must be ready. check: called before each point and before a result is cached; it
+    raises if the device is needed for something else. most_storages: of narrow weights that are added to a cached
+    measurement.
     """
     key = {
         "version": __version__,
@@ -159,19 +159,21 @@ def load_or_measure(
     cached = curves is not None and (
         _written_since(file, trusted_since_s) or _still_accurate(curves, workers, memory_bytes)
     )
-    is_new = False
     if curves is None or not cached:
-        curves = measure(workers, memory_bytes, with_narrow_weights)
-        is_new = may_store()
-    elif with_narrow_weights and not has_narrow_curves(curves):
-        missing = islice(_narrow(curves, workers, memory_bytes), most_storages)
-        undisturbed = takewhile(lambda _: may_store(), missing)
-        added = list(chain.from_iterable(undisturbed))
-        curves, cached, is_new = {**curves, "linear": curves["linear"] + added}, False, bool(added)
-    if is_new:
-        with suppress(OSError):  # then the next start measures again
-            write_atomically(file, json.dumps({"key": key, "curves": curves}).encode())
+        curves = measure(workers, memory_bytes, with_narrow_weights, check)
+        _store(file, key, curves, check)
+    elif with_narrow_weights:
+        for of_storage in islice(_narrow(curves, workers, memory_bytes, check), most_storages):
+            curves, cached = {**curves, "linear": curves["linear"] + of_storage}, False
+            _store(file, key, curves, check)
     return curves, cached
+
+
+def _store(file: Path, key: Curves, curves: Curves, check: Callable[[], None]) -> None:
+    """Cache a measurement that nothing has disturbed."""
+    check()
+    with suppress(OSError):  # then the next start measures again
+        write_atomically(file, json.dumps({"key": key, "curves": curves}).encode())
 
 
 def measurement_file(own: Path, threads: int) -> Path:
@@ -196,23 +198,25 @@ def _product(curve: Curves) -> Product:
     return Product(curve.get("storage", "f32"), curve.get("x") == "i8")
 
 
-def measure(workers: Workers, memory_bytes: int, narrow: bool = True) -> Curves:
+def measure(
+    workers: Workers, memory_bytes: int, narrow: bool = True, check: Callable[[], None] = lambda: None
+) -> Curves:
     """Return time curves and rates of this device; takes about 5 s at most. Kernels must be warm.
 
     Weights come from memory, not from a cache: a model's do, of which all others are used between two uses of one.
     memory_bytes: shapes whose weights would take more than a quarter of it are left out. narrow: with narrow weights.
-    Raises HeptiError if two measurements in a row are implausible.
+    check: called before each point. Raises HeptiError if two measurements in a row are implausible.
     """
     with suppress(ValueError):  # as after a stall of seconds
-        return _measured(workers, memory_bytes, narrow)
+        return _measured(workers, memory_bytes, narrow, check)
     try:
-        return _measured(workers, memory_bytes, narrow)
+        return _measured(workers, memory_bytes, narrow, check)
     except ValueError as error:
         why = f"self-measurement failed: {error}. Restart the agent when the machine is otherwise idle"
         raise HeptiError(why) from error
 
 
-def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
+def _measured(workers: Workers, memory_bytes: int, narrow: bool, check: Callable[[], None]) -> Curves:
     """Return one measurement; raises ValueError if it is implausible."""
     linear: list[Curves] = []
     begin = time.perf_counter()
@@ -220,7 +224,7 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
         too_slow = bool(linear) and time.perf_counter() - begin + _expected(linear[-1], k, n) > BUDGET_S
         if linear and (too_slow or 4 * weight_bytes(_matrix(k, n)) > memory_bytes):
             continue
-        linear.append({"k": k, "n": n, "points": _linear_points(_ColdMatmul(k, n, memory_bytes), workers)})
+        linear.append({"k": k, "n": n, "points": _linear_points(_ColdMatmul(k, n, memory_bytes), workers, check)})
     forget = _cache_flusher(linear, workers, memory_bytes)
     curves: Curves = {
         "linear": linear,
@@ -232,12 +236,12 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool) -> Curves:
     }
     del forget  # its weights: those of one measurement at a time are enough
     if narrow:
-        linear += list(chain.from_iterable(_narrow(curves, workers, memory_bytes)))
+        linear += list(chain.from_iterable(_narrow(curves, workers, memory_bytes, check)))
     profile_from_caps("self", curves, memory_bytes, 1.0)
     return curves
 
 
-def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> Iterator[list[Curves]]:
+def _narrow(curves: Curves, workers: Workers, memory_bytes: int, check: Callable[[], None]) -> Iterator[list[Curves]]:
     """Measure the curves of narrow weights that are missing, and yield those of one storage after the other."""
     known = list(map(_product, curves["linear"]))
     whole, n = SHAPES[min(_MIDDLE, known.count(Product()) - 1)]
@@ -245,7 +249,7 @@ def _narrow(curves: Curves, workers: Workers, memory_bytes: int) -> Iterator[lis
         k = whole - whole % STORAGES[storage].block if storage in STORAGES else whole
         weights, of_storage = _ColdMatmul(k, n, memory_bytes, storage), []
         for product in products:
-            points = _linear_points(weights, workers, product.rounded)
+            points = _linear_points(weights, workers, check, product.rounded)
             x = {"x": "i8"} if product.rounded else {}
             of_storage.append({"k": k, "n": n, "points": points, "storage": storage, **x})
         del weights  # those of one measurement at a time are enough
@@ -323,9 +327,14 @@ def _packed(refs: Sequence[WeightRef], values: Sequence[NDArray[Any] | StoredRow
     return out
 
 
-def _linear_points(weights: _ColdMatmul, workers: Workers, rounded: bool = False) -> list[list[float]]:
-    runs = ((rows, weights.run(rows, workers, rounded)) for rows in ROWS)
-    return monotone([[rows, _seconds(run, workers.threads)] for rows, run in runs])
+def _linear_points(
+    weights: _ColdMatmul, workers: Workers, check: Callable[[], None], rounded: bool = False
+) -> list[list[float]]:
+    points: list[list[float]] = []
+    for rows in ROWS:
+        check()
+        points.append([rows, _seconds(weights.run(rows, workers, rounded), workers.threads)])
+    return monotone(points)
 
 
 def monotone(points: Sequence[Sequence[float]]) -> list[list[float]]:

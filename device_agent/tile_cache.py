@@ -201,9 +201,11 @@ class TileCache:
         """Write a file and count it; return None, and note the trouble, if that cannot be."""
         path = self._path(key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, data)
-            stat = path.stat()
+            try:
+                stat = write_atomically(path, data)
+            except FileNotFoundError:  # its directory is made once: mkdir and stat took a tenth of a load
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stat = write_atomically(path, data)
         except OSError as error:
             self._counters["cache_errors"] += 1
             self._set_trouble(error.strerror or str(error))

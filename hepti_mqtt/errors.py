@@ -1,4 +1,4 @@
-"""The error tree: each class says whose fault it is; the text says what, why and what to do next."""
+"""The error tree: each class says who is at fault; the text says what failed, why, and what to do next."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ BROKER_PACKET_SETTINGS: Final = (
 
 
 class HeptiError(Exception):
-    """An error that a user may see; `code` names it in JSON answers, `exit_code` is the command line's.
+    """An error that a user may see."""
 
-    detail: further lines for who asks for an explanation. param: the key of the request at fault, if it is one.
-    """
-
+    #: Name in JSON answers.
     code: str = "failed"
+    #: Of the command line.
     exit_code: ClassVar[int] = 1
+    #: Further lines for `--explain`.
     detail: tuple[str, ...] = ()
+    #: Key of the request at fault.
     param: str | None = None
 
 
@@ -44,14 +45,14 @@ class ModelError(HeptiError):
 
 
 class WeightsChangedError(ModelError):
-    """The weights of a served model are no longer those that were hashed at the start."""
+    """The weights of a served model differ from those hashed at the start."""
 
     code = "weights_changed"
     exit_code = 1
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture in config.json is not one that Hepti computes."""
+    """Hepti does not support the architecture in config.json."""
 
     code = "unsupported_model"
 
@@ -85,7 +86,7 @@ class OverloadedError(RequestError):
 
 
 class IdInUseError(RequestError):
-    """A request has the id of another one, of which the answer is still on its way or remembered."""
+    """A request has the id of another request, with an answer on its way or stored."""
 
     code = "id_in_use"
 
@@ -106,13 +107,13 @@ class DeadlineError(RequestError):
 
 
 class CancelledRequestError(RequestError):
-    """The client has taken its request back."""
+    """The client has cancelled its request."""
 
     code = "cancelled"
 
 
 class PlanError(HeptiError):
-    """No feasible plan: the text says how much is missing where; detail: the same of each candidate, closest first."""
+    """No feasible plan: the text says how much is missing where; detail says it for each candidate, closest first."""
 
     code = "no_plan"
     exit_code = 4
@@ -129,14 +130,14 @@ class WireError(HeptiError):
 
 
 class NetworkError(HeptiError):
-    """The broker cannot be reached, or the connection to it was lost."""
+    """The broker is unreachable, or the connection to it is lost."""
 
     code = "network"
     exit_code = 3
 
 
 class CertificateDateError(NetworkError):
-    """The broker's certificate is not valid at the time of this machine, which may be wrong and be put right."""
+    """The broker's certificate is not valid at this machine's time, which may be wrong."""
 
     code = "certificate_date"
 
@@ -155,19 +156,19 @@ class PacketLimitError(NetworkError):
     exit_code = 1
 
     @classmethod
-    def of(cls, what: str, needed_bytes: int, broker: str, largest_bytes: int, *, narrows: bool = True) -> Self:
-        """Return the error for `what` that needs larger packets than a broker accepts.
+    def of(cls, user: str, needed_bytes: int, broker: str, largest_bytes: int, *, narrows: bool = True) -> Self:
+        """Return the error for a plan, message or model that needs larger packets than a broker accepts.
 
-        narrows: a smaller wire dtype makes them smaller, which does not hold for weights.
+        narrows: a narrow wire dtype makes its packets smaller, as of tensors but not of weights.
         """
         fewer = ", or send fewer bytes with --wire f16" if narrows else ""
         return cls(
-            f"{what} needs packets of {needed_bytes} bytes; {broker} accepts at most about {largest_bytes}. "
+            f"{user} needs packets of {needed_bytes} bytes; {broker} accepts at most about {largest_bytes}. "
             f"Raise {BROKER_PACKET_SETTINGS}{fewer}."
         )
 
 
 class RemoteError(HeptiError):
-    """Another process of the site failed; the text carries its words."""
+    """Another process of the site failed; the text carries its message."""
 
     code = "remote"

@@ -1,4 +1,4 @@
-"""Names that stand in topics, and the numbers that order plans and requests."""
+"""Names in topics, and the numbers that order plans and requests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ LONGEST_NAME: Final = 64
 
 
 class Start(NamedTuple):
-    """A start of a process under its name: of two starts the greater one is the newer.
+    """A start of a process under its name; the greater of two starts is the newer one."""
 
-    term: one more than the last one's that the broker had retained. boot: random, and says which start a message is of;
-    it decides between starts that read the broker at the same time.
-    """
-
+    #: One more than the term of the last start that the broker retained.
     term: int
+    #: Random; identifies the start in messages, and orders starts that read the broker at the same time.
     boot: int
 
 
 class PlanVersion(NamedTuple):
-    """A plan's name: the boot of the planner's start, then a number that grows with every plan of it."""
+    """The id of a plan: the boot of the planner's start, then a number that grows with every plan."""
 
     boot: int
     number: int
@@ -36,25 +34,25 @@ class PlanVersion(NamedTuple):
 
 
 def valid_name(text: str) -> str:
-    """Return a name that may stand in a topic, made from any text; empty where nothing of it may."""
+    """Return a name that may stand in a topic, derived from any text; empty if no character may."""
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:64]
 
 
-PART_MARK: Final = "."  # not in the name of anything that people name
+PART_MARK: Final = "."  # not in any name that people choose
 
 
 def part_name(model: str, part: str) -> str:
-    """Return the name of a further model that is served under the name of `model`; raise `BadNameError`."""
+    """Return the name of a further model served under the name of `model`; raise `BadNameError`."""
     return check_model(f"{model}{PART_MARK}{part}")
 
 
 def asked_name(model: str) -> str:
-    """Return the name under which people ask for a model: its own, or that of the model that it is a part of."""
+    """Return the name that people use for a model: its own, or for a part the name of the whole."""
     return model.partition(PART_MARK)[0]
 
 
 def check_model(name: str) -> str:
-    """Return the name of a model, or of a further one under its name; raise `BadNameError` for any other."""
+    """Return the name of a model or of a part of one; raise `BadNameError` for other names."""
     if isinstance(name, str) and name.count(PART_MARK) == 1 and len(name) <= LONGEST_NAME:
         for part in name.split(PART_MARK):
             check_name("model", part)
@@ -68,10 +66,10 @@ def check_name(kind: str, name: str) -> str:
     `kind` is the word for the message: device, client, site or model.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        near = valid_name(name) if isinstance(name, str) else ""
+        example = valid_name(name) if isinstance(name, str) else ""
         raise BadNameError(
             f"{kind} name {name!r} cannot stand in an MQTT topic: use 1 to 64 of a-z 0-9 _ -, "
-            f"beginning with a letter or digit{f', such as {near}' if near else ''}"
+            f"beginning with a letter or digit{f', such as {example}' if example else ''}"
         )
     if name in RESERVED_NAMES:
         raise BadNameError(f"{kind} name {name!r} is reserved; choose another")

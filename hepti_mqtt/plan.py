@@ -10,21 +10,21 @@ from hepti_mqtt.ids import PlanVersion
 
 WireDtype = Literal["f32", "f16", "i8"]
 NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
-# How matrices of the layers are kept: f32; f16 (half the memory); int8 with one scale per column, times activations
-# quantised per row (w8a8, integer arithmetic) or as they are (w8a32).
+#: Storage of the layers' matrices: f32; f16 (half the memory); int8 with one scale per column, for activations that are
+#: quantised per row (w8a8, integer arithmetic) or stay f32 (w8a32).
 WeightDtype = Literal["f32", "f16", "w8a8", "w8a32"]
-# To what the matrices of a checkpoint may be quantised when it is opened: it is stored so from then on.
+#: Quantisation of a checkpoint's matrices when it is opened, for all plans.
 Quantised = Literal["q8", "q4"]
-# How a session's keys and values are kept.
+#: Storage of a session's keys and values.
 CacheDtype = Literal["f32", "f16"]
 Range = tuple[int, int]
-# Who carries the exchanges between devices: the site's broker, or each sender straight to its receivers.
+#: Exchanges between devices go over the site's broker, or directly from each sender to its receivers.
 Route = Literal["broker", "mesh"]
-# What a plan is chosen for: least latency of one request, most throughput of several, least memory of any device.
+#: What a plan minimises: latency of one request, time per request of several (throughput), memory of any device.
 Objective = Literal["latency", "throughput", "memory"]
 DevicePair = tuple[str, str]  # (source, target)
 
-# Keys of `Plan.to_dict` that are not the names of their fields.
+# Keys of `Plan.to_dict` that differ from their fields' names.
 KEYS: Final[Mapping[str, str]] = {
     "version": "epoch",
     "root": "head",
@@ -32,7 +32,7 @@ KEYS: Final[Mapping[str, str]] = {
     "weight_dtype": "storage",
     "relayed_pairs": "relayed",
 }
-OPTIONAL_KEYS: Final = frozenset({"replicas", "layouts"})  # that a plan without any leaves out
+OPTIONAL_KEYS: Final = frozenset({"replicas", "layouts"})  # left out if empty
 _FIELDS: Final = {key: name for name, key in KEYS.items()}
 _UNDIVIDED: Final[Mapping[str, Any]] = {
     "version": PlanVersion(0, 0),
@@ -47,58 +47,56 @@ _UNDIVIDED: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model is divided; each agent derives its own Program from it.
-
-    devices: in source order, the order in which partial results are combined. root: the device that holds what is not
-    divided of embedding and task head. shares: shares that depend on a request's length, one number >= 0 per device, by
-    kind ("rows"). ranges: half-open ranges that do not, one per device, by kind ("heads", "mlp", "columns").
-    weight_dtype: of the layers' matrices. route: who carries the exchanges. relayed_pairs: (source, target) whose
-    exchanges go over the broker under route "mesh" too, because the two cannot connect. predicted_s and
-    predicted_bytes: one request of `predicted_tokens` tokens by the simulator. wire_error: how far a narrow wire moves
-    the answer, relative to f32; weight_error: the same of narrow weights; None: not measured. replicas: complete plans
-    side by side, of disjoint devices and with versions of their own, each run under one of them; none: every run is
-    under the plan itself.
-    layouts: other layouts of the method, each for runs of more rows than its number; the largest number counts.
-    """
+    """The division of a model; each agent derives its own Program from it."""
 
     model: str
     version: PlanVersion
     strategy: str
+    #: In source order, the order in which partial results are combined.
     devices: tuple[str, ...]
+    #: Holds the undivided parts of embedding and task head.
     root: str
     options: Mapping[str, str] = field(default_factory=dict)
+    #: Shares that depend on a request's length: one number >= 0 per device, by kind ("rows").
     shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    #: Shares that do not: one half-open range per device, by kind ("heads", "mlp", "columns").
     ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     wire: WireDtype = "f32"
+    #: Of the layers' matrices.
     weight_dtype: WeightDtype = "f32"
     route: Route = "broker"
+    #: (source, target) that cannot connect: their exchanges use the broker under route "mesh" too.
     relayed_pairs: tuple[DevicePair, ...] = ()
+    #: One request of `predicted_tokens` tokens by the simulator.
     predicted_s: float = 0.0
     predicted_bytes: int = 0
     predicted_tokens: int = 0
+    #: Deviation of the answer by a narrow wire, relative to f32; None: not measured.
     wire_error: float | None = None
+    #: The same for narrow weights.
     weight_error: float | None = None
     reason: str = ""
+    #: Complete plans of disjoint devices, with versions of their own; each run uses one. Empty: runs use this plan.
     replicas: tuple[Plan, ...] = ()
+    #: Other layouts of the method, each for runs of more rows than its number; the largest such number counts.
     layouts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def executables(self) -> tuple[Plan, ...]:
-        """Return the plans that a run may be under: the replicas, or the plan itself."""
+        """Return the plans that a run may use: the replicas, or the plan itself."""
         return self.replicas or (self,)
 
     def for_device(self, device: str) -> Plan:
-        """Return the plan that a device knows: its replica's, or the plan itself."""
+        """Return a device's plan: its replica, or the plan itself."""
         return next((replica for replica in self.replicas if device in replica.devices), self)
 
-    def with_version(self, plan_version: PlanVersion, next_epoch: Callable[[], PlanVersion]) -> Plan:
+    def with_version(self, plan_version: PlanVersion, next_version: Callable[[], PlanVersion]) -> Plan:
         """Return the plan under another version, and its replicas under new ones."""
-        return replace(
-            self, version=plan_version, replicas=tuple(replace(r, version=next_epoch()) for r in self.replicas)
-        )
+        replicas = tuple(replace(replica, version=next_version()) for replica in self.replicas)
+        return replace(self, version=plan_version, replicas=replicas)
 
     def without_device(self, device: str) -> Plan | None:
-        """Return what is left of a plan without a device: its other replicas; None if nothing is."""
+        """Return the plan without the replica of a device; None if no replica remains."""
         left = tuple(replica for replica in self.replicas if device not in replica.devices)
         devices = tuple(d for d in self.devices if any(d in replica.devices for replica in left))
         return replace(self, devices=devices, root=left[0].root, replicas=left) if left else None
@@ -110,11 +108,11 @@ class Plan:
 
     @property
     def division(self) -> Plan:
-        """Return the plan without what its Programs do not depend on: version, predictions, measured errors, reason."""
+        """Return the plan without fields that its Programs do not depend on: version, predictions, errors, reason."""
         return replace(self, **_UNDIVIDED)
 
     def index(self, device: str) -> int:
-        """Return the place of `device` in source order; raises ValueError if it takes no part."""
+        """Return the place of `device` in source order; raises ValueError if the device is not in the plan."""
         return self.devices.index(device)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,8 +145,8 @@ class Plan:
         """Return the plan that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
         try:
             return cls._read(data)
-        except (AttributeError, OverflowError) as error:  # a list for a mapping, an infinite number of a range
-            raise ValueError(f"a field of the plan is of another kind: {error}") from error
+        except (AttributeError, OverflowError) as error:  # e.g. a list for a mapping, an infinite number in a range
+            raise ValueError(f"a field of the plan has the wrong type: {error}") from error
 
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Plan:
@@ -160,7 +158,7 @@ class Plan:
         fields["ranges"] = {k: tuple((int(a), int(b)) for a, b in v) for k, v in fields["ranges"].items()}
         replicas = fields.get("replicas", ())
         if any(replica.get("replicas") for replica in replicas):
-            raise ValueError("a replica has no replicas")
+            raise ValueError("a replica cannot have replicas")
         fields["replicas"] = tuple(cls.from_dict(replica) for replica in replicas)
         fields["relayed"] = tuple((source, target) for source, target in fields.get("relayed", ()))
         fields["layouts"] = {str(name): int(rows) for name, rows in fields.get("layouts", {}).items()}
@@ -170,11 +168,11 @@ class Plan:
 def apportion(total: int, shares: Sequence[float]) -> tuple[Range, ...]:
     """Divide 0..total into consecutive half-open ranges proportional to `shares` (largest remainder method).
 
-    A weight of 0 gets an empty range. Ties go to the earlier device, so every agent derives the same ranges.
-    Raises ValueError if a weight is negative or none is positive.
+    A share of 0 gets an empty range. Ties go to the earlier device, so every agent derives the same ranges.
+    Raises ValueError if a share is negative or none is positive.
     """
     if any(w < 0 for w in shares) or not any(w > 0 for w in shares):
-        raise ValueError(f"weights must be >= 0 with one > 0, got {list(shares)}")
+        raise ValueError(f"shares must be >= 0 with one > 0, got {list(shares)}")
     whole = sum(shares)
     exact = [total * w / whole for w in shares]
     counts = [int(e) for e in exact]

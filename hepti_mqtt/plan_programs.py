@@ -41,12 +41,12 @@ from hepti_mqtt.strategies import STRATEGIES, Division, Method
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS, word_ranges
 from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
 
-CACHE_SIZE: Final = 32  # graphs under tables that are kept
-KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan that are kept
+CACHE_SIZE: Final = 32  # lowered graphs
+KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan
 
 
 class PlanKey:
-    """A plan as a key of what it divides: only what its Programs depend on."""
+    """A plan as a key: only the fields that its Programs depend on."""
 
     __slots__ = ("hash", "key", "plan")
 
@@ -72,11 +72,9 @@ class PlanKey:
 
 
 def lower_plan(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
-    """Return what a request becomes under a plan, for all of its devices; the last ones are kept.
+    """Return a request's graph lowered under a plan, or under its first replica, for all of its devices; cached.
 
-    Of replicas, under the first one.
-
-    Safe on any thread: the interpreter locks the cache, and what two threads work out at once is equal.
+    Safe on any thread: the interpreter locks the cache, and two threads that lower the same graph get equal results.
 
     Raises KeyError for an unknown strategy, ValueError for shares or a storage of weights that do not fit the model.
     """
@@ -96,23 +94,23 @@ def _lowered(spec: Spec, divided: PlanKey, shape: RequestShape) -> Lowered:
 
 
 def base_table(division: Division) -> Table:
-    """Return where every method begins and ends: what the planner sends, stem and task on the root device."""
-    head = on_device(division.root)
-    at_head = (roles.STEM, roles.EMBEDDINGS, roles.TASK, roles.CACHE)
-    lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys(at_head, head)}
-    if division.divides_embeddings:  # of each token one device has the row, and others add zeros
+    """Return the common rules of all methods: inputs from the planner; stem and task on the root device."""
+    root = on_device(division.root)
+    at_root = (roles.STEM, roles.EMBEDDINGS, roles.TASK, roles.CACHE)
+    lines = {roles.INPUT: on_device(PLANNER_INDEX), **dict.fromkeys(at_root, root)}
+    if division.divides_embeddings:  # one device has a token's row, the others add zeros
         lines[roles.EMBEDDINGS] = split_along(division.device_sets(EMBEDDINGS), EMBEDDINGS.dim)
     if (words := division.plan.ranges.get(WORDS.kind)) is None:
-        lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), head)
-    else:  # each device's own, which meet on the root device
+        lines |= dict.fromkeys((roles.WORDS, roles.CANDIDATES), root)
+    else:  # each device computes its own; the root device gathers them
         parts = [span(*part) for part in words]
-        lines |= {roles.WORDS: _meeting(parts, 1, division.root), roles.CANDIDATES: _meeting(parts, 2, division.root)}
-        if division.graph.ops[-1].role != roles.TASK:  # each device with words norms the rows: that saves a round
+        lines |= {roles.WORDS: _gathered(parts, 1, division.root), roles.CANDIDATES: _gathered(parts, 2, division.root)}
+        if division.graph.ops[-1].role != roles.TASK:  # each device with tokens norms the rows, which saves a round
             del lines[roles.TASK]
     return Table(optional_rules=lines)
 
 
-def _meeting(parts: Sequence[IndexSet], dim: int, root: int) -> Rule:
+def _gathered(parts: Sequence[IndexSet], dim: int, root: int) -> Rule:
     own = split_along(parts, dim)
     return lambda op: [*(own(op) or ()), Piece(root, op.full_region, relay=True)]
 
@@ -123,19 +121,19 @@ def _table(division: Division) -> Table:
     return table.with_defaults(base_table(division))
 
 
-def _divides(plan: Plan, part: Graph) -> bool:
-    """Return whether a run has what the plan's method divides: later runs of a session may have the task alone."""
+def _divides(plan: Plan, whole: Graph) -> bool:
+    """Return whether a graph has what the plan's method divides; later runs of a session may have the task alone."""
     method = STRATEGIES[plan.strategy]
-    some = not method.needs_any or not part.roles.isdisjoint(method.needs_any)
-    return some and part.roles.issuperset(method.needs)
+    some = not method.needs_any or not whole.roles.isdisjoint(method.needs_any)
+    return some and whole.roles.issuperset(method.needs)
 
 
 def root_begins(spec: Spec, plan: Plan, shape: RequestShape) -> bool:
-    """Return whether nobody but the root device reads the tokens of a run; the last answers are kept."""
+    """Return whether only the root device reads the tokens of a run; cached."""
     return _root_begins(spec, PlanKey(plan), shape)
 
 
-@lru_cache(maxsize=KEPT_RESIDENTS)  # asked for every token, and searches push lowered plans out of their cache
+@lru_cache(maxsize=KEPT_RESIDENTS)  # needed for every token, while searches evict lowered plans from their cache
 def _root_begins(spec: Spec, divided: PlanKey, shape: RequestShape) -> bool:
     plan = divided.plan
     lowered = lower_plan(spec, plan, shape)
@@ -144,7 +142,7 @@ def _root_begins(spec: Spec, divided: PlanKey, shape: RequestShape) -> bool:
 
 
 def task_count(spec: Spec, plan: Plan) -> int:
-    """Return how many tasks are in the task queue of each run of a plan, 0 if it has none."""
+    """Return the number of tasks in the task queue of each run of a plan, 0 without tasks."""
     return _tasks(spec, PlanKey(plan)) if _task_places(plan) else 0
 
 
@@ -154,74 +152,71 @@ def _tasks(spec: Spec, divided: PlanKey) -> int:
 
 
 def _task_places(plan: Plan) -> int:
-    """Return for how many tasks the table of a plan has places, 0 if it has no tasks."""
+    """Return the number of tasks in a plan's table, 0 without tasks; a graph may have fewer."""
     return STRATEGIES[plan.strategy].task_count(plan.options)
 
 
 def programs_digest(spec: Spec, plan: Plan) -> bytes:
-    """Return 8 bytes that are equal where planner and devices derive the same Programs from a plan; all lower it.
-
-    Of replicas, 8 bytes for each.
-    """
+    """Return 8 bytes, for each replica if any, that are equal if planner and devices derive equal Programs."""
     return b"".join(lower_plan(spec, run, largest_shape(spec)).digest for run in plan.executables)
 
 
 def device_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
-    """Return the Program of one device under `plan`; raises as `lowered` does."""
+    """Return the Program of one device under `plan`; raises as `lower_plan` does."""
     own = plan.for_device(device)
     return run_passes(lower_plan(spec, own, shape).full_program(device), own)
 
 
 def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int, device: str) -> HandedOver:
-    """Return the Program of a device for the rest of a run that began under another plan, from a block on.
+    """Return a device's Program for the rest of a run that began under another plan, from a block on.
 
-    taken: slots of its Program under the plan before. Raises HandoverError for what cannot go on so.
+    taken: slots of its Program under the old plan. Raises HandoverError if the run cannot continue there.
     """
-    then, now = _both(spec, before, plan, shape)
-    made = hand_over(then, now, block, device)
-    program = run_passes(made.program, plan if device in plan.devices else before)
-    return HandedOver(program, _passed_slots(then.full_program(device), before, made.taken))
+    old, new = _lowered_pair(spec, before, plan, shape)
+    rest = hand_over(old, new, block, device)
+    program = run_passes(rest.program, plan if device in plan.devices else before)
+    return HandedOver(program, _slots_after_passes(old.full_program(device), before, rest.taken))
 
 
 def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int) -> list[Move]:
-    """Return what devices send each other where a run goes on under another plan.
+    """Return what devices send each other if a run continues under another plan from a block on.
 
-    Raises HandoverError if one of them cannot go on so.
+    Raises HandoverError if a device cannot continue there.
     """
-    then, now = _both(spec, before, plan, shape)
+    old, new = _lowered_pair(spec, before, plan, shape)
     for device in before.devices:
-        hand_over(then, now, block, device)
-    return [move for move in moves(then, now, block) if move.source != move.target]
+        hand_over(old, new, block, device)
+    return [move for move in moves(old, new, block) if move.source != move.target]
 
 
-def _both(spec: Spec, before: Plan, plan: Plan, shape: RequestShape) -> tuple[Lowered, Lowered]:
+def _lowered_pair(spec: Spec, before: Plan, plan: Plan, shape: RequestShape) -> tuple[Lowered, Lowered]:
     if shape.session_rows:
-        raise HandoverError("a run of a session ends under the plan that it began with")
+        raise HandoverError("a run of a session ends under the plan under which it began")
     if any(p.replicas or _task_places(p) for p in (before, plan)):
-        raise HandoverError("replicas and leased tasks end under the plan that they began with")
+        raise HandoverError("runs of replicas and runs with leased tasks end under the plan under which they began")
     if not set(plan.devices) <= set(before.devices):
-        raise HandoverError("a device has no part in the plan before")
+        raise HandoverError("a device of the new plan has no part in the old plan")
     return lower_plan(spec, before, shape), lower_plan(spec, plan, shape)
 
 
-def _passed_slots(
+def _slots_after_passes(
     program: Program, plan: Plan, taken: Sequence[tuple[ExchangeKey, Slot]]
 ) -> tuple[tuple[ExchangeKey, Slot], ...]:
-    """Return the slots in a Program that has gone through the passes.
+    """Return the same slots after the passes over a Program.
 
-    Passes renumber slots, so each is marked by a Send, which must change nothing else.
+    Passes renumber slots, so a Send marks each slot; it must change nothing else.
     """
     marks = tuple(Send(slot, (program.device,), key[0], key[1], exact=True) for key, slot in taken)
     marked, passed = run_passes(replace(program, ops=program.ops + marks), plan), run_passes(program, plan)
     end = len(marked.ops) - len(marks)
     if marked.slots != passed.slots or marked.ops[:end] != passed.ops:
-        raise HandoverError("what a device holds at the border is no slot of its own")
-    found = (op.slot for op in marked.ops[end:] if isinstance(op, Send))
-    return tuple((key, slot) for (key, _), slot in zip(taken, found, strict=True))
+        raise HandoverError("a slot that the device holds at the border is not its own")
+    slots = (op.slot for op in marked.ops[end:] if isinstance(op, Send))
+    return tuple((key, slot) for (key, _), slot in zip(taken, slots, strict=True))
 
 
 def run_passes(program: Program, plan: Plan) -> Program:
-    """Return a Program with copies of copies joined, and the plan's wire, storage and route."""
+    """Return a Program with joined copies, and with the plan's wire dtype, weight storage and routes."""
     whole = merge_copies(program)
     if plan.wire != "f32":
         whole = widen_in_assemble(narrow_wire(whole, plan.wire))
@@ -233,7 +228,7 @@ def run_passes(program: Program, plan: Plan) -> Program:
 
 
 class _Passes:
-    """What the passes over a Program depend on, as a key."""
+    """The inputs of the passes over a Program, as a key."""
 
     __slots__ = ("key", "plan", "program")
 
@@ -249,29 +244,29 @@ class _Passes:
 
 
 @lru_cache(maxsize=KEPT_PARTS)
-def _passed(asked: _Passes) -> Program:
-    return run_passes(asked.program, asked.plan)
+def _passed(inputs: _Passes) -> Program:
+    return run_passes(inputs.program, inputs.plan)
 
 
 def searched_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
-    """Return the Program of one device of a run with equal layers once; plans with equal parts have the same one."""
+    """Return one device's Program of a run with equal layers once; plans with equal parts share Programs."""
     lowered = lower_plan(spec, plan, shape)
     lowered.share_part(device)
     return _passed(_Passes(lowered.compact_program(device), plan.executables[0]))
 
 
 def device_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
-    """Return the Programs of all devices of a run: of `plan`, or of its first replica."""
+    """Return the Programs of a run's devices, under `plan` or its first replica."""
     return {device: device_program(spec, plan, shape, device) for device in plan.executables[0].devices}
 
 
 def compact_programs(spec: Spec, plan: Plan, shape: RequestShape) -> dict[str, Program]:
-    """Return the Programs of all devices with equal layers once; `Lowered.repeated` says for how many one stands."""
+    """Return the Programs of all devices with equal layers once; `Lowered.repeated_layer` says for how many."""
     return {device: compact_program(spec, plan, shape, device) for device in plan.executables[0].devices}
 
 
 def compact_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> Program:
-    """Return the Program of one device of a run with equal layers once."""
+    """Return one device's Program of a run with equal layers once."""
     return run_passes(lower_plan(spec, plan, shape).compact_program(device), plan.executables[0])
 
 
@@ -284,10 +279,10 @@ def make_plan(
     lanes: Sequence[DeviceResources] = (),
     divides_embeddings: bool | None = None,
 ) -> Plan:
-    """Return `template` (model, version, devices, head, wire, storage, route) under a strategy, shares by `shares`.
+    """Return `template` (model, version, devices, root, wire, storage, route) under a strategy, divided by `shares`.
 
-    lanes: the devices' links, for methods that look at them. divides_embeddings: whether a table of words is divided
-    where that can be; None: as in the template.
+    lanes: the devices' links, for methods that use them. divides_embeddings: whether to divide the token embeddings if
+    possible; None: as in the template.
     """
     whole = graph(spec, largest_shape(spec))
     method = STRATEGIES[strategy]
@@ -295,7 +290,7 @@ def make_plan(
     if roles.WORDS in whole.roles and len(shares) > 1 and method.groups is None and not method.task_count(options):
         if divides_embeddings is None:
             divides_embeddings = EMBEDDINGS.kind in template.ranges
-        if divides_embeddings:  # mostly for want of memory, which the shares follow
+        if divides_embeddings:  # mostly because of memory, which the shares fit
             ranges[WORDS.kind] = ranges[EMBEDDINGS.kind] = WORDS.ranges(whole, shares)
         else:
             ranges[WORDS.kind] = word_ranges(whole, template.devices.index(template.root), shares, lanes)
@@ -325,20 +320,20 @@ def _replicas(
     options: Mapping[str, str],
     shares_by_device: Sequence[float],
 ) -> tuple[Plan, ...]:
-    """Return the plans side by side of a method of groups: each under the first method that divides the model."""
-    made = []
+    """Return the replicas of a method of groups, each under the first method that divides the model."""
+    replicas = []
     for number, group in enumerate(() if method.groups is None else method.groups(options, shares_by_device), 1):
         inside = next((m for m in STRATEGIES.values() if _can_divide(m, whole, len(group))), None)
         if inside is None:
             raise ValueError(f"no method divides this model over {len(group)} devices")
         devices = tuple(template.devices[i] for i in group)
         shares = [shares_by_device[i] for i in group]
-        head = template.root if template.root in devices else devices[0]
+        root = template.root if template.root in devices else devices[0]
         plan_version = PlanVersion(template.version.boot, template.version.number + number)
-        part = replace(template, version=plan_version, devices=devices, root=head)
+        part = replace(template, version=plan_version, devices=devices, root=root)
         shares = shares if any(shares) else [1.0] * len(group)
-        made.append(make_plan(spec, part, inside.name, inside.variants_for(len(group))[0], shares))
-    return tuple(sorted(made, key=lambda part: template.root not in part.devices))  # the head's own is the first
+        replicas.append(make_plan(spec, part, inside.name, inside.variants_for(len(group))[0], shares))
+    return tuple(sorted(replicas, key=lambda part: template.root not in part.devices))  # the root device's comes first
 
 
 def _can_divide(method: Method, graph: Graph, devices: int) -> bool:
@@ -347,26 +342,26 @@ def _can_divide(method: Method, graph: Graph, devices: int) -> bool:
 
 
 def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered]:
-    """Yield the Programs of the longest request: for all hidden states, and for the task where the device has a part.
+    """Yield graphs lowered for the longest request: for all hidden states, and for the task if the device has a part.
 
-    What else a device does for the task it does for all hidden states too. Where runs of many rows have other layouts,
-    the longest one is in each of them, which bounds those of fewer rows.
+    The device's other ops for the task occur for all hidden states too. If runs of many rows have other layouts, the
+    longest request is lowered under each of them, which bounds shorter requests.
     """
     own = plan.for_device(device)
     used = [name for name, most in own.layouts.items() if most < largest_shape(spec).size]
-    for way in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in used))):
-        task, hidden = (lower_plan(spec, way, shape) for shape in longest_shapes(spec))
+    for layout in (replace(own, layouts=layouts) for layouts in ({}, *({name: 0} for name in used))):
+        task, hidden = (lower_plan(spec, layout, shape) for shape in longest_shapes(spec))
         if task.computes_role(device, roles.TASK) or task.computes_role(device, roles.WORDS):
             yield task
         yield hidden
 
 
 def covering_plans(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
-    """Return plans whose Programs together use every weight and hear every peer that any request's Programs do.
+    """Return plans with Programs that together use every weight and receive from every peer that any Program does.
 
     In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part:
-    no more devices have one than the longest request has rows (`Share.most`). Where a small map has fewer rows than
-    there are devices that hides some, and the plan itself has them: a picture is always as large.
+    at most as many devices have one as the longest request has rows (`Share.most`). If a small map has fewer rows than
+    there are devices, the plan itself shows the parts: all pictures of a model have one size.
     """
     if all(len(set(filter(None, weights))) <= 1 for weights in plan.shares.values()):
         return (plan,)
@@ -376,15 +371,15 @@ def covering_plans(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
 
 
 def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ...]:
-    """Return every weight range that any request's Program of this device uses; the last ones are kept."""
+    """Return every weight range that any request's Program of this device uses; cached."""
     return _resident_weights(spec, PlanKey(plan.for_device(device)), device)
 
 
 @lru_cache(maxsize=KEPT_RESIDENTS)
 def _resident_weights(spec: Spec, divided: PlanKey, device: str) -> tuple[WeightRef, ...]:
     plan = divided.plan
-    found = (made for wide in covering_plans(spec, plan) for made in lowered_for_longest(spec, wide, device))
-    refs = dict.fromkeys(ref for made in found for ref in made.weight_refs(device))
+    longest = (low for wide in covering_plans(spec, plan) for low in lowered_for_longest(spec, wide, device))
+    refs = dict.fromkeys(ref for lowered in longest for ref in lowered.weight_refs(device))
     return tuple(narrow_weight(ref, plan.weight_dtype) for ref in refs)
 
 
@@ -407,13 +402,10 @@ def _resident_counts(spec: Spec, divided: PlanKey, device: str) -> Mapping[Weigh
 
 
 def sources_of(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
-    """Return every device that any request's Program of this device hears."""
-    found = (
-        made
-        for wide in covering_plans(spec, plan.for_device(device))
-        for made in lowered_for_longest(spec, wide, device)
-    )
-    return frozenset().union(*(made.senders(device) for made in found)) - {PLANNER}
+    """Return the devices that send to this device in any request's Program."""
+    own = plan.for_device(device)
+    longest = (low for wide in covering_plans(spec, own) for low in lowered_for_longest(spec, wide, device))
+    return frozenset().union(*(lowered.senders(device) for lowered in longest)) - {PLANNER}
 
 
 def longest_shapes(spec: Spec) -> tuple[RequestShape, RequestShape]:

@@ -1,4 +1,4 @@
-"""How much work an op is, in the terms in which devices measure themselves."""
+"""The Program: one device's ops for one request, as data; and the work of an op, as devices measure it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ WorkKind = Literal["linear", "attention", "rowwise"]
 
 
 class Work(NamedTuple):
-    """linear: rows × k × n of a matmul, the `product` of what, and bytes moved beside it; attention: flops
-    over all (query, key) pairs; rowwise: bytes moved. flops: those of the op's definition, however it is computed.
-    """
+    """The work of an op: a matmul, an attention, or an op on rows."""
 
     kind: WorkKind
+    #: Of a matmul [rows, k] @ [k, n].
     rows: int = 0
     k: int = 0
     n: int = 0
+    #: By the op's definition, whichever way it is computed; of attention over all (query, key) pairs.
     flops: float = 0.0
+    #: Bytes moved; of a matmul those besides its matrices.
     nbytes: float = 0.0
     product: Product = Product()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The Program: what one device does for one request, as data.
+# The Program.
 #
 # A strategy turns a model spec, a plan and a request shape into one Program per device. Executor, loader, simulator
-# and explainer read it, and none of them knows the strategies by name. A Program is a template: it is built once per
+# and explainer read it, and none of them knows a strategy by name. A Program is a template: it is built once per
 # (plan, shape), its slots are integers, and it names no request.
 #
-# An op is ready when all slots that it reads are filled; of the ready ones the first by (run id, position in the list)
-# runs. A slot is written once. Exchanges meet by (node, part, source), unique among the Recvs of a Program: the tensor
-# of the model's graph, by number, and the number of the message among those of its source.
+# An op is ready when all slots that it reads are filled. The first ready op by (run id, position in the list) runs
+# next. A slot is written once. An exchange's key is (node, part, source), unique among the Recvs of a Program: the
+# number of the tensor in the model's graph, and the number of the message among those of its source.
 
 
 Slot = int
@@ -66,33 +67,33 @@ class WeightRef(NamedTuple):
     """A range of one tensor in [in, out] orientation, as a kernel uses it.
 
     `packed` is the right-hand side of a matmul in the kernels' panel layout; `plain` is an array [rows, columns], or
-    [columns] for a tensor of one dimension (rows is (0, 1) there).
-
-    weight_dtype: how a packed matrix is kept. `f16`, and int8 with a scale per column (`w8a32`), are widened to f32
-    as they are used; for `w8a8` activations become int8 too, row by row. A plain array is always f32. A matrix that a
-    file has in blocks stays in them (`storage`): its range of rows is in whole blocks.
+    [columns] with rows (0, 1) for a tensor of one dimension.
     """
 
     tensor: str
     rows: Range
     columns: Range
     layout: Layout = "packed"
+    #: Storage of a packed matrix; a plain array is f32. Kernels widen `f16`, and int8 with a scale per column
+    #: (`w8a32`), to f32; with `w8a8` they quantise activations to int8 too, row by row. A matrix in blocks keeps the
+    #: storage of its file, and its range of rows is in whole blocks.
     weight_dtype: WeightDtype | BlockStorage = "f32"
 
 
 class SlotSpec(NamedTuple):
     """Shape and dtype of a slot's array.
 
-    base: the slot of which this one is a view, None for an array of its own; start: the first of its rows there. A view
-    has no memory, is never written, and may have another shape than the rows that it is. state: the name of the array
-    among those that the request's session keeps on this device from run to run. Slots of one name are one array: the
-    one that no op writes is there from the start, and an op that writes another one does so in place.
+    A view has no memory, is never written, and may have another shape than its rows of the base.
     """
 
     shape: tuple[int, ...]
     dtype: SlotDtype = "f32"
+    #: The slot that a view refers to, None for an array of its own.
     base: Slot | None = None
+    #: First row of a view in its base.
     start: int = 0
+    #: Name of an array that the session keeps on the device between runs. Slots of one name are one array: a slot that
+    #: no op writes holds it from the start, and an op that writes the other slot works in place.
     state: str = ""
 
     @property
@@ -102,12 +103,7 @@ class SlotSpec(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run a kernel: it reads whole slots and fills the slots that it writes; `node` is the tensor that it is for.
-
-    fused: the kernels of an op that is several, as ops, in the order in which they run; each may read what those before
-    it have written. `kernel`, `attrs`, `layer` and `node` are then those of the main one, reads, writes and weights
-    those of all: reads without what is written here.
-    """
+    """Run a kernel: it reads whole slots and fills the slots that it writes."""
 
     kernel: str
     reads: tuple[Slot, ...]
@@ -115,43 +111,42 @@ class Compute(NamedTuple):
     weights: tuple[WeightRef, ...] = ()
     attrs: Mapping[str, Any] = _NONE
     layer: int = -1
+    #: The tensor that the op computes.
     node: int = -1
+    #: Kernels of a fused op, in order; each may read slots that an earlier one writes. `kernel`, `attrs`, `layer` and
+    #: `node` are those of the main kernel; `reads`, `writes` and `weights` those of all, without reads within the op.
     fused: tuple[Compute, ...] = ()
 
     @property
     def kernels(self) -> tuple[Compute, ...]:
-        """Return the kernels that run, as ops: the op itself where it is one."""
+        """Return the kernels of the op, as ops."""
         return self.fused or (self,)
 
     @property
     def label(self) -> str:
-        """Return the names of its kernels, in the order in which they run."""
+        """Return the names of its kernels, in order."""
         return "+".join(step.kernel for step in self.kernels)
 
 
 class Send(NamedTuple):
-    """Send a slot to devices, or to the planner, as a part of a node.
-
-    layer: stands in the topic. row: first row of an output within the whole answer. exact: never narrowed. route: who
-    carries it to devices; for the planner it is always the broker.
-    """
+    """Send a slot to devices, or to the planner, as a part of a node."""
 
     slot: Slot
     to: tuple[str, ...]
     node: int
     part: int = 0
+    #: Part of the topic.
     layer: int = 0
+    #: First row of an output within the whole answer.
     row: int = 0
+    #: Keeps its dtype on a narrow wire.
     exact: bool = False
+    #: To devices; the planner always receives from the broker.
     route: Route = "broker"
 
 
 class Recv(NamedTuple):
-    """Fill a slot with what `source` sends as a part of a node.
-
-    alternates: devices any of which may send it instead; the first to come counts. task: the leased task that begins
-    with this part of the request, once it is leased to this device; -1 for what the request brings at once.
-    """
+    """Fill a slot with a part of a node from `source`."""
 
     slot: Slot
     source: str
@@ -159,17 +154,19 @@ class Recv(NamedTuple):
     part: int = 0
     layer: int = 0
     exact: bool = False
+    #: Devices that may send the part in place of `source`; the first arrival counts.
     alternates: tuple[str, ...] = ()
+    #: The leased task that this input begins; -1 for an input that arrives with the request.
     task: int = -1
 
     @property
     def key(self) -> ExchangeKey:
-        """Return by what the exchange is known."""
+        """Return the key of the exchange."""
         return self.node, self.part, self.source
 
     @property
     def keys(self) -> tuple[ExchangeKey, ...]:
-        """Return by what the exchange is known, for each device that may send it."""
+        """Return the keys of the exchange, one for each device that may send it."""
         return self.key, *((self.node, self.part, other) for other in self.alternates)
 
 
@@ -177,21 +174,20 @@ Op = Compute | Send | Recv
 
 
 def state_name(name: str, item: int) -> str:
-    """Return what an array of the session of an item is called in a run of several items."""
+    """Return the name of a session's array, for an item of a run."""
     return f"{name}@{item}" if item else name
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The ops of one device for one (plan, shape).
-
-    nodes: names of the graph's tensors, for people. blocks: the first tensor of each block of the graph.
-    """
+    """The ops of one device for one (plan, shape)."""
 
     device: str
     slots: tuple[SlotSpec, ...]
     ops: tuple[Op, ...]
+    #: Names of the graph's tensors, for people.
     nodes: tuple[str, ...] = ()
+    #: First tensor of each block of the graph.
     blocks: tuple[int, ...] = ()
 
     def weights(self) -> tuple[WeightRef, ...]:
@@ -208,16 +204,16 @@ class Program:
         return slot if base is None else base
 
     def reads(self, op: Op) -> tuple[Slot, ...]:
-        """Return the distinct slots, views replaced by what they are of, that must be filled before an op may run."""
+        """Return the distinct slots that must be filled before an op may run, with bases in place of views."""
         return tuple(dict.fromkeys(map(self.base, slots_read(op))))
 
     def state_inputs(self) -> tuple[Slot, ...]:
-        """Return the slots that are there from the start: arrays of the session that no op writes."""
+        """Return the slots that are filled from the start: arrays of the session that no op writes."""
         filled = {slot for op in self.ops for slot in slots_written(op)}
         return tuple(n for n, spec in enumerate(self.slots) if spec.state and n not in filled)
 
     def sessions(self) -> tuple[dict[str, SlotSpec], ...]:
-        """Return the arrays of the session of each item by name; empty without any."""
+        """Return the session arrays of each item by name; empty without sessions."""
         items: dict[int, dict[str, SlotSpec]] = {}
         for spec in self.slots:
             if spec.state:
@@ -226,11 +222,11 @@ class Program:
         return tuple(items[item] for item in sorted(items))
 
     def session_arrays(self) -> dict[str, SlotSpec]:
-        """Return the arrays of the session of the first item by name."""
+        """Return the session arrays of the first item by name."""
         return next(iter(self.sessions()), {})
 
     def block_of(self, node: int) -> int:
-        """Return the block of a tensor, 0 where blocks are not known."""
+        """Return the block of a tensor, 0 if the Program has no blocks."""
         return max(bisect(self.blocks, node) - 1, 0)
 
     def node(self, number: int) -> str:
@@ -242,7 +238,7 @@ LINE_BYTES: Final = 64  # of a cache line
 
 
 def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], int]:
-    """Return where arrays lie that are used from a first to a last call, and the bytes of all: (first, last, bytes)."""
+    """Return (offsets of arrays in shared memory, its bytes); uses: (first call, last call, bytes) of each array."""
     offsets: dict[Any, int] = {}
     live: list[tuple[int, int, int]] = []  # offset, end, last call
     most = 0
@@ -260,7 +256,7 @@ def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], i
 
 
 class SameProgram:
-    """A Program as a key: equal to itself alone, which is found out at once."""
+    """A Program as a key, compared by identity."""
 
     __slots__ = ("program",)
 
@@ -282,7 +278,7 @@ def slots_written(op: Op) -> tuple[Slot, ...]:
 
 
 def slots_read(op: Op) -> tuple[Slot, ...]:
-    """Return the slots that an op reads, views as they are."""
+    """Return the slots that an op reads, including views."""
     if isinstance(op, Compute):
         return op.reads
     return (op.slot,) if isinstance(op, Send) else ()
@@ -324,9 +320,9 @@ def fuse_ops(program: Program, ops: Iterable[Compute], main: Compute) -> Compute
 
 
 def publish_targets(op: Send) -> tuple[str, ...]:
-    """Return to whom each publish of a Send goes.
+    """Return the targets of each publish of a Send.
 
-    Over the broker what several devices need is one publish to ALL, which makes the copies. Over mesh every copy is the
-    sender's own, so each receiver gets one by name, and nobody gets what it does not need.
+    Over the broker several receivers share one publish to ALL, which the broker copies. Over the mesh the sender itself
+    sends each copy, so each receiver gets its own by name.
     """
     return op.to if op.route == "mesh" or len(op.to) == 1 else (ALL_DEVICES,)

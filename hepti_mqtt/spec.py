@@ -1,4 +1,4 @@
-"""What every model states of itself and of its requests: plain numbers, no weights; the rest is its family's.
+"""The common part of models' specs and request shapes: plain numbers, no weights; the rest is each family's own.
 
 Letters used in every shape of the project: m tokens (packed, no padding), h hidden, f MLP width, a heads,
 d = h / a, L layers, N devices, B sequences of a batch.
@@ -41,19 +41,19 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 HeadActivation = Activation | Literal["tanh"]
 Want = Literal["task", "hidden", "candidates", "alignment"]
 
-CANDIDATES: Final = 128  # of the next token that a run answers with, where they are enough
+CANDIDATES: Final = 128  # likeliest next tokens in a run's answer that is not all logits
 
 
 class Draw(NamedTuple):
-    """How a token is drawn from candidates alone (`models.generation`).
+    """The rule by which a token is drawn from candidates alone (`models.generation`)."""
 
-    place: of the token in its text. seed: of the text's draws. temperature: 0 takes the likeliest token. top_k, top_p,
-    min_p: how many, what share together, and what share of the likeliest one's probability may be drawn.
-    """
-
+    #: Of the token in its text.
     place: int = 0
+    #: Of the text's draws.
     seed: int = 0
+    #: 0 takes the likeliest token.
     temperature: float = 0.0
+    #: Bounds of the drawable tokens: number, joint probability, and least probability relative to the likeliest token.
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -61,17 +61,16 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlainShape:
-    """A request's shape as it travels: plain numbers, which `Reads.shape_of` makes the family's own again.
+    """A request's shape on the wire: plain numbers; `InputSpec.shape_of` is the inverse."""
 
-    sizes: of each item. mask_rows: places that the task answers for, of all items one behind the other. session_rows:
-    for which the request's session has room, 0 without one.
-    """
-
+    #: Of each item.
     sizes: tuple[int, ...]
     want: Want = "task"
+    #: Rows that the task answers for, in the concatenation of all items.
     mask_rows: tuple[int, ...] = ()
+    #: Capacity of the request's session, 0 without a session.
     session_rows: int = 0
-    #: the run of a session brings a row that is added to the embedding of each token
+    #: The session's run brings a row that is added to each token's embedding.
     added: bool = False
 
     @property
@@ -80,14 +79,14 @@ class PlainShape:
         return sum(self.sizes)
 
     def plain(self) -> PlainShape:
-        """Return it as it is."""
+        """Return the shape itself."""
         return self
 
 
 class RequestShape(Hashable, Protocol):
-    """What of a request a Program depends on, the family's own; equal and hashable by value.
+    """The properties of a request that its Program depends on; equal and hashable by value.
 
-    A request is a batch of items. What the size of one counts (tokens, rows, images) is the family's.
+    A request is a batch of items. The unit of an item's size (tokens, rows, images) is the family's.
     """
 
     @property
@@ -105,63 +104,62 @@ class RequestShape(Hashable, Protocol):
 
     @property
     def session_rows(self) -> int:
-        """Return the rows that the request's session has room for, 0 without one."""
+        """Return the capacity of the request's session in rows, 0 without a session."""
 
     @property
     def new_rows(self) -> int:
-        """Return how many rows the run adds to its session, 0 without one."""
+        """Return the number of rows that the run adds to its session, 0 without a session."""
 
     @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return item and place in it of each mark that the task answers for, in their order."""
+        """Return (item, place in it) of each mark that the task answers for, in order."""
 
     def with_want(self, want: Want) -> Self:
         """Return the same items with another want."""
 
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> Self:
-        """Return the run of a number of rows in the same session; raises ValueError without one.
+        """Return the run of a number of rows in the same session; raises ValueError without a session.
 
-        begins: it is the first one. added: it brings a row for the embedding of each token.
+        begins: it is the first run. added: it brings a row for each token's embedding.
         """
 
     def answering(self, rows: int) -> Self:
-        """Return the same run of a session, which answers for its last rows; raises ValueError without a session."""
+        """Return the same run of a session, answering for its last rows; raises ValueError without a session."""
 
     def concatenate(self, others: Sequence[Self]) -> Self:
-        """Return the batch of these items and of others behind them, which want the same."""
+        """Return the batch of these items and then others of the same want."""
 
     def slice_items(self, first: int, stop: int) -> tuple[Self, slice]:
-        """Return the shape of some of the items, and where they are in the inputs; raises ValueError in a session."""
+        """Return the shape of some items, and their slice of the inputs; raises ValueError in a session."""
 
     def plain(self) -> PlainShape:
-        """Return the shape as it travels; `Reads.shape_of` is the inverse."""
+        """Return the shape for the wire; `InputSpec.shape_of` is the inverse."""
 
 
 class InputSpec(Protocol):
-    """What the requests of a model bring, and how they are packed: the family's own."""
+    """The inputs of a model's requests, and how they are packed."""
 
     @property
     def upper_bound(self) -> int:
-        """Return the bound below which all values of the input are."""
+        """Return the exclusive upper bound of all values of the input."""
 
     def shape(self, size: int | None = None, /) -> RequestShape:
-        """Return a representative request of one item: of that size where the family has several, else the largest."""
+        """Return a representative request of one item: of a size if the family has several, else the largest."""
 
     def shape_of(self, plain: PlainShape) -> RequestShape:
-        """Return the shape that travelled; raises ValueError for one that no request of the model has."""
+        """Return the shape of its plain form; raises ValueError if no request of the model has it."""
 
     def program_shape(self, shape: Any, /) -> RequestShape:
-        """Return the shape whose Program computes this one, too: runs of sessions have it in common."""
+        """Return the shape under which Programs are built for this shape: runs of sessions share Programs."""
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32", "u8"]]:
-        """Return shape and dtype of what a request brings."""
+        """Return shape and dtype of a request's input."""
 
 
 class Spec(Hashable, Protocol):
-    """What every family's spec tells: plain numbers, no weights; equal and hashable by value.
+    """A model's spec: plain numbers, no weights; equal and hashable by value.
 
-    head: the task of an answer. A family with other numbers than a transformer has names the
-    class of its own in `SPEC`; its `from_dict` is the inverse of `to_dict`.
+    A family with other numbers than a transformer names its own class in `SPEC`.
     """
 
     @property
@@ -178,7 +176,7 @@ class Spec(Hashable, Protocol):
 
     @property
     def input_spec(self) -> InputSpec:
-        """Return what a request brings."""
+        """Return the description of a request's input."""
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
         """Return the shape of the answer."""
@@ -193,8 +191,9 @@ class Spec(Hashable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A dense layer behind the pooling; path: the folder of the model that holds its weights."""
+    """A dense layer after the pooling."""
 
+    #: Folder of the model with its weights.
     path: str
     inputs: int
     outputs: int
@@ -204,41 +203,42 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class TaskHead:
-    """What follows the last layer.
-
-    pooling: which rows of the final hidden states [m, h] the task reads: the mean over each sequence (its sum by the
-    root of the length, by place), the largest of each column, its first row (cls), its last one, the rows at mask
-    tokens, or all as they are (none); of a picture also the mean of its patches, alone or behind the first row. pooler:
-    a dense layer after cls. projections: those behind the pooling. outputs: columns of the logits, 0 without.
-    activation: of the dense layer before the last one: the pooler's, or that before the vocabulary. tied: the word
-    embeddings are the matrix of the logits too, unless a checkpoint stores one of its own. labels: the names of the
-    outputs, which only who reads answers needs: they do not travel. logits_scaling: divides the logits of words.
-    """
+    """The ops after the last layer."""
 
     task: Task
+    #: Rows of the final hidden states [m, h] that the task reads: each sequence's mean (its sum over the root of its
+    #: length; weighted by place), maximum of each column, first row (cls), last row, rows at mask tokens, or all rows
+    #: (none); of a picture also the mean of its patches, alone or after the first row.
     pooling: Pooling
     normalize: bool = False
+    #: A dense layer after cls.
     pooler: bool = False
+    #: Columns of the logits, 0 without logits.
     outputs: int = 0
+    #: Names of the outputs, for readers of answers; not on the wire.
     labels: tuple[str, ...] = ()
+    #: Of the dense layer before the last one: the pooler's, or that before the vocabulary.
     activation: HeadActivation = "tanh"
+    #: The token embeddings are the matrix of the logits too, unless the checkpoint has one.
     tied: bool = False
+    #: Dense layers after the pooling.
     projections: tuple[Projection, ...] = ()
+    #: Divides the logits of tokens.
     logits_scaling: float = 1.0
-    #: patches of a side of the square that becomes one row of a picture: side by side, or their mean
+    #: Side of the square of patches that becomes one row of a picture: concatenated, or their mean.
     square: int = 0
 
     def columns(self, hidden: int) -> int:
-        """Return the columns of the task's output, of a model with that many hidden ones."""
+        """Return the columns of the task's output, given those of the hidden states."""
         return self.outputs or (self.projections[-1].outputs if self.projections else hidden)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data without the labels; `from_dict` is the inverse but for those."""
-        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "labels"}
-        return told | {"projections": [asdict(projection) for projection in self.projections]}
+        """Return plain data without the labels; `from_dict` is the inverse, except for labels."""
+        data = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "labels"}
+        return data | {"projections": [asdict(projection) for projection in self.projections]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TaskHead:
         """Return the head that `to_dict` described; raises TypeError on other data."""
-        told = {name: value for name, value in data.items() if name != "labels"}
-        return cls(**told | {"projections": tuple(Projection(**one) for one in data.get("projections", ()))})
+        values = {name: value for name, value in data.items() if name != "labels"}
+        return cls(**values | {"projections": tuple(Projection(**one) for one in data.get("projections", ()))})

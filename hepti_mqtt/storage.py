@@ -1,7 +1,7 @@
-"""How values of a matrix are stored, from a file to the kernels: as single numbers, or in blocks that share scales.
+"""Storage of matrices, from a file to the kernels: as single numbers, or in blocks that share scales.
 
-A block is `block` values that follow each other in a stored row [out, in], in `block_bytes` bytes. Blocks are those of
-GGUF (ggml-common.h, ggml-quants.c). Kernels multiply by some storages as they are; a file's others are widened.
+A block is `block` consecutive values of a stored row [out, in], in `block_bytes` bytes. Blocks are those of GGUF
+(ggml-common.h, ggml-quants.c). Kernels multiply some storages directly; other storages of files are widened.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import numpy.typing as npt
 
 from hepti_mqtt.plan import Quantised, WeightDtype
 
-# Those that kernels multiply by as they are.
+# Storages that kernels multiply directly.
 BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"]
 BLOCK_STORAGES: Final[tuple[BlockStorage, ...]] = get_args(BlockStorage)
-BLOCK: Final = 32  # values of the smallest block of any of them; larger ones have several of these
+BLOCK: Final = 32  # values of the smallest block; larger blocks have a multiple of it
 
-# What a checkpoint of numbers is quantised to.
+# Target of quantising a checkpoint of numbers.
 QUANTISED: Final[Mapping[Quantised, BlockStorage]] = {"q8": "q8_0", "q4": "q4_0"}
 
 
 class Product(NamedTuple):
-    """What a matmul multiplies: how its weights are kept, and whether activations in f32 are rounded to int8 first.
-
-    Of weights in blocks alone; of others how they are kept says it.
-    """
+    """The operands of a matmul: storage of the weights, and whether f32 activations are rounded to int8."""
 
     weights: WeightDtype | BlockStorage = "f32"
+    #: For weights in blocks alone; other storages imply it.
     rounded: bool = False
 
 
@@ -44,27 +42,25 @@ Floats = npt.NDArray[np.float32]
 
 
 class Storage(NamedTuple):
-    """One way of storing: values and bytes of a block, and the values f32 [n, block] of blocks u8 [n, block_bytes].
-
-    encode: the inverse, of those that numbers are quantised to.
-    """
+    """A storage: its blocks, and the values f32 [n, block] of blocks u8 [n, block_bytes]."""
 
     name: str
     block: int
     block_bytes: int
     decode: Callable[[Octets], Floats]
+    #: The inverse, for storages that numbers are quantised to.
     encode: Callable[[Floats], Octets] | None = None
-    #: The storage that a file's matrices are widened to when they are read; empty for none.
+    #: The storage that a file's matrices are widened to on reading; empty for none.
     wider: str = ""
     #: Return blocks [n, block_bytes] in the wider storage; without it values are rounded to it.
     widen: Callable[[Octets], Octets] | None = None
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of a number of values, a multiple of `block`."""
+        """Return the bytes of a row of `columns` values, a multiple of `block`."""
         return columns // self.block * self.block_bytes
 
     def rows(self, raw: Octets) -> npt.NDArray[Any]:
-        """Return the values [rows, columns] of stored rows u8 [rows, bytes]: f16 as it is, others as f32."""
+        """Return the values [rows, columns] of stored rows u8 [rows, bytes]: f16 unchanged, others as f32."""
         if self.name in ("f16", "f32"):
             return raw.view({"f16": "<f2", "f32": "<f4"}[self.name])
         return self.decode(raw.reshape(-1, self.block_bytes)).reshape(len(raw), -1)
@@ -72,7 +68,7 @@ class Storage(NamedTuple):
     def stored(self, values: npt.NDArray[Any]) -> Octets:
         """Return rows [n, columns] as stored, u8 [n, bytes]; raises ValueError for a storage without `encode`."""
         if self.encode is None:
-            raise ValueError(f"numbers are not quantised to {self.name}")
+            raise ValueError(f"Hepti cannot quantise numbers to {self.name}")
         blocks = np.ascontiguousarray(values, np.float32).reshape(-1, self.block)
         return self.encode(blocks).reshape(len(values), -1)
 
@@ -85,7 +81,7 @@ class Storage(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Rows of a matrix as a file has them: u8 [n, bytes], in blocks along k. A kernel reads it as [k, n]."""
+    """Rows of a matrix in a file's storage: u8 [n, bytes], in blocks along k. A kernel reads it as [k, n]."""
 
     storage: Storage
     raw: Octets
@@ -96,7 +92,7 @@ class StoredRows(NamedTuple):
         return self.raw.shape[1] // self.storage.block_bytes * self.storage.block, len(self.raw)
 
     def values(self) -> Floats:
-        """Return what it stands for, f32 [k, n]."""
+        """Return the values, f32 [k, n]."""
         return np.asarray(self.storage.rows(self.raw).T, np.float32)
 
 
@@ -123,13 +119,13 @@ def _q4_1(raw: Octets) -> Floats:
 
 
 def _fives(raw: Octets, at: int) -> Floats:
-    """Return values of 5 bits [n, 32]: the fifth ones in 4 bytes, then the others as nibbles."""
+    """Return values of 5 bits [n, 32]: the fifth bits in 4 bytes, then the lower ones as nibbles."""
     top = np.unpackbits(raw[:, at : at + 4], axis=1, bitorder="little")
     return _nibbles(raw[:, at + 4 :]) + np.float32(16) * top
 
 
 class _Coded(NamedTuple):
-    """Blocks as codes i8 [n, groups, values] of groups that have one scale each, f32 [n, groups]."""
+    """Blocks as codes i8 [n, groups, values], and a scale per group, f32 [n, groups]."""
 
     codes: npt.NDArray[np.int8]
     scales: Floats
@@ -140,7 +136,7 @@ class _Coded(NamedTuple):
         return values.reshape(len(self.codes), -1)
 
     def as_q8_0(self) -> Octets:
-        """Return the blocks of q8_0, one for each group; only scales are rounded, to f16."""
+        """Return blocks of q8_0, one per group; only scales are rounded, to f16."""
         with np.errstate(over="ignore"):
             scales = self.scales.reshape(-1, 1).astype("<f2").view(np.uint8)
         return np.concatenate([scales, self.codes.reshape(-1, BLOCK).view(np.uint8)], axis=1)
@@ -169,7 +165,7 @@ def _mxfp4(raw: Octets) -> _Coded:
 
 
 def _iq4_xs(raw: Octets) -> _Coded:
-    """Eight groups; of each scale four bits are nibbles of bytes 4..7, the upper two are in bytes 2 and 3."""
+    """Eight groups; the lower four bits of scales are nibbles of bytes 4..7, the upper two are in bytes 2 and 3."""
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     upper = (raw[:, 2:4].view("<u2") >> shifts & 3).astype(np.uint8)
     lower = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], axis=2).reshape(-1, 8)
@@ -197,7 +193,7 @@ def _q3_k(raw: Octets) -> Floats:
 
 
 def _q3_k_as_q6_k(raw: Octets) -> Octets:
-    """The same scales, and codes as numbers of 6 bits."""
+    """Return blocks with the same scales, and codes as numbers of 6 bits."""
     codes, scales = _q3_k_parts(raw)
     q = (codes + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
     lower = (q[:, :, :2] & 15 | (q[:, :, 2:] & 15) << 4).reshape(len(raw), -1)
@@ -225,9 +221,9 @@ def _q8_0(raw: Octets) -> Floats:
 
 
 def _steps(x: Floats, extremes: Floats, most: int) -> tuple[Floats, Octets]:
-    """Return blocks in steps of their own, extreme / most, and these steps in f16 as bytes; of zeros they are 0.
+    """Return blocks in units of their step, extreme / most, and the steps in f16 as bytes; 0 for blocks of zeros.
 
-    As in ggml values are divided by the step before it is rounded.
+    As in ggml, values are divided by the step before it is rounded.
     """
     step = extremes / np.float32(most)
     by = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
@@ -241,7 +237,7 @@ def _to_q8_0(x: Floats) -> Octets:
 
 
 def _to_q4_0(x: Floats) -> Octets:
-    """The value that is farthest from zero becomes -8."""
+    """The value farthest from zero becomes -8."""
     farthest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
     codes, step = _steps(x, farthest, -8)
     nibbles = np.clip(codes + np.float32(8.5), 0, 15).astype(np.uint8)
@@ -249,24 +245,24 @@ def _to_q4_0(x: Floats) -> Octets:
 
 
 def _q4_k(raw: Octets) -> Floats:
-    """Eight parts of 32, each with a scale and a minimum of 6 bits: part 2 c has the low halves of 32 bytes."""
+    """Eight parts of 32, each with a scale and a minimum of 6 bits: part 2 c has the low nibbles of 32 bytes."""
     return _eight_parts(raw, _halves_of_32(raw[:, 16:]))
 
 
 def _q5_k(raw: Octets) -> Floats:
-    """The same; bit j of bytes 16..47 is the fifth bit of part j."""
+    """As q4_k; bit j of bytes 16..47 is the fifth bit of part j."""
     fifth = np.asarray(raw[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1, np.uint8)
     return _eight_parts(raw, _halves_of_32(raw[:, 48:]) | fifth * np.uint8(16))
 
 
 def _halves_of_32(raw: Octets) -> Octets:
-    """Return codes [n, 8, 32]: the low halves of 32 bytes, then the high ones, and so on."""
+    """Return codes [n, 8, 32]: the low nibbles of 32 bytes, then the high ones, and so on."""
     codes = raw.reshape(-1, 4, 1, 32)
     return np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32)
 
 
 def _eight_parts(raw: Octets, codes: Octets) -> Floats:
-    """Return values of codes [n, 8, 32] by the scales and minima in bytes 0..15."""
+    """Return values of codes [n, 8, 32], given scales and minima in bytes 0..15."""
     packed = raw[:, 4:16]
     low, high, top = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, top & 15 | low >> 6 << 4], axis=1).astype(np.float32) * _half(raw, 0)
@@ -285,7 +281,7 @@ def _q6_k(raw: Octets) -> Floats:
 
 
 def _coded(name: str, block: int, nbytes: int, read: Callable[[Octets], _Coded]) -> Storage:
-    """Return a storage whose blocks become blocks of q8_0."""
+    """Return a storage with blocks that are widened to q8_0."""
     return Storage(name, block, nbytes, lambda raw: read(raw).values(), None, "q8_0", lambda raw: read(raw).as_q8_0())
 
 

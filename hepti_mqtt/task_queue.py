@@ -1,4 +1,4 @@
-"""The task queue of a run: one rule for planner and simulator by which tasks are leased."""
+"""The task queue of a run, with one leasing rule for planner and simulator; and the Programs of plans with tasks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hepti_mqtt.strategies import Division
 
 
 def initial_task(devices: Sequence[str], device: str, tasks: int) -> int | None:
-    """Return the task that a device begins with before it hears of any lease, None if there is none for it."""
+    """Return the task that a device begins with before its first lease, None if no task is left for it."""
     place = devices.index(device)
     return place if place < tasks else None
 
 
 class TaskQueue:
-    """Which device computes which task, who has computed it, and what is to be leased next.
+    """Leases of tasks: which device computes which task, and which device has completed it.
 
-    A device has one lease at a time. When no task waits, a free device takes over the oldest lease of another one as
-    soon as it has lasted longer than its own last task: it would have been done with it. The first result counts.
+    A device has one lease at a time. If no task waits, a free device duplicates the oldest lease once it has lasted
+    longer than the free device's last task, which would have completed it by then. The first result counts.
     """
 
     def __init__(self, tasks: int, devices: Sequence[str], now: float) -> None:
@@ -42,34 +42,34 @@ class TaskQueue:
         return len(self._completed_by) == self.tasks
 
     def tasks_done_by_device(self) -> dict[str, int]:
-        """Return how many tasks of each device counted."""
+        """Return the number of each device's results that counted."""
         return {device: list(self._completed_by.values()).count(device) for device in self._devices}
 
     def complete_task(self, device: str, task: int, now: float) -> None:
-        """Record that a device has computed a task; ignored without a lease of it."""
-        held = self._leases.get(device)
-        if held is None or held[0] != task:
+        """Record that a device has computed a task; ignored without its lease."""
+        lease = self._leases.get(device)
+        if lease is None or lease[0] != task:
             return
         del self._leases[device]
-        self._last_duration_s[device] = now - held[1]
+        self._last_duration_s[device] = now - lease[1]
         self._completed_by.setdefault(task, device)
 
     def remove_device(self, device: str) -> None:
-        """A device is gone: requeue all of its tasks, since their results may not have arrived."""
+        """Requeue all tasks of a device that has left, since its results may not have arrived."""
         if device not in self._devices:
             return
         self._devices.remove(device)
-        again = [task for task, by in self._completed_by.items() if by == device]
-        for task in again:
+        requeued = [task for task, by in self._completed_by.items() if by == device]
+        for task in requeued:
             del self._completed_by[task]
-        held = self._leases.pop(device, None)
-        if held is not None and held[0] not in self._completed_by:
-            again.append(held[0])
-        now_held = {task for task, _ in self._leases.values()}
-        self._waiting.extendleft(sorted(set(again) - now_held, reverse=True))
+        lease = self._leases.pop(device, None)
+        if lease is not None and lease[0] not in self._completed_by:
+            requeued.append(lease[0])
+        leased = {task for task, _ in self._leases.values()}
+        self._waiting.extendleft(sorted(set(requeued) - leased, reverse=True))
 
     def lease_tasks(self, now: float) -> list[tuple[str, int]]:
-        """Lease tasks to the devices that are free; return (device, task)."""
+        """Lease tasks to free devices; return (device, task)."""
         out = []
         for device in self._idle_devices():
             if self._waiting:
@@ -89,7 +89,7 @@ class TaskQueue:
 
     @property
     def next_takeover_s(self) -> float:
-        """Return when a free device would take over a lease, infinity if none would."""
+        """Return the time at which a free device would duplicate a lease, infinity if none would."""
         return min(
             (
                 since + self._expected_duration_s(d)
@@ -100,40 +100,40 @@ class TaskQueue:
         )
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError unless every task is computed, leased or waits."""
-        held = {task for task, _ in self._leases.values()}
-        assert set(self._completed_by) | held | set(self._waiting) == set(range(self.tasks))
-        assert not set(self._waiting) & (held | set(self._completed_by))
+        """Raise AssertionError unless every task is completed, leased or waiting."""
+        leased = {task for task, _ in self._leases.values()}
+        assert set(self._completed_by) | leased | set(self._waiting) == set(range(self.tasks))
+        assert not set(self._waiting) & (leased | set(self._completed_by))
 
     def _idle_devices(self) -> list[str]:
         """Return the devices without a lease, the fastest first."""
         return sorted((d for d in self._devices if d not in self._leases), key=self._expected_duration_s)
 
     def _expected_duration_s(self, device: str) -> float:
-        """Return what a device's last task took; of one that had none, what the slowest took, if any is done."""
+        """Return the duration of a device's last task; without one, that of the slowest device, or infinity."""
         return self._last_duration_s.get(device, max(self._last_duration_s.values(), default=inf))
 
     def _unduplicated_leases(self) -> list[tuple[float, int]]:
-        """Return (since, task) of what one device computes and nobody has computed."""
-        held = [task for task, _ in self._leases.values()]
+        """Return (lease start, task) of unfinished tasks with a single lease."""
+        leased = [task for task, _ in self._leases.values()]
         return [
-            (s, task) for task, s in self._leases.values() if task not in self._completed_by and held.count(task) == 1
+            (s, task) for task, s in self._leases.values() if task not in self._completed_by and leased.count(task) == 1
         ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs of plans with a task queue: every device has those of all tasks, and computes what is leased to it.
+# Programs of plans with a task queue: every device has those of all tasks, and computes the tasks leased to it.
 #
-# A method's table is made for as many places as there are tasks, and one more for the root device, which continues
-# behind them. Tasks exchange nothing with each other. Any device that computes a task sends the root the same parts.
+# A method's table has a place for each task, and one for the root device, which continues after them. Tasks exchange
+# nothing with each other. Every device that computes a task sends the root the same parts.
 
 
 ROOT_PART = "head"
-PARTS_PER_TASK = 1 << 8  # messages of one task; part numbers of a task begin at its own multiple
+PARTS_PER_TASK = 1 << 8  # messages per task; part numbers of a task begin at a multiple of it
 
 
 class LoweredTasks(Lowered):
-    """A graph under the table of a method with leased tasks; its names are the tasks and the root's part."""
+    """A graph under the table of a method with leased tasks; its devices' names are the tasks and the root's part."""
 
     def __init__(self, graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> None:
         apart = _plan_per_task(plan, tasks)
@@ -142,11 +142,11 @@ class LoweredTasks(Lowered):
         self._plan, self._tasks = plan, names[:tasks]
 
     def compact_program(self, device: str) -> Program:
-        """Return a device's Program; no layer stands for others in it."""
+        """Return a device's Program, with every layer."""
         return self.full_program(device)
 
     def full_program(self, device: str) -> Program:
-        """Return the Program of a device: the root's own part, if it is that, then all tasks."""
+        """Return the Program of a device: the root's own part if it is the root, then all tasks."""
         merged = _ProgramMerger(device, self._plan, self._tasks)
         if device == self._plan.root:
             merged.add(super().full_program(ROOT_PART), -1)
@@ -159,7 +159,7 @@ class LoweredTasks(Lowered):
         return any(super(LoweredTasks, self).computes_role(name, role) for name in self._parts(device))
 
     def senders(self, device: str) -> frozenset[str]:
-        """Return the devices, and the planner, that a device receives from: the root from any other one."""
+        """Return the devices that a device receives from, and the planner: the root receives from all others."""
         others = set(self._plan.devices) - {device} if device == self._plan.root else set()
         return frozenset(others | {PLANNER})
 
@@ -173,21 +173,21 @@ class LoweredTasks(Lowered):
 
 
 def nonempty_tasks(graph: Graph, plan: Plan, tasks: int, table: Callable[[Division], Table]) -> int:
-    """Return how many of the tasks have anything to compute; they are the first ones. A small map has fewer tiles."""
+    """Return how many tasks have anything to compute; they are the first ones. A small map has fewer tiles."""
     rules = table(Division(graph, _plan_per_task(plan, tasks)))
     placed = ((op, rule(op)) for op in graph.ops if (rule := rules.rule(op)) is not None)
-    found = {p.device for op, pieces in placed for p in pieces or () if all(p.region)}
-    return len(found & set(range(tasks)))
+    busy = {p.device for op, pieces in placed for p in pieces or () if all(p.region)}
+    return len(busy & set(range(tasks)))
 
 
 def _plan_per_task(plan: Plan, tasks: int) -> Plan:
-    """Return the plan of a place for each task, with equal shares, and of one more for the root's own part."""
+    """Return the plan with a place for each task, with equal shares, and one for the root's own part."""
     names = (*(f"task {n}" for n in range(tasks)), ROOT_PART)
     return replace(plan, devices=names, root=ROOT_PART, shares=dict.fromkeys(plan.shares, (*[1.0] * tasks, 0.0)))
 
 
 class _ProgramMerger:
-    """Programs side by side in one, with exchanges by task instead of by device."""
+    """Programs of several tasks merged into one, with exchanges by task instead of by device."""
 
     def __init__(self, device: str, plan: Plan, tasks: tuple[str, ...]) -> None:
         self.device, self.root, self.tasks = device, plan.root, tasks

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -35,8 +35,8 @@ class LabSite:
 
     models: name -> directory. Kernels are compiled at full speed first; then every host is throttled, and only then
     agents start and measure themselves, so that the planner plans with what the hosts will have. planner: more of its
-    options. agents: options of each host's agent, by default as the lab's file says. is_cold: entry ends when the
-    processes have started: hosts are throttled, and nothing is loaded.
+    options. agents: options of each host's agent, by default as the lab's file says. before_start: called when only the
+    broker runs; then entry ends when planner and agents have started: hosts are throttled, and nothing is loaded.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class LabSite:
         planner: Sequence[str] = (),
         agents: Mapping[str, AgentOptions] | None = None,
         site: str = SITE,
-        is_cold: bool = False,
+        before_start: Callable[[LabSite], object] | None = None,
     ) -> None:
-        self._is_cold = is_cold
+        self._before_start = before_start
         self.started_s = 0.0  #: when the planner and the agents were started, by `time.monotonic`
         self.lab, self.hub, self.models, self.site, self.url = lab, lab.hub, models, site, ""
         self._planner = planner
@@ -74,16 +74,18 @@ class LabSite:
         self.lab.throttle(False)
         self._start_broker()
         self._warm()
+        if self._before_start is not None:
+            self._before_start(self)
         self.started_s = time.monotonic()
         self._running[PLANNER] = self._start_planner()
         self.lab.throttle(True)
         for alike in self._quotas().values():
             for name in alike:
                 self._start_agent(name)
-            if self._is_cold:
+            if self._before_start is not None:
                 continue
             self.wait(alike, (), ONLINE_S)  # hosts of one quota measure once; those of another would disturb them
-        if self._is_cold:
+        if self._before_start is not None:
             return
         self.lab.throttle(False)  # the first plans' weights are loaded at full speed
         self.wait(list(self._agents), list(self.models), LOADED_S)

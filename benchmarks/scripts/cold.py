@@ -1,8 +1,9 @@
 """Requests from the first second of a site, with empty or full caches, beside the best static plan in hindsight.
 
 `python -m benchmarks cold rate=240 caches=empty minutes=5`. The site's clock starts with planner and agents; these load
-their kernels and measure their hosts first. One request follows the other. Afterwards each plan that served is pinned
-and timed on the warm site: the fastest is the best static plan.
+their kernels and measure their hosts first. The client has started before and is no part of the hub. One request
+follows the other. Afterwards each plan that served is pinned and timed on the warm site: the fastest is the best
+static plan. Full caches are those of a site that has served the best plan and was idle for some seconds.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from hepti_mqtt.client.described import random_input, reference
 
 FREE: Final[dict[str, Any]] = {"devices": None, "wire": "f32", "weights": "f32", "route": None, "objective": "latency"}
 CHOICE: Final[dict[str, Any]] = {**FREE, "strategy": "auto", "options": {}}
+BEST: Final = ("--strategy", "row", "--variant", "heads")  # on four equal hosts
 AS_GOOD: Final = 1.25  # times the best static plan
 WARMUP, TIMED = 2, 7  # requests of a static plan
+SETTLED_S: Final = 4.0  # without a new file in a cache
 
 
 class Asked(NamedTuple):
@@ -72,22 +75,33 @@ def main(
         order = {"do": "load", "key": "a", "model": "model", "body": body, "reference": str(place)}
         models = {"model": directory}
         if caches == "full":
-            with LabSite(hosts, models) as site:
-                driver = site.talk("driver", "benchmarks.driver")
-                say(driver, **order)
-                hosts.throttle(False)
-                every = {"strategy": "row", "options": {"variant": "heads"}, "devices": list(hosts.hosts)}
-                say(driver, do="bring", key="a", **{**CHOICE, **every})
-        with LabSite(hosts, models, is_cold=True) as site:
-            driver = site.talk("driver", "benchmarks.driver")
-            say(driver, **order)
+            with LabSite(hosts, models, BEST):
+                _wait_for_copies(hosts)
+        drivers: list[Process] = []
+
+        def start_driver(site: LabSite) -> None:
+            drivers.append(site.talk("driver", "benchmarks.driver"))
+            say(drivers[0], **order)
+
+        with LabSite(hosts, models, before_start=start_driver) as site:
+            [driver] = drivers
             asked = list(_ask(driver, site.started_s, 60 * minutes))
             online_s = site.online_s()
+            best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
             if logs:
                 site.write_logs(Path(logs))
-            best = {way: _alone(driver, plan) for way, plan in {a.way: a.plan for a in asked}.items()}
     print(f"the last agent was online after {online_s:.0f} s")
     _report(asked, best, f"{model}, {spec.name}, {rate:g} Mbit/s, {caches} caches")
+
+
+def _wait_for_copies(hosts: Lab) -> None:
+    """Return when agents have written the packed copies of their weights: their caches grow no more."""
+    nbytes, since = 0, time.monotonic()
+    while time.monotonic() - since < SETTLED_S:
+        time.sleep(1)
+        now = sum(path.stat().st_size for host in hosts.hosts.values() for path in host.kept.rglob("*"))
+        if now != nbytes:
+            nbytes, since = now, time.monotonic()
 
 
 def _ask(driver: Process, begun_s: float, most_s: float) -> Iterator[Asked]:

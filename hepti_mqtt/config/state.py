@@ -13,8 +13,8 @@ PRIVATE: Final = 0o600  # mode of a file that only its owner may read
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
 
 
-def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> None:
-    """Replace a file by one with `data`: a reader, or a crash, meets the old file or the new one; raises OSError.
+def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> os.stat_result:
+    """Replace a file atomically by one with `data`; return its status; raises OSError.
 
     data: all of it, or its parts. mode: its permissions, of which the umask takes away.
     """
@@ -22,8 +22,11 @@ def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mod
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            stat = os.fstat(file.fileno())
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+    return stat

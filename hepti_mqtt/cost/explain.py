@@ -1,7 +1,7 @@
 """Explains a plan: the work that it repeats, its Programs and time lines as text, its layouts as a picture.
 
 Every device computes an unplaced tensor that it needs. The answer is right either way, so only the work factor shows a
-rule that a method's table forgot.
+missing rule in a method's table.
 """
 
 from __future__ import annotations
@@ -27,35 +27,34 @@ from hepti_mqtt.program import DTYPE_BYTES, Compute, Program, Send, SlotSpec, We
 from hepti_mqtt.program import Op as ProgramOp
 from hepti_mqtt.spec import RequestShape, Spec
 
-REPORTED_FROM: Final = 1.005  # below it, a factor is printed as 1.00
+REPORTED_FROM: Final = 1.005  # a smaller factor would be printed as 1.00
 MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))
 
 
 class MapBytes(NamedTuple):
-    """What dividing feature maps costs: payload in f32, a copy for every receiver, and FLOPs beyond one device's.
+    """Costs of dividing feature maps: payload in f32, with a copy for every receiver, and repeated FLOPs."""
 
-    halo: rows and columns beside own ones. gathered: to devices that then have the whole map.
-    """
-
+    #: Rows and columns next to own ones.
     halo: int
+    #: To devices that thereby have the whole map.
     gathered: int
+    #: Beyond one device's.
     flops_again: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkFactor:
-    """Computed divided by needed.
+    """Computed work divided by needed work."""
 
-    total: FLOPs of all devices over those of one device alone. roles: elements computed over distinct ones, for each
-    role of tensors where that is more than 1; copies and sums of partial results are not counted. maps: None for a
-    model without feature maps. idle: devices that compute nothing, as where there are fewer rows than devices.
-    reordered: whether attention is over its input, without keys and values.
-    """
-
+    #: FLOPs of all devices over those of one device alone.
     total: float
+    #: Computed over distinct elements by role, where more than 1; copies and sums of partial results do not count.
     roles: Mapping[str, float]
+    #: None for a model without feature maps.
     maps: MapBytes | None = None
+    #: Devices that compute nothing, e.g. because there are fewer rows than devices.
     idle: tuple[str, ...] = ()
+    #: Attention reads its input directly, without keys and values.
     reordered: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class WorkFactor:
         return data
 
     def text(self) -> str:
-        """Return the factor, and what is computed more than once, as a sentence."""
+        """Return the factor and the repeated work as a sentence."""
         again = ", ".join(f"{role} {factor:.2f}" for role, factor in self.roles.items())
         parts = [f"work {self.total:.2f} of one device's", f"computed more than once: {again}" if again else ""]
         if self.maps is not None:
@@ -89,42 +88,43 @@ class WorkFactor:
 
 
 def plan_work_factor(spec: Spec, plan: Plan, shape: RequestShape) -> WorkFactor:
-    """Return the work factor of a request under a plan; raises as `lowered` does."""
+    """Return the work factor of a request under a plan; raises as `lower_plan` does."""
     alone = Plan(plan.model, plan.version, "single", (plan.root,), plan.root)
     return work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape))
 
 
-def work_factor(made: Lowered, alone: Lowered) -> WorkFactor:
+def work_factor(lowered: Lowered, alone: Lowered) -> WorkFactor:
     """Return the work factor of a lowered request; alone: the same request on one device."""
     computed: dict[str, int] = defaultdict(int)
     needed: dict[str, int] = defaultdict(int)
-    for block in range(len(made.graph.blocks)):
-        for op in made.graph.ops[slice(*made.graph.block_range(block))]:
-            done, distinct = computed_and_distinct(op, made.tiles[op.name])
-            computed[op.role] += done * _times(made, block)
-            needed[op.role] += distinct * _times(made, block)
+    for block in range(len(lowered.graph.blocks)):
+        for op in lowered.graph.ops[slice(*lowered.graph.block_range(block))]:
+            done, distinct = computed_and_distinct(op, lowered.tiles[op.name])
+            computed[op.role] += done * _times(lowered, block)
+            needed[op.role] += distinct * _times(lowered, block)
     factors = {role: done / needed[role] for role, done in computed.items() if done}
     one = flops(alone)
-    total = flops(made) / one if one else 1.0
+    total = flops(lowered) / one if one else 1.0
     again = {role: f for role, f in factors.items() if f >= REPORTED_FROM}
-    idle = tuple(d for d in made.names if not any(isinstance(op, Compute) for _, _, op in made.compact_builder(d).ops))
-    other = any(isinstance(op, ReorderedAttention) for op in made.graph.ops)
-    return WorkFactor(total, again, _map_bytes(made, (total - 1) * one), idle, other)
+    builders = {device: lowered.compact_builder(device) for device in lowered.names}
+    idle = tuple(d for d, builder in builders.items() if not any(isinstance(op, Compute) for _, _, op in builder.ops))
+    other = any(isinstance(op, ReorderedAttention) for op in lowered.graph.ops)
+    return WorkFactor(total, again, _map_bytes(lowered, (total - 1) * one), idle, other)
 
 
-def _map_bytes(made: Lowered, flops_again: float) -> MapBytes | None:
-    """Return what devices send each other of feature maps; flops_again: what they compute more than once."""
+def _map_bytes(lowered: Lowered, flops_again: float) -> MapBytes | None:
+    """Return the bytes of feature maps that devices exchange; flops_again: FLOPs that they repeat."""
     halo = gathered = 0
-    for block in range(len(made.graph.blocks)):
-        for op in made.graph.ops[slice(*made.graph.block_range(block))]:
+    for block in range(len(lowered.graph.blocks)):
+        for op in lowered.graph.ops[slice(*lowered.graph.block_range(block))]:
             if op.role in MAPS:
-                beside, whole = _exchanged(op, made.tiles[op.name])
-                halo, gathered = halo + beside * _times(made, block), gathered + whole * _times(made, block)
-    return MapBytes(halo, gathered, round(flops_again)) if MAPS & made.graph.roles else None
+                part, whole = _exchanged(op, lowered.tiles[op.name])
+                halo, gathered = halo + part * _times(lowered, block), gathered + whole * _times(lowered, block)
+    return MapBytes(halo, gathered, round(flops_again)) if MAPS & lowered.graph.roles else None
 
 
 def _exchanged(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
-    """Return (bytes to devices that have a part of an op then, bytes to those that have all of it)."""
+    """Return (bytes to devices that have a part of an op thereafter, bytes to devices that have all of it)."""
     own: dict[int, int] = defaultdict(int)
     got: dict[int, int] = defaultdict(int)
     for t in tiles:
@@ -138,33 +138,34 @@ def _exchanged(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
 
 
 def computed_and_distinct(op: Op, tiles: Sequence[Tile]) -> tuple[int, int]:
-    """Return (elements that devices compute of an op, those of them that differ), over its whole iteration space."""
+    """Return (elements of an op that devices compute, distinct ones among them), over its whole iteration space."""
     if op.is_view:
         return 0, 0
     regions = [t.region for t in tiles if not t.relay and t.device != PLANNER_INDEX]
     return sum(map(volume, regions)), sum(map(volume, disjoint(regions)))
 
 
-def flops(made: Lowered) -> float:
+def flops(lowered: Lowered) -> float:
     """Return the FLOPs of all devices, equal blocks counted from one of them."""
-    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+    from hepti_mqtt.kernels import KERNELS  # Numba takes long to import
 
     total = 0.0
-    for device in made.names:
-        draft = made.compact_builder(device)
+    for device in lowered.names:
+        draft = lowered.compact_builder(device)
         for _, block, op in draft.ops:
             if isinstance(op, Compute):
-                total += KERNELS[op.kernel].work(op, draft.slots).flops * _times(made, block)
+                total += KERNELS[op.kernel].work(op, draft.slots).flops * _times(lowered, block)
     return total
 
 
-def _times(made: Lowered, block: int) -> int:
-    """Return how many blocks one of `made.graph` stands for."""
-    return made.repeat.template_count if made.repeat is not None and block == made.repeat.first + TEMPLATE_BLOCK else 1
+def _times(lowered: Lowered, block: int) -> int:
+    """Return how many blocks a block of `lowered.graph` stands for."""
+    run = lowered.repeat
+    return run.template_count if run is not None and block == run.first + TEMPLATE_BLOCK else 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs and their time lines for people: the fourth reader of a Program.
+# Programs and their time lines for people.
 
 
 LANES: Final = ("task", "compute", "send", "up", "down")
@@ -178,7 +179,7 @@ _COLOURS: Final[Mapping[str, str]] = {
 
 
 def format_program(program: Program, layer: int | None = None) -> list[str]:
-    """Return one line per op; with `layer`, only that layer's (a Program's inner layers are alike)."""
+    """Return one line per op, of one layer if `layer` is given: a Program's inner layers are alike."""
     return [
         f"{place:5d}  {_line(program, op)}"
         for place, op in enumerate(program.ops)
@@ -211,22 +212,22 @@ def _weight(ref: WeightRef) -> str:
 
 
 def task_summary(events: Sequence[TimelineEvent], device: str) -> str:
-    """Return which leased tasks a device computed, and which it gave up; nothing without leases."""
+    """Return the leased tasks that a device computed or abandoned; empty without leases."""
     tasks = sorted((e for e in events if (e.device, e.lane) == (device, "task")), key=lambda e: e.stop)
     return ", ".join(e.label for e in tasks)
 
 
-def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], head: str) -> tuple[str, ...]:
+def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], root: str) -> tuple[str, ...]:
     """Return the places of leased tasks and of the root, by number, each with its first device."""
     done = sorted((e for e in events if e.lane == "task"), key=lambda e: e.stop, reverse=True)
     by = {e.label: e.device for e in done}
-    return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, head)}" for place in places)
+    return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, root)}" for place in places)
 
 
 def timeline_text(
     events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int = 72
 ) -> list[str]:
-    """Return one line per device and lane: how busy each moment was, from ' ' (idle) to '#' (always busy)."""
+    """Return one line per device and lane, with the load of each moment from ' ' (idle) to '#' (always busy)."""
     marks = " .:+#"
     lines = []
     for (device, lane), busy in timeline_busy(events, devices, seconds, width).items():
@@ -239,12 +240,12 @@ def timeline_text(
 def timeline_busy(
     events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Return how busy each of `width` moments was, 0 to 1, by device and lane (compute, up, down); no idle lanes."""
-    found = {(device, lane): [0.0] * width for device in devices for lane in ("compute", "up", "down")}
+    """Return the load of each of `width` moments, 0 to 1, by device and lane (compute, up, down); no idle lanes."""
+    loads = {(device, lane): [0.0] * width for device in devices for lane in ("compute", "up", "down")}
     for e in events:
-        if (e.device, e.lane) in found:
-            _spread(found[e.device, e.lane], e.start / seconds * width, e.stop / seconds * width)
-    return {key: busy for key, busy in found.items() if any(busy)}
+        if (e.device, e.lane) in loads:
+            _spread(loads[e.device, e.lane], e.start / seconds * width, e.stop / seconds * width)
+    return {key: busy for key, busy in loads.items() if any(busy)}
 
 
 def _spread(busy: list[float], start: float, stop: float) -> None:
@@ -287,23 +288,22 @@ def timeline_svg(events: Sequence[TimelineEvent], devices: Sequence[str], second
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The layouts of a plan as a picture: who holds which region of each tensor of a layer, and what travels.
+# The layouts of a plan as a picture: regions of each tensor of a layer by device, and messages.
 #
-# A line per tensor, a lane per device. In its lane a device has what it computes in its own colour, and what it
-# receives
-# pale and dashed in the colour of the sender. A partial result is a sheet of its own, one per part of the reduced
-# dimensions; sheets that are to be added lie on a stack, the complete result in front.
+# A line per tensor, a lane per device. A lane shows computed regions in the device's own colour, and received regions
+# pale and dashed in the sender's colour. A partial result is a sheet of its own, one per part of the reduced
+# dimensions. Summands are stacked sheets, with the complete result in front.
 
 
 # Neighbours differ in lightness, so that they differ in grey too.
 COLOURS: Final = ("#1f4e8c", "#f0a030", "#2f8f6b", "#611030", "#9ccdf0", "#8f8f1f", "#5b3a8e", "#d9777f")
 _INK, _DIM, _LINE, _WARN = "#1c1c1c", "#5a5a5a", "#b8b8b8", "#b3261e"
 _LEFT, _SENT, _GAP, _HEAD, _LINE_HEIGHT = 176, 280, 22, 84, 14
-_ROWS, _ROW, _MAP = 64, 12, 96  # pixels: of the most rows, of one at most, of the side of a map
-_STEP, _STEPS = 10, 4  # pixels between two sheets, where there are no more than so many
+_ROWS, _ROW, _MAP = 64, 12, 96  # pixels: of the most rows, of one row at most, of a map's side
+_STEP, _STEPS = 10, 4  # pixels between two sheets, for at most so many sheets
 _LANES, _LANE_MIN = 640, 84  # pixels of all lanes together; of one at least
 _THIN, _HAIR = 5, 2.5  # the least pixels of a tensor's side, and of a part of it
-_SENT_CHARS, _CHAR = 41, 5.4  # of a line of what is sent; pixels of a small character
+_SENT_CHARS, _CHAR = 41, 5.4  # characters of a message line; pixels of a small character
 
 _NOTE: Final = (
     "[rows × columns | what a result is summed over]. Rows and columns are drawn to scale, each to its own. "
@@ -331,9 +331,10 @@ class _Scale(NamedTuple):
 
 
 class _Patch(NamedTuple):
-    """A region in a device's lane: whose colour it has, and how it got there."""
+    """A region in a device's lane."""
 
     region: Region
+    #: The device that gives it its colour.
     owner: int
     received: bool
     partial: bool
@@ -341,74 +342,75 @@ class _Patch(NamedTuple):
 
 @dataclass(slots=True)
 class _Lane:
-    """What one device has of one tensor: a sheet for each part of the dimensions that are not drawn."""
+    """One device's part of one tensor: a sheet for each part of the dimensions that are not drawn."""
 
     sheets: dict[Region, list[_Patch]] = field(default_factory=dict)
     relayed: bool = False
 
     def put(self, op: Op, region: Region, owner: int, received: bool) -> None:
-        """Add a region; whatever is complete lies on one sheet, also where rows are summed over different keys."""
+        """Add a region; complete regions share one sheet, even if rows are summed over different keys."""
         partial = _partial(op, region)
         key = region[2:] if partial else region[2 : op.rank] + op.full_region[max(op.rank, 2) :]
         self.sheets.setdefault(key, []).append(_Patch(region, owner, received, partial))
 
     def ordered(self, full: Region) -> list[Region]:
         """Return the sheets from back to front: received parts, own parts, the complete result."""
-        own = {key for key, found in self.sheets.items() if any(not p.received for p in found)}
+        own = {key for key, patches in self.sheets.items() if any(not p.received for p in patches)}
         return sorted(self.sheets, key=lambda key: (key == full[2:], key in own))
 
 
 def layout_svg(
-    made: Lowered, layers: Sequence[int], title: str, wire: WireDtype = "f32", names: Sequence[str] = ()
+    lowered: Lowered, layers: Sequence[int], title: str, wire: WireDtype = "f32", names: Sequence[str] = ()
 ) -> str:
-    """Return the layouts of some layers of `made` as an SVG picture; sizes of messages are for numbers as `wire`.
+    """Return the layouts of some layers of `lowered` as an SVG picture; `wire` determines the sizes of messages.
 
-    names: of the lanes, if not those of `made`. Of equal layers that are worked out once, the one that stands for the
-    others is drawn. Raises ValueError if there is no such layer.
+    names: of the lanes, by default those of `lowered`. For equal layers the picture shows their template.
+    Raises ValueError if there is no such layer.
     """
-    ops = drawn(made, layers)
+    ops = drawn(lowered, layers)
     if not ops:
         raise ValueError(
-            f"there is no layer {', '.join(map(str, layers))}: the model has {made.full_graph.layer_count()}"
+            f"there is no layer {', '.join(map(str, layers))}: the model has {lowered.full_graph.layer_count()}"
         )
-    names = [_short(name) for name in names or made.names]
+    names = [_short(name) for name in names or lowered.names]
     lane = max(_LANES / len(names) - _GAP, _LANE_MIN)
-    lanes = {op.name: [_lane(op, made.tiles[op.name], d) for d in range(len(names))] for op in ops}
-    rises = {name: max(_rise(len(of.sheets)) for of in found) for name, found in lanes.items()}
+    lanes = {op.name: [_lane(op, lowered.tiles[op.name], d) for d in range(len(names))] for op in ops}
+    rises = {name: max(_rise(len(lane_of.sheets)) for lane_of in of_devices) for name, of_devices in lanes.items()}
     scales = _scales(ops, {name: lane - rise for name, rise in rises.items()})
     canvas = _Canvas(names, lane)
     y = float(_HEAD)
     for op in ops:
-        y = canvas.tensor(op, made.tiles[op.name], lanes[op.name], scales[op.rank > 2], y, wire)
-    if made.repeated_layer is not None and (first := made.repeated_layer[0]) in {op.layer for op in ops}:
-        title += f" (layers {first} to {first + made.repeated_layer[1] - 1} are alike)"
+        y = canvas.tensor(op, lowered.tiles[op.name], lanes[op.name], scales[op.rank > 2], y, wire)
+    if lowered.repeated_layer is not None and (first := lowered.repeated_layer[0]) in {op.layer for op in ops}:
+        title += f" (layers {first} to {first + lowered.repeated_layer[1] - 1} are alike)"
     return canvas.svg(title, y)
 
 
-def drawn(made: Lowered, layers: Sequence[int]) -> list[Op]:
-    """Return the tensors of some layers in graph order; of equal layers, those of the one that stands for them."""
-    known = {op.layer for op in made.graph.ops}
-    stand_in = made.repeated_layer[0] if made.repeated_layer else -1
-    chosen = {layer if layer in known else stand_in for layer in layers if layer < made.full_graph.layer_count()}
-    return [op for op in made.graph.ops if op.layer in chosen and not isinstance(op, Input)]
+def drawn(lowered: Lowered, layers: Sequence[int]) -> list[Op]:
+    """Return the tensors of some layers in graph order; for equal layers, those of their template."""
+    layers_drawn = {op.layer for op in lowered.graph.ops}
+    stand_in = lowered.repeated_layer[0] if lowered.repeated_layer else -1
+    count = lowered.full_graph.layer_count()
+    chosen = {layer if layer in layers_drawn else stand_in for layer in layers if layer < count}
+    return [op for op in lowered.graph.ops if op.layer in chosen and not isinstance(op, Input)]
 
 
 def _lane(op: Op, tiles: Sequence[Tile], device: int) -> _Lane:
-    """Return what a device computes, puts together and receives of a tensor; what it passes on, it has received."""
+    """Return a device's computed, assembled and received regions of a tensor; relayed regions count as received."""
     lane = _Lane()
-    here = [(t, m.region) for t in tiles if t.device != PLANNER_INDEX for m in t.messages if device in m.to]
-    passed = {region for _, region in here}
+    received = [(t, m.region) for t in tiles if t.device != PLANNER_INDEX for m in t.messages if device in m.to]
+    passed = {region for _, region in received}
     for tile in tiles:
         if tile.device == device and not (tile.relay and tile.region in passed):
             lane.put(op, tile.region, device, received=False)
             lane.relayed |= tile.relay
-    for tile, region in here:
+    for tile, region in received:
         lane.put(op, region, tile.device, received=True)
     return lane
 
 
 def _partial(op: Op, region: Region) -> bool:
-    """Return whether a region lacks a part of what its result is summed over."""
+    """Return whether a region lacks a part of the reduced dimensions."""
     whole = op.trim(region[: op.rank] + op.full_region[op.rank :])
     return whole is not None and whole[op.rank :] != region[op.rank :]
 
@@ -419,12 +421,12 @@ def _sides(op: Op) -> tuple[int, int]:
 
 
 def _rise(sheets: int) -> float:
-    """Return by how much the hindmost of some sheets is moved."""
+    """Return the offset of the hindmost sheet of a stack."""
     return _STEP * min(max(sheets - 1, 0), _STEPS)
 
 
 def _scales(ops: Sequence[Op], widths: Mapping[str, float]) -> tuple[_Scale, _Scale]:
-    """Return the scale of matrices, rows and columns each by their own, and that of maps, alike in both directions."""
+    """Return the scale of matrices, for rows and columns each, and that of maps, equal in both directions."""
     scales = []
     for of_maps, height in ((False, _ROWS), (True, _MAP)):
         sides = [(*_sides(op), widths[op.name]) for op in ops if (op.rank > 2) == of_maps] or [(1, 1, 1.0)]
@@ -438,7 +440,7 @@ def _scales(ops: Sequence[Op], widths: Mapping[str, float]) -> tuple[_Scale, _Sc
 
 
 class _Canvas:
-    """The picture in the making: shapes and words, from top to bottom."""
+    """A picture under construction: shapes and text, from top to bottom."""
 
     def __init__(self, names: Sequence[str], lane: float) -> None:
         self.names, self.lane = names, lane
@@ -449,7 +451,7 @@ class _Canvas:
         return _LEFT + device * (self.lane + _GAP)
 
     def text(self, x: float, y: float, text: str, kind: str = "", chars: int = 999) -> None:
-        """Write a line; one of more than `chars` characters is cut, and shown in full as a tooltip."""
+        """Write a line; cut it after `chars` characters, with the full text as a tooltip."""
         cut = text if len(text) <= chars else f"{text[: chars - 1]}…"
         tip = "" if cut == text else f"<title>{escape(text)}</title>"
         as_class = kind and f' class="{kind}"'
@@ -478,7 +480,7 @@ class _Canvas:
         return max(top + height + 12 * lines, y + 6 + _LINE_HEIGHT * max(words, len(sent))) + 12
 
     def label(self, op: Op, tiles: Sequence[Tile], y: float) -> int:
-        """Write what a tensor is; return how many lines that took."""
+        """Write the description of a tensor; return its number of lines."""
         computed, distinct = computed_and_distinct(op, tiles)
         words = [(op.name, "n"), *([(op.role, "")] if op.role and op.role != op.name.rpartition(".")[2] else [])]
         words += [(_kind(op), "c"), (_space(op), "c")]
@@ -489,7 +491,7 @@ class _Canvas:
         return len(words)
 
     def stack(self, op: Op, lane: _Lane, box: tuple[float, float, float, float], scale: _Scale) -> None:
-        """Draw what a device has of a tensor, sheets to be added behind the complete one."""
+        """Draw a device's part of a tensor, with summands stacked under the complete result."""
         x, y, width, height = box
         keys = lane.ordered(op.full_region) or [()]
         for n, key in enumerate(keys):
@@ -503,7 +505,7 @@ class _Canvas:
         """Draw one rectangle."""
         colour = COLOURS[patch.owner % len(COLOURS)]
         x, y, w, h = box
-        w, h = max(w, _HAIR), max(h, _HAIR)  # one row of many is still seen
+        w, h = max(w, _HAIR), max(h, _HAIR)  # even one row of many stays visible
         if patch.received:
             inner = (x + 0.7, y + 0.7, max(w - 1.4, 0.6), max(h - 1.4, 0.6))
             self.rect(inner, f'class="r" fill="{colour}" stroke="{colour}"')
@@ -514,7 +516,7 @@ class _Canvas:
             self.rect((x, y, w, h), 'fill="url(#h)"')
 
     def svg(self, title: str, bottom: float) -> str:
-        """Return the picture with its head, legend and frame."""
+        """Return the picture with its title, legend and frame."""
         body, self.out = self.out, []
         self.text(12, 22, title, "t")
         self.legend(46)
@@ -539,7 +541,7 @@ class _Canvas:
         return "\n".join([head, *self.out, *body, "</svg>\n"])
 
     def legend(self, y: float) -> None:
-        """Draw what colours and strokes mean."""
+        """Draw the meaning of colours and strokes."""
         x = 12.0
         for device, name in enumerate(self.names):
             self.rect((x, y - 10, 14, 11), f'class="o" fill="{COLOURS[device % len(COLOURS)]}"')
@@ -575,13 +577,13 @@ def _short(name: str) -> str:
 
 
 def _kind(op: Op) -> str:
-    """Return which op a tensor is, with what is fused into it."""
+    """Return the kind of a tensor's op, with fused ops."""
     words = [op.kind, getattr(op, "activation", None), "residual" if getattr(op, "residual", False) else None]
     return " + ".join(w for w in words if w)
 
 
 def _space(op: Op) -> str:
-    """Return the extents of a tensor, and behind a bar of what it is summed over."""
+    """Return the extents of a tensor and, after a bar, of its reduced dimensions."""
     result, reduced = (" × ".join(map(str, dims)) for dims in (op.space[: op.rank], op.space[op.rank :]))
     return f"[{result} | {reduced}]" if reduced else f"[{result}]"
 
@@ -591,14 +593,14 @@ def _set(s: IndexSet) -> str:
 
 
 def _caption(op: Op, lane: _Lane) -> str:
-    """Return what the sheets of a device are parts of."""
+    """Return a description of the parts on a device's sheets."""
     words = []
-    own = {key: any(p.partial for p in found if not p.received) for key, found in lane.sheets.items()}
+    own = {key: any(p.partial for p in patches if not p.received) for key, patches in lane.sheets.items()}
     parts = [key for key, partial in own.items() if partial]
     if parts:
         text = ", ".join(" × ".join(map(_set, key[op.rank - 2 :])) for key in parts)
         words.append(f"partial: {_REDUCED.get(op.kind, 'inner')} {text}")
-    others = {key[: op.rank - 2] for key, found in lane.sheets.items() if any(not p.received for p in found)}
+    others = {key[: op.rank - 2] for key, patches in lane.sheets.items() if any(not p.received for p in patches)}
     if op.rank > 2 and others and others != {op.full_region[2 : op.rank]}:
         words.append("channels " + ", ".join(" × ".join(map(_set, key)) for key in sorted(others)))
     if lane.relayed and parts:
@@ -607,7 +609,7 @@ def _caption(op: Op, lane: _Lane) -> str:
 
 
 def sent_lines(op: Op, tiles: Sequence[Tile], names: Sequence[str], wire: WireDtype) -> list[str]:
-    """Return one line per sender: what goes to whom, with the payload in KB and the numbers of the messages."""
+    """Return one line per sender: receivers, payload in KB and numbers of the messages."""
     sent: dict[int, dict[tuple[int, ...], float]] = {}
     numbers: dict[int, list[int]] = {}
     for tile in tiles:

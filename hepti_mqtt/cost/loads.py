@@ -16,16 +16,16 @@ from hepti_mqtt.protocol.manifest import Manifest, grid
 
 Mask = NDArray[np.bool_]  # [tile]: by position in the manifest's order
 
-# Before a device has reported its own rates: bytes of tiles that a whole processor handles in the time of a FLOP of
-# large products. A core of 98 GFLOP/s took 1.4 s to read 1 GB, and 3.7 s to receive it.
+# Until a device reports its own rates: bytes of tiles that a whole processor handles in the time of a FLOP of large
+# products. A core of 98 GFLOP/s took 1.4 s to read 1 GB, and 3.7 s to receive it.
 READ_BYTES_PER_FLOP: Final = 7.3e-3
 RECEIVE_BYTES_PER_FLOP: Final = 2.75e-3
-# A device that multiplies more slowly is taken for one of this speed: it hashes and copies without wide registers.
+# Slower devices count as this fast: they hash and copy without wide registers.
 LEAST_FLOPS_PER_S: Final = 12.7e9
 
 
 class LoadRates(NamedTuple):
-    """How fast one device handles tiles with its whole processor, in bytes of tiles per second."""
+    """The rates at which a device handles tiles with its whole processor, in bytes of tiles per second."""
 
     #: From the cache on its disk: read, verify and pack.
     read_bytes_per_s: float = READ_BYTES_PER_FLOP * LEAST_FLOPS_PER_S
@@ -34,7 +34,7 @@ class LoadRates(NamedTuple):
 
     @classmethod
     def expected(cls, flops_per_s: float) -> LoadRates:
-        """Return the rates of a device that multiplies so fast."""
+        """Return the expected rates of a device, from its speed in large products."""
         flops_per_s = max(flops_per_s, LEAST_FLOPS_PER_S)
         return cls(READ_BYTES_PER_FLOP * flops_per_s, RECEIVE_BYTES_PER_FLOP * flops_per_s)
 
@@ -42,7 +42,7 @@ class LoadRates(NamedTuple):
 class TileMap:
     """The tiles of one manifest by position: tensors in the manifest's order, each row-major over its grid of tiles.
 
-    A tile that stands at several positions has several bits in a mask, and its bytes count at each.
+    A tile at several positions has several bits in a mask, and its bytes count at each.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -57,7 +57,7 @@ class TileMap:
         self._starts = dict(zip(manifest.by_name, starts, strict=False))
 
     def mask(self, refs: Iterable[WeightRef]) -> Mask:
-        """Return the tiles that hold elements of some weight ranges; raises WireError for a range of another model."""
+        """Return the tiles with elements of some weight ranges; raises WireError for a range of another model."""
         mask = np.zeros(len(self.hashes), np.bool_)
         for ref in refs:
             rows, columns = self._manifest.tile_ranges(ref)
@@ -75,14 +75,14 @@ class TileMap:
         return np.packbits(mask).tobytes()
 
     def unpack(self, bits: bytes) -> Mask | None:
-        """Return the mask of some bits, None if they are not as many as the manifest's tiles."""
+        """Return the mask of some bits, None if their number differs from that of the manifest's tiles."""
         if len(bits) != -(-len(self.hashes) // 8):
             return None
         return np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.hashes)).astype(np.bool_)
 
 
 class DeviceLoad(NamedTuple):
-    """The tiles that one device needs for a load, in bytes; what it holds in memory is no part of it."""
+    """The tiles that one device needs for a load, in bytes; tiles in its memory do not count."""
 
     #: In its own cache.
     cached_bytes: int
@@ -92,10 +92,10 @@ class DeviceLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SiteLoad:
-    """The tiles that the devices of a plan need for a load, and how many of them leave the planner's machine."""
+    """The tiles that the devices of a plan need for a load."""
 
     devices: Mapping[str, DeviceLoad]
-    #: Each tile once that no device of the plan has in its cache: the rest travels between devices.
+    #: Each tile once that no device of the plan has cached; the planner's machine sends it, then devices share it.
     hub_bytes: int
 
     @property
@@ -107,10 +107,10 @@ class SiteLoad:
 def site_load(
     tiles: TileMap, needs: Mapping[str, Iterable[WeightRef]], cached: Mapping[str, Mask], *, shared: bool = True
 ) -> SiteLoad:
-    """Return the load of a plan whose devices need these weight ranges and have these tiles in their caches.
+    """Return the load of a plan, given its devices' weight ranges and cached tiles.
 
-    needs: by device, without what it holds in memory (`cost.memory.matrices`). cached: a device that is missing has
-    nothing. shared: whether devices reach each other; otherwise the planner sends every tile to each device.
+    needs: by device, without ranges in memory (`cost.memory.matrices`). cached: a missing device has nothing.
+    shared: devices can reach each other; otherwise the planner sends every tile to each device.
     """
     nothing = np.zeros(len(tiles.hashes), np.bool_)
     needed = {device: tiles.mask(refs) for device, refs in needs.items()}
@@ -133,9 +133,9 @@ def load_seconds(
 ) -> dict[str, float]:
     """Return the seconds until each device has its weights, alone on its processor and link.
 
-    A device handles tiles one after another while its link brings the next ones; a tile that no device has crosses
-    the hub's link once, and from device to device all links carry at the same time. down_bytes_per_s: of each device's
-    link. hub_bytes_per_s: of the link of the planner's machine. A device at a share p takes 1 / p times as long.
+    A device handles tiles one after another while its link brings the next ones. A tile that no device has crosses the
+    hub's link once, and all links between devices carry tiles at the same time. down_bytes_per_s: of each device's
+    link. hub_bytes_per_s: of the planner's machine's link. A device at a share p takes 1 / p times as long.
     """
     hub_s, seconds = load.hub_bytes / hub_bytes_per_s, dict[str, float]()
     for device, part in load.devices.items():

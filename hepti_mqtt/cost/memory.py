@@ -1,4 +1,4 @@
-"""What a device must hold, by its Program's own accounting."""
+"""The memory that a device needs for a plan, derived from its Programs."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD, grid
 from hepti_mqtt.schedule import make_template, stretches_of
 from hepti_mqtt.spec import Spec
 
-# Rows for each run in flight that have room on a device beside one session as long as the model allows. In what is left
-# of both stay the sessions of requests that have ended.
+# Rows that every run in flight has on a device, besides one session of the model's full context length. Sessions of
+# ended requests stay in the unused part of both.
 ROWS_IN_FLIGHT: Final = 4096
-KEPT_PROGRAMS: Final = 12  # request shapes whose Programs a device keeps for each plan: those foreseen, and a few more
-# Of a Program that is bound to its weights, at most as measured: Python's objects and the kernels' scratch per op, and
-# what the kernels note per panel of a matrix (its address, columns, and bias padded to the panel).
+KEPT_PROGRAMS: Final = 12  # request shapes with kept Programs per plan and device: the expected ones and some more
+# Measured upper bounds for a Program bound to its weights: Python objects and kernel scratch per op, and the kernels'
+# notes per column of a matrix (panel address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
 # Python objects of each tile, as measured: of the model in the manifest and its map, of a load in the tables of the
 # loader.
 MAP_BYTES: Final = 180
 LOADED_TILE_BYTES: Final = 480
-# Of a kernel that notes only where each matrix lies: that, and the reference of the Program.
+# Notes of a kernel that stores only each matrix's place, and the Program's reference to them.
 MATRIX_BYTES: Final = 256
 
 
 def matrices(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> dict[WeightRef, WeightRef]:
-    """Return for each weight range the one that is resident for it and of which it is a view.
+    """Return for each weight range the resident range that contains it.
 
-    That is a held one where it lies inside; ranges that touch are loaded as one. So a device that holds all of a
-    matrix loads nothing where another part of it becomes its own.
+    That is a held range if it contains the weight range; other ranges that touch are loaded as one. So a device that
+    holds a whole matrix loads nothing if another part of it becomes its own.
     """
-    from hepti_mqtt.kernels.weights import is_part, joined, kin  # here: see clock.py
+    from hepti_mqtt.kernels.weights import is_part, joined, kin  # Numba takes long to import
 
-    there: dict[tuple[object, ...], dict[WeightRef, None]] = {}
+    held_by_kin: dict[tuple[object, ...], dict[WeightRef, None]] = {}
     for matrix in held:
-        there.setdefault(kin(matrix), {})[matrix] = None
-    if not there:
+        held_by_kin.setdefault(kin(matrix), {})[matrix] = None
+    if not held_by_kin:
         distinct = dict.fromkeys(refs)
-        alone = len({ref.tensor for ref in distinct}) == len(distinct)
-        return dict(zip(distinct, distinct, strict=True)) if alone else joined(distinct)
-    found: dict[WeightRef, WeightRef | None] = {}
+        single = len({ref.tensor for ref in distinct}) == len(distinct)
+        return dict(zip(distinct, distinct, strict=True)) if single else joined(distinct)
+    resident: dict[WeightRef, WeightRef | None] = {}
     for ref in refs:
-        wider = there.get(kin(ref), {})
-        found[ref] = ref if ref in wider else next((m for m in wider if is_part(ref, m)), None)
-    new = joined(ref for ref, matrix in found.items() if matrix is None)
-    return {ref: new[ref] if matrix is None else matrix for ref, matrix in found.items()}
+        wider = held_by_kin.get(kin(ref), {})
+        resident[ref] = ref if ref in wider else next((m for m in wider if is_part(ref, m)), None)
+    new = joined(ref for ref, matrix in resident.items() if matrix is None)
+    return {ref: new[ref] if matrix is None else matrix for ref, matrix in resident.items()}
 
 
 def weights_bytes(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> int:
-    """Return the bytes of the `matrices` of weight ranges, as the kernels pack them, without those that are held."""
+    """Return the bytes of the `matrices` of weight ranges, as the kernels pack them, without the held ones."""
     from hepti_mqtt.kernels import weight_bytes
 
-    there = set(held)
-    return sum(weight_bytes(matrix) for matrix in set(matrices(refs, there).values()) - there)
+    resident = set(held)
+    return sum(weight_bytes(matrix) for matrix in set(matrices(refs, resident).values()) - resident)
 
 
 def resident_bytes(spec: Spec, plan: Plan, device: str) -> int:
@@ -85,9 +85,9 @@ def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
 
     counts: as `resident_counts` returns them.
 
-    Tiles are taken nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
-    panels of its width and one more; all before the oldest missing one leave one panel of a matrix, or one row of
-    blocks. Equal tiles of several matrices, which come at once, are not reckoned with.
+    Tiles arrive nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
+    panels of its width plus one. All tiles before the oldest missing one leave one panel of a matrix, or one row of
+    blocks. The bound ignores equal tiles of several matrices, which arrive at the same time.
     """
     from hepti_mqtt.kernels import loading_bytes
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
@@ -112,11 +112,11 @@ def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
 
 
 def live_bytes(program: Program) -> int:
-    """Return the bytes of buffers that one run of a Program needs, ops in list order, without its session's arrays.
+    """Return the bytes of buffers that one run of a Program needs, ops in list order, without session arrays.
 
-    Slots that one stretch alone uses share scratch memory, which is that of the largest stretch. The executor keeps the
-    buffers of others by shape for the next one of the same shape, so they need the sum over shapes of the most that
-    are alive at once.
+    Slots used by one stretch alone share scratch memory, as large as the largest stretch needs. The executor reuses
+    other buffers for later slots of the same shape, so they need the sum over shapes of the most slots alive at the
+    same time.
     """
     stretches = sorted(stretches_of(program))
     template = make_template(program, stretches)
@@ -144,47 +144,46 @@ def live_bytes(program: Program) -> int:
 
 
 def scratch_bytes(program: Program) -> int:
-    """Return the most bytes that an op of a Program takes beside its slots; a device runs one op at a time."""
-    from hepti_mqtt.kernels import KERNELS  # here: see clock.py
+    """Return the most bytes that an op of a Program needs besides its slots; a device runs one op at a time."""
+    from hepti_mqtt.kernels import KERNELS  # Numba takes long to import
 
     kernels = (step for op in program.ops if isinstance(op, Compute) for step in op.kernels)
     return max((KERNELS[step.kernel].scratch_bytes(step, program.slots) for step in kernels), default=0)
 
 
 def max_live_bytes(spec: Spec, plan: Plan, device: str, in_flight: int = 1) -> int:
-    """Return the most bytes that runs of any requests need beside the weights on a device under a plan.
+    """Return the most bytes that runs of any requests need besides the weights on a device under a plan.
 
-    Buffers of `in_flight` runs at once, what one op takes beside them, and the arrays of as many rows of sessions as
-    `session_rows` says.
+    They are the buffers of `in_flight` runs, the scratch memory of one op, and the arrays of `session_rows` rows.
     """
     runs = max(in_flight, 1)
-    made = tuple(lowered_for_longest(spec, plan, device))
-    programs = [run_passes(m.compact_program(device), plan) for m in made]
+    lowered = tuple(lowered_for_longest(spec, plan, device))
+    programs = [run_passes(low.compact_program(device), plan) for low in lowered]
     buffers, scratch = max(map(live_bytes, programs)), max(map(scratch_bytes, programs))
     longest = max(largest_shape(spec).session_rows, 1)
-    sessions = max(session_bytes(m, device) for m in made) * session_rows(spec, runs) // longest
+    sessions = max(session_bytes(low, device) for low in lowered) * session_rows(spec, runs) // longest
     return runs * buffers + scratch + sessions
 
 
 @lru_cache(maxsize=KEPT_PROGRAMS)
 def session_rows(spec: Spec, in_flight: int) -> int:
-    """Return how many rows all sessions of a plan may have together on each of its devices."""
+    """Return the number of rows that all sessions of a plan may have together on each of its devices."""
     longest = largest_shape(spec).session_rows
     return longest + max(in_flight, 1) * min(longest, ROWS_IN_FLIGHT)
 
 
 def programs_bytes(spec: Spec, plan: Plan, device: str) -> int:
     """Return a bound of the bytes of all bound Programs that a device keeps for a plan."""
-    return KEPT_PROGRAMS * max(_bound_bytes(m, device) for m in lowered_for_longest(spec, plan, device))
+    return KEPT_PROGRAMS * max(_bound_bytes(lowered, device) for lowered in lowered_for_longest(spec, plan, device))
 
 
-def _bound_bytes(made: Lowered, device: str) -> int:
-    from hepti_mqtt.kernels import KERNELS, weight_bytes  # not at the top: simulating needs no compiler
+def _bound_bytes(lowered: Lowered, device: str) -> int:
+    from hepti_mqtt.kernels import KERNELS, weight_bytes  # Numba takes long to import
 
-    layer, times = made.repeated_layer or (-1, 1)
-    whole, program = 0, made.compact_program(device)
+    layer, times = lowered.repeated_layer or (-1, 1)
+    whole, program = 0, lowered.compact_program(device)
     for op in program.ops:
-        # Those of embeddings have no notes: they read rows, wherever these are.
+        # Embeddings have no notes: they read rows in place.
         is_product = isinstance(op, Compute) and KERNELS[op.kernel].work(op, program.slots).kind != "rowwise"
         refs = op.weights if isinstance(op, Compute) and is_product else ()
         if refs and isinstance(op, Compute) and KERNELS[op.kernel].by_matrix:
@@ -195,6 +194,6 @@ def _bound_bytes(made: Lowered, device: str) -> int:
     return whole
 
 
-def session_bytes(made: Lowered, device: str) -> int:
-    """Return the bytes that a session keeps on a device from run to run."""
-    return made.session_bytes(device) if made.computes_role(device, CACHE) else 0
+def session_bytes(lowered: Lowered, device: str) -> int:
+    """Return the bytes that a session keeps on a device between runs."""
+    return lowered.session_bytes(device) if lowered.computes_role(device, CACHE) else 0

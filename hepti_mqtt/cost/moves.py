@@ -1,4 +1,4 @@
-"""What a move from one plan to another makes devices load."""
+"""The weights that devices must load to move from one plan to another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hepti_mqtt.spec import Spec
 
 
 def bytes_to_load(spec: Spec, plan: Plan, device: str, held: Iterable[Plan]) -> int:
-    """Return the bytes that a device must load for a plan where it holds those of others, the one loaded last first."""
+    """Return the bytes that a device must load for a plan if it holds weights of others, the last loaded plan first."""
     return weights_bytes(resident_weights(spec, plan, device), held_matrices(spec, device, held))
 
 
 def held_matrices(spec: Spec, device: str, held: Iterable[Plan]) -> frozenset[WeightRef]:
-    """Return the matrices that a device holds for some plans, the one loaded last first."""
-    there = tuple(PlanKey(other.for_device(device)) for other in held if device in other.devices)
-    return _held_matrices(spec, there, device)
+    """Return the matrices that a device holds for some plans, the last loaded plan first."""
+    plans = tuple(PlanKey(other.for_device(device)) for other in held if device in other.devices)
+    return _held_matrices(spec, plans, device)
 
 
 @lru_cache(maxsize=KEPT_RESIDENTS)

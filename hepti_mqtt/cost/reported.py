@@ -1,4 +1,4 @@
-"""Devices as they describe themselves, and the cluster that they make: the same for the planner and for a client."""
+"""Devices by their own reports, and their cluster, for the planner and for clients."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from hepti_mqtt.protocol.messages import Endpoint, Heartbeat
 from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, number
 from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
-# Numbers of a heartbeat that plans are made with.
+# Numbers of a heartbeat that plans depend on.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")
-# Of its caps, beside its curves. UNMEASURED: 0 says that it has not measured.
+# Numbers of its caps, besides its curves. UNMEASURED: 0 means that the device has not measured them.
 CAPS_NUMBERS: Final = ("cores", "threads", "memory_budget_bytes", "rss_idle_bytes", "largest_packet_bytes")
 UNMEASURED: Final = frozenset({"largest_packet_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedDevice:
-    """One device as it describes itself, and what is believed of what it measures.
-
-    link: to the broker; peer_links: straight to others. frame_cost: of frames off loopback, None before it has met
-    some. endpoint: where peers read from it, None where they cannot.
-    """
+    """One device by its reports, with estimates of its measurements."""
 
     name: str
     curves: Plain
     memory_bytes: float
     slowdown: float = 1.0
+    #: To the broker.
     link: Link = field(default_factory=Link)
+    #: Directly to peers.
     peer_links: Mapping[str, PeerLink] = field(default_factory=dict)
+    #: Of frames off loopback, None before the first ones.
     frame_cost: FrameCost | None = None
+    #: Where peers read from it, None if they cannot.
     endpoint: Endpoint | None = None
 
     @classmethod
     def by_heartbeat(
         cls, name: str, curves: Plain, memory_bytes: float, heartbeat: Heartbeat | None, endpoint: Endpoint | None
     ) -> ReportedDevice:
-        """Return a device of which nothing is known but its last heartbeat, if there is one."""
+        """Return a device by its last heartbeat alone, if there is one."""
         link, hb = Link(), heartbeat
         if hb is None:
             return cls(name, curves, memory_bytes, endpoint=endpoint)
         latency_s = hb.round_trip_s / 2 if hb.round_trip_s else link.latency_s
         rate = hb.bandwidth_bytes_per_s or link.up_bytes_per_s
-        peers = {peer: PeerLink(told.round_trip_s / 2, told.bytes_per_s) for peer, told in hb.peers.items()}
+        peers = {peer: PeerLink(report.round_trip_s / 2, report.bytes_per_s) for peer, report in hb.peers.items()}
         whole = hb.peer_frame_s is not None and hb.peer_byte_s is not None
         cost = FrameCost(hb.peer_frame_s or 0.0, hb.peer_byte_s or 0.0) if whole else None
         return cls(name, curves, memory_bytes, hb.slowdown, Link(latency_s, rate, rate), peers, cost, endpoint)
@@ -91,7 +91,7 @@ def reported_cluster(
 
 
 def sanitize_heartbeat(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
-    """Return a heartbeat without the numbers that no device can have, and what is wrong with the first of them."""
+    """Return a heartbeat without implausible numbers, and the fault of the first of them."""
     wrong: str | None = None
     instead: dict[str, Any] = {}
     for key in PLANNED:
@@ -111,7 +111,7 @@ def sanitize_heartbeat(heartbeat: Heartbeat) -> tuple[Heartbeat, str | None]:
 
 
 def implausible_caps(caps: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a device's capabilities, by their fields; None if plans can be made with them."""
+    """Return the first fault of a device's capabilities, by field; None if plans can use them."""
     try:
         for key in CAPS_NUMBERS:
             if caps[key] or key not in UNMEASURED:
@@ -131,11 +131,11 @@ def profile_from_caps(
     slowdown: float,
     mesh_frame_cost: FrameCost | None = None,
 ) -> DeviceProfile:
-    """Return the profile that an agent's caps describe; mesh_frame_cost: of its heartbeats.
+    """Return the profile described by an agent's caps; mesh_frame_cost: from its heartbeats.
 
-    Raises KeyError, TypeError or ValueError on other data, and for numbers that no device can have.
+    Raises KeyError, TypeError or ValueError on other data, and for implausible numbers.
     """
-    # An agent without an endpoint has not measured mesh.
+    # An agent without an endpoint has not measured the mesh.
     instead = {
         "mesh_frame_s": min(check("frame_s", curves["frame_s"]), MESH_FRAME_S),
         "mesh_copy_bytes_per_s": MESH_COPY_BYTES_PER_S,
@@ -149,7 +149,7 @@ def profile_from_caps(
     return DeviceProfile(
         name,
         tuple(map(_curve, measured)),
-        # The broker's measurement lacks the hand-over to a network thread: a frame costs no less than over mesh.
+        # The broker's measurement lacks the handover to a network thread: a frame costs no less than over the mesh.
         frame_s=max(curves["frame_s"], numbers["mesh_frame_s"]),
         memory_bytes=memory_bytes,
         slowdown=slowdown,
@@ -166,7 +166,7 @@ def _curve(entry: Mapping[str, Any]) -> Curve:
         raise ValueError(f"a time curve has 1 to {MAX_POINTS} points")
     points = tuple((check("curve.rows", rows), check("curve.seconds", seconds)) for rows, seconds in entry["points"])
     for (rows, seconds), (more_rows, more_seconds) in pairwise(points):
-        # Measurements scatter, but no device takes half as long for more.
+        # Measurements scatter, but no device takes half the time for more rows.
         if more_rows <= rows or more_seconds < seconds / 2:
             raise ValueError("a time curve falls")
     product = Product(storage, entry.get("x", "f32") == "i8")

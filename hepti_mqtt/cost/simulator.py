@@ -1,4 +1,4 @@
-"""The discrete-event simulator of Programs on measured devices and links, and the bytes that a request sends."""
+"""Discrete-event simulation of Programs on measured devices and links, and the bytes that a request sends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hepti_mqtt.task_queue import TaskQueue, initial_task
 
 
 class TopicNames(NamedTuple):
-    """The names that stand in topics, on which the bytes depend."""
+    """Names in topics, which packet sizes depend on."""
 
     site: str
     model: str
@@ -57,18 +57,18 @@ def send_bytes(naming: TopicNames, device: str, op: Send, slot: SlotSpec) -> tup
 
 
 def dispatch_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, devices: Iterable[str]) -> int:
-    """Return the size of the planner's PUBLISH that hands a request to the devices of a plan, in their order."""
+    """Return the size of the planner's PUBLISH that dispatches a request to the devices of a plan, in their order."""
     topic = Topics(naming.site).work(naming.model, next(iter(devices)))
     return publish_bytes(topic, work_bytes(shape, input_bytes(spec, shape)), 1)
 
 
 def report_bytes(naming: TopicNames, device: str) -> int:
-    """Return the size of the PUBLISH by which a device reports that it has finished a request."""
+    """Return the size of the PUBLISH with which a device reports the end of a run."""
     return publish_bytes(Topics(naming.site).reports(device), frame_bytes(0), 1)
 
 
 def largest_packet_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
-    """Return the size of the largest single PUBLISH of a request that the broker carries."""
+    """Return the size of a request's largest PUBLISH over the broker."""
     sizes = [dispatch_bytes(naming, spec, shape, programs)]
     for device, program in programs.items():
         sends = (op for op in program.ops if isinstance(op, Send) and op.route == "broker")
@@ -77,7 +77,7 @@ def largest_packet_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, pr
 
 
 def sent_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, programs: dict[str, Program]) -> int:
-    """Return all bytes that planner and devices send for one request, copies made by a broker excluded."""
+    """Return all bytes that planner and devices send for one request, without copies by a broker."""
     total = dispatch_bytes(naming, spec, shape, programs)
     for device, program in programs.items():
         total += report_bytes(naming, device)
@@ -88,37 +88,38 @@ def sent_bytes(naming: TopicNames, spec: Spec, shape: RequestShape, programs: di
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Latency and throughput of several requests, from when each was asked, dispatched and answered.
+# Latency and throughput of several requests, from their times of arrival, dispatch and answer.
 
 
-ROUNDS: Final = 6  # as many requests in flight make a load that is steady: two rounds at its ends do not count
+ROUNDS: Final = 6  # rounds of requests in flight that make a steady load: the first and the last round do not count
 
 
 class RequestTimes(NamedTuple):
-    """When a request was asked, dispatched and answered, in seconds; how many sequences it had."""
+    """The times of a request in seconds: arrival, dispatch and answer."""
 
     arrived_s: float
     dispatched_s: float
     answered_s: float
+    #: Sequences in the request.
     sequences: int = 1
 
     @property
     def latency_s(self) -> float:
-        """Return the seconds from question to answer, what it waited for room among them."""
+        """Return the seconds from arrival to answer, including the wait for dispatch."""
         return self.answered_s - self.arrived_s
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a plan does with requests that follow one another: of so many, `in_flight` at once.
-
-    requests_per_s, sequences_per_s: in the steady state. latency_s, longest_s: the median and the longest of a request.
-    """
+    """The performance of a plan under consecutive requests."""
 
     requests: int
+    #: Requests at the same time.
     in_flight: int
+    #: In the steady state.
     requests_per_s: float
     sequences_per_s: float
+    #: Median of the requests.
     latency_s: float
     longest_s: float
 
@@ -134,23 +135,23 @@ class Throughput:
         }
 
     def text(self) -> str:
-        """Return it as a sentence."""
+        """Return the figures as a sentence."""
         each = "" if self.sequences_per_s == self.requests_per_s else f" ({self.sequences_per_s:.3g} sequences/s)"
         return (
             f"throughput {self.requests_per_s:.3g} requests/s{each} with {self.in_flight} in flight; "
-            f"latency then {self.latency_s * 1e3:.1f} ms, the longest of {self.requests} {self.longest_s * 1e3:.1f} ms"
+            f"median latency {self.latency_s * 1e3:.1f} ms, longest of {self.requests} {self.longest_s * 1e3:.1f} ms"
         )
 
 
 def steady_state(runs: Sequence[RequestTimes], in_flight: int) -> Throughput:
-    """Return the load that these requests were; raises ValueError without any.
+    """Return the performance under these requests; raises ValueError without requests.
 
-    The steady state lies between two answers: after the first the devices are full, at the second the last request was
-    dispatched. Between them are whole rounds of `in_flight` answers, because answers may come in bunches of that. Where
-    requests are too few for one round it is all of them, from the first question on: less than what can be kept up.
+    The steady state lies between two answers: after the first all devices are busy, and at the second the last request
+    is dispatched. It covers whole rounds of `in_flight` answers, because answers may come in such groups. If the
+    requests are too few for one round, all of them count, from the first arrival on: a lower bound.
     """
     if not runs:
-        raise ValueError("no request, no load")
+        raise ValueError("cannot measure throughput without requests")
     answered = sorted(runs, key=lambda run: run.answered_s)
     stop = len(answered) - in_flight
     start = in_flight + stop % in_flight
@@ -173,16 +174,15 @@ def steady_state(runs: Sequence[RequestTimes], in_flight: int) -> Throughput:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What goes into the virtual clock and comes out of it: requests, bars of a time line, times, bytes.
+# Inputs and outputs of the virtual clock: requests, bars of a time line, times, bytes.
 
 
 class TimelineEvent(NamedTuple):
-    """One bar of a time line: what a device (`compute`, `send`) or a link (`up`, `down`) did, in seconds.
-
-    What a device does to take a frame is in `send` too. Lane `task`: from the lease of a task to its end there.
-    """
+    """One bar of a time line, in seconds."""
 
     device: str
+    #: Of a device `compute`, `send` (any frame) and `task` (from a task's lease to its end); of a link
+    #: `up` and `down`.
     lane: str
     label: str
     start: float
@@ -190,104 +190,99 @@ class TimelineEvent(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A time in which a device's thread was busy, in seconds; is_frame: with sending or taking a frame."""
+    """A time in which a device's thread was busy, in seconds."""
 
     start: float
     stop: float
     device: str
+    #: Busy with sending or receiving a frame.
     is_frame: bool
 
 
 @dataclass(slots=True)
 class DeviceUse:
-    """What one device did: seconds of compute, seconds idle until its last op, FLOPs, bytes sent.
-
-    product_s, overhead_s: seconds of compute in products with weights, and before and behind all ops. frame_s: seconds
-    of its thread for sending and taking frames. alone_s: seconds of compute and frames, until the answer, in which no
-    other device did anything.
-    """
+    """What one device did for the simulated requests."""
 
     compute_s: float = 0.0
+    #: Of compute_s, in products with weights.
     product_s: float = 0.0
+    #: Of compute_s, before and after all ops.
     overhead_s: float = 0.0
+    #: Idle until its last op.
     wait_s: float = 0.0
     flops: float = 0.0
     sent_bytes: int = 0
+    #: Of its thread for sending and receiving frames.
     frame_s: float = 0.0
+    #: Of compute and frames until the answer, while all other devices were idle.
     alone_s: float = 0.0
 
 
 class ReplicaPrograms(NamedTuple):
-    """One of several complete plans under which a request may run: its devices' Programs, and seconds by prediction."""
+    """A complete plan that a request may use: its devices' Programs, and the predicted seconds."""
 
     programs: Mapping[str, Program]
     seconds: float = 0.0
 
 
 class SimulatedRequest(NamedTuple):
-    """One of several requests: its shape, its devices' Programs, when it is asked; None: as soon as there is room.
-
-    replicas: instead of `programs`, those of several plans side by side, of which it runs under one.
-    """
+    """One of several requests."""
 
     shape: RequestShape
     programs: Mapping[str, Program]
+    #: None: as soon as there is room.
     arrives_s: float | None = None
+    #: In place of `programs`, those of several replicas; the request uses one of them.
     replicas: tuple[ReplicaPrograms, ...] = ()
 
     @property
     def choices(self) -> tuple[ReplicaPrograms, ...]:
-        """Return under what it may run."""
+        """Return the Programs that the request may use."""
         return self.replicas or (ReplicaPrograms(self.programs),)
 
 
 class FrameArrival(NamedTuple):
-    """A frame that a device has from now on: the request itself (no key), or an exchange of it by one route.
-
-    leased: instead of both, tasks of the request; no task: none is left.
-    """
+    """A frame that arrives at a device: a request, one of its exchanges, or leased tasks."""
 
     seconds: float
     device: str
     run_id: int
+    #: Of the exchange, None for other frames.
     key: ExchangeKey | None
     nbytes: int
     label: str
     route: Route = "broker"
+    #: Leased tasks of the request; empty: no task is left; None: no lease.
     leased: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
 class Simulation:
-    """The outcome of one or several requests, in the order of dispatch: times, all bytes sent, and each device.
-
-    events: the time line, if it was recorded.
-    """
+    """The outcome of one or several requests, in the order of dispatch."""
 
     runs: tuple[RequestTimes, ...]
+    #: Of all senders.
     nbytes: int
     devices: dict[str, DeviceUse]
+    #: The time line, if recorded.
     events: list[TimelineEvent] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from question to answer of the first request."""
+        """Return the latency of the first request."""
         return self.runs[0].latency_s
 
 
-# What a test may observe: a frame that arrives, or (device, run, place in the Program) of an op that begins.
+# Called in tests with a frame that arrives, or with (device, run, place in the Program) of an op that begins.
 Observer = Callable[[FrameArrival | tuple[str, int, int]], None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Devices on the virtual clock: what each has of a Program, what runs there, and what it has been sent.
+# Devices on the virtual clock: their costed Programs, runs and inboxes.
 
 
 class CostedProgram:
-    """A device's Program with what its ops cost there, for any number of requests.
-
-    sizes: of each PUBLISH packet, by op. inner: of the layer that stands for several.
-    """
+    """A device's Program with the costs of its ops, for any number of requests."""
 
     __slots__ = ("costs", "flops", "inner", "products", "program", "sizes", "template")
 
@@ -297,9 +292,13 @@ class CostedProgram:
         self.program = program
         self.template, work = _prepared(SameProgram(program))
         self.costs: list[float] = []
-        self.products: list[float] = []  # seconds of each op in them
+        #: Seconds of each op in products with weights.
+        self.products: list[float] = []
+        #: Of each PUBLISH packet, by op.
         self.sizes: list[tuple[int, ...]] = []
-        self.flops, self.inner = 0.0, DeviceUse()
+        self.flops = 0.0
+        #: Of the layer that stands for several.
+        self.inner = DeviceUse()
         for op, parts in zip(program.ops, work, strict=True):
             cost = product_s = 0.0
             sizes: tuple[int, ...] = ()
@@ -323,8 +322,8 @@ class CostedProgram:
 
 @lru_cache(maxsize=KEPT_PARTS)
 def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], ...]]:
-    """Return what runs of a Program follow, and how much work each op is; many plans have it in common."""
-    from hepti_mqtt.kernels import works  # here, since Numba takes longer to import than the rest of a planner
+    """Return the run template of a Program and the work of each op; many plans share them."""
+    from hepti_mqtt.kernels import works  # Numba takes longer to import than the rest of a planner
 
     program = same.program
     work = tuple(works(op, program.slots) if isinstance(op, Compute) else () for op in program.ops)
@@ -339,7 +338,7 @@ def _costed(
 
 
 class DeviceRun(ProgramRun):
-    """A run of a Program, and what its ops cost."""
+    """A run of a Program, with the costs of its ops."""
 
     __slots__ = ("costed",)
 
@@ -349,39 +348,42 @@ class DeviceRun(ProgramRun):
 
 
 class SimulatedDevice:
-    """A device's session thread: what runs there, and what has arrived; early: exchanges that came before requests."""
+    """A device's session thread."""
 
     def __init__(self, name: str, profile: DeviceProfile) -> None:
         self.name, self.profile = name, profile
         self.machine: RunMachine[DeviceRun] = RunMachine()
         self.inbox: deque[FrameArrival] = deque()
+        #: Ids of all runs that have begun.
         self.begun: set[int] = set()
+        #: Exchanges that arrived before their request.
         self.early: dict[int, list[ExchangeKey]] = {}
         self.use = DeviceUse()
         self.busy, self.finished_s = False, 0.0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The links of a site on the virtual clock: each way of each is a queue.
+# The links of a site on the virtual clock: each direction of each link is a queue.
 
 
 Note = Callable[[str, str, str, float, float], None]  # device, lane, label, start, stop
 
 
 class LinkQueues:
-    """When packets arrive that are sent over them; `note` records how long each link is busy."""
+    """The arrival times of packets over the links of a site; `note` records when each link is busy."""
 
     def __init__(self, cluster: Cluster, note: Note) -> None:
         self._cluster, self._note = cluster, note
-        self._ways = Paths(cluster)
-        self._free: dict[Queue, float] = {}  # from when on
+        self._paths = Paths(cluster)
+        #: Time from which each queue is free.
+        self._free: dict[Queue, float] = {}
 
     def via_broker(self, now: float, source: str, targets: Sequence[str], size: int, label: str) -> dict[str, float]:
-        """Return when each target has the packet: the source's uplink, the broker, each target's downlink, all FIFO.
+        """Return the arrival time at each target, by the queues of the source's uplink, the broker and the downlinks.
 
-        The broker's own link carries a packet while the other end's does, and each target gets a copy.
+        The broker's own link carries a packet at the same time as the other end's link; each target gets a copy.
         """
-        free, up, queue = self._free, self._link(source), self._ways.link_queue(source, "up")
+        free, up, queue = self._free, self._link(source), self._paths.link_queue(source, "up")
         start = max(now, free.get(queue, 0.0))
         stop = max(start + size / up.up_bytes_per_s, self._pass_broker(start, BROKER_IN, up.up_bytes_per_s, size))
         free[queue] = stop
@@ -389,7 +391,7 @@ class LinkQueues:
         at_broker = stop + up.latency_s
         arrivals = {}
         for target in targets:
-            down, queue = self._link(target), self._ways.link_queue(target, "down")
+            down, queue = self._link(target), self._paths.link_queue(target, "down")
             through = self._pass_broker(at_broker, BROKER_OUT, down.down_bytes_per_s, size)
             begin = max(at_broker, free.get(queue, 0.0))
             end = max(begin + size / down.down_bytes_per_s, through)
@@ -399,26 +401,26 @@ class LinkQueues:
         return arrivals
 
     def via_mesh(self, now: float, source: str, target: str, size: int, label: str) -> float:
-        """Return when a device has what a peer sends it over mesh: a copy of its own on both ends' links at once.
+        """Return the arrival time of a peer's packet over the mesh: both ends' links carry it at the same time.
 
-        Copies leave in their order. Connections share a link that several of them need, so a packet has its place on
-        the receiver's from now on, wherever its sender's backlog ends, and the later of the two ends counts.
+        Copies leave in order. Connections share the links that several of them need, so a packet queues at the
+        receiver's link from now on, even if the sender's backlog delays it; the later of the two ends counts.
         """
-        free, way = self._free, self._ways.between(source, target)
-        start = max(now, free.get(way.up, 0.0))
-        sent = free[way.up] = start + size / way.up_bytes_per_s
-        down_s = size / way.down_bytes_per_s
-        heard = free[way.down] = max(now, free.get(way.down, 0.0)) + down_s
-        stop = max(sent, heard, start + size / way.bytes_per_s)
+        free, path = self._free, self._paths.between(source, target)
+        start = max(now, free.get(path.up, 0.0))
+        sent = free[path.up] = start + size / path.up_bytes_per_s
+        down_s = size / path.down_bytes_per_s
+        received = free[path.down] = max(now, free.get(path.down, 0.0)) + down_s
+        stop = max(sent, received, start + size / path.bytes_per_s)
         self._note(source, "up", label, start, sent)
         self._note(target, "down", label, stop - down_s, stop)
-        return stop + way.latency_s
+        return stop + path.latency_s
 
     def _link(self, device: str) -> Link:
         return self._cluster.planner_link if device == PLANNER else self._cluster.links[device]
 
     def _pass_broker(self, start: float, queue: Queue, rate: float, size: int) -> float:
-        """Return when a packet from or to a link of this rate is through the broker's own, at once if not over it."""
+        """Return when a packet has passed the broker's own link; its start if it does not use that link."""
         broker = self._cluster.broker_bytes_per_s
         if rate >= LOCAL_BYTES_PER_S or broker == inf:
             return start
@@ -430,7 +432,7 @@ _VERSION: Final = PlanVersion(1, 1)
 
 
 def lease_message_bytes(naming: TopicNames, device: str, lease: bool) -> int:
-    """Return the size of the PUBLISH of a lease, or of the word that a task is computed."""
+    """Return the size of the PUBLISH of a lease, or of the message that a task is done."""
     topics, key = Topics(naming.site), (naming.model, _VERSION, 1)
     if lease:
         return publish_bytes(topics.command(device), len(messages.encode(messages.LeaseTasks(*key, (1,)))), 1)
@@ -438,47 +440,45 @@ def lease_message_bytes(naming: TopicNames, device: str, lease: bool) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The discrete-event simulator: the executor's own machine on devices with one session thread each, links that queue.
+# The discrete-event simulator: the executor's run machine on devices with one session thread each, and link queues.
 #
-# A device's thread does one thing at a time, as its shell does: it takes what has arrived, in that order, and only
-# then
-# begins the op that the machine says. Taking a frame costs time like an op. A request is answered with the last part
-# of
-# its output, and has left the devices with their last report.
+# A device's thread does one thing at a time: it takes frames in the order of arrival, and only then begins the op that
+# the machine selects. Taking a frame costs time like an op. The last part of its output answers a request, and the
+# last device's report ends it.
 
 
-# Of what happens at one time, first arrivals, then what a device begins next.
+# Order of events at one time: arrivals first, so that a device chooses its next step knowing them.
 _ARRIVES: Final = 0
 _ENDS: Final = 1
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that was dispatched; outputs, reports: parts of the answer, and words of devices, that are to come.
-
-    until_s: when it should be over, by prediction. tasks: its task queue, if it has one; takeover_s: when a lease of it
-    is looked at again; root: the device that needs the tasks' results; leased_s: when a device got a task.
-    """
+    """A dispatched request."""
 
     request: SimulatedRequest
     parts: dict[str, CostedProgram]
-    asked_s: float
+    arrived_s: float
     dispatched_s: float
+    #: Parts of the answer, and devices' reports, that have not arrived.
     outputs: int
     reports: int
+    #: Predicted end.
     until_s: float
     tasks: TaskQueue | None = None
     answered_s: float | None = None
+    #: Next check for a lease to duplicate.
     takeover_s: float | None = None
+    #: The device that needs the tasks' results.
     root: str = ""
+    #: Time at which a device received a task.
     leased_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 class Simulator:
-    """Devices, links and the planner at a moment.
+    """Devices, links and the planner on a virtual clock.
 
-    layer: the one that stands for several. slowness: of a device at a time, how many times as long as by its curves an
-    op takes.
+    layer: the layer that stands for several. slowness: factor on the time of an op, by device and time.
     """
 
     def __init__(
@@ -503,34 +503,35 @@ class Simulator:
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[_InFlight] = []
         self.nbytes = self._serial = 0
-        self.ends: dict[int, float] = {}  # when the last op of a layer was over
+        #: End of the last op of each layer.
+        self.ends: dict[int, float] = {}
         self.events: list[TimelineEvent] = []
         self.spans: list[Span] = []
-        self._known: dict[tuple[str, int], CostedProgram] = {}
+        self._parts: dict[tuple[str, int], CostedProgram] = {}
         self._queue: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Let time pass until all requests are answered, or nothing happens any more."""
+        """Advance time until all requests are answered, or no event is left."""
         choices = [choice.programs for r in requests for choice in r.choices]
         names = dict.fromkeys(name for choice in choices for name in choice)
         self.devices = {name: SimulatedDevice(name, self.cluster.devices[name]) for name in names}
-        heard: dict[str, set[str]] = {name: set() for name in names}
+        listeners: dict[str, set[str]] = {name: set() for name in names}
         for choice in {id(c): c for c in choices}.values():
             for name, program in choice.items():
-                heard[name].update(*(op.to for op in program.ops if isinstance(op, Send) and op.route == "broker"))
-        # Whoever hears a device at all over the broker hears what it publishes to ALL.
-        self.listeners = {n: tuple(d for d in names if d in heard[n]) for n in names}
+                listeners[name].update(*(op.to for op in program.ops if isinstance(op, Send) and op.route == "broker"))
+        # A device that receives from another one over the broker receives all that it publishes to ALL.
+        self.listeners = {n: tuple(d for d in names if d in listeners[n]) for n in names}
         self.waiting = deque(requests)
-        for asked_s in {r.arrives_s or 0.0 for r in requests}:
-            self.schedule(asked_s, _ARRIVES, self.dispatch_waiting)
+        for arrives_s in {r.arrives_s or 0.0 for r in requests}:
+            self.schedule(arrives_s, _ARRIVES, self.dispatch_waiting)
         while self._queue:
-            now, _, _, act, what = heappop(self._queue)
-            act(now, *what)
+            now, _, _, act, arguments = heappop(self._queue)
+            act(now, *arguments)
 
-    def schedule(self, when: float, rank: int, act: Callable[..., None], *what: object) -> None:
-        """Call `act` with the time and `what` when it is time."""
+    def schedule(self, time: float, rank: int, act: Callable[..., None], *arguments: object) -> None:
+        """Call `act` with the time and the arguments when the time comes."""
         self._serial += 1
-        heappush(self._queue, (when, rank, self._serial, act, what))
+        heappush(self._queue, (time, rank, self._serial, act, arguments))
 
     def record_bar(self, device: str, lane: str, label: str, start: float, stop: float) -> None:
         """Add a bar to the time line."""
@@ -540,14 +541,17 @@ class Simulator:
     # -- the planner ----------------------------------------------------------------------------------------------
 
     def dispatch_waiting(self, now: float) -> None:
-        """Dispatch what waits, as far as it has been asked and there is room beside what runs."""
+        """Dispatch queued requests that have arrived, while the limit of requests in flight allows."""
         while self.waiting and (self.waiting[0].arrives_s or 0.0) <= now:
             choices = self.waiting[0].choices
-            beside = [self.running_on(choice) for choice in choices]
-            has_room = [len(runs) < self.in_flight for runs in beside]
+            running = [
+                [flight for flight in self.running if not flight.parts.keys().isdisjoint(choice.programs)]
+                for choice in choices
+            ]
+            has_room = [len(runs) < self.in_flight for runs in running]
             if not any(has_room):
                 return
-            free_s = [max((run.until_s for run in runs), default=now) for runs in beside]
+            free_s = [max((run.until_s for run in runs), default=now) for runs in running]
             waiting = sum((request.arrives_s or 0.0) <= now for request in self.waiting)
             lanes = [(free, choice.seconds) for free, choice in zip(free_s, choices, strict=True)]
             chosen = next((i for i in route_to_replicas(now, lanes, repeat(1.0, waiting)) if has_room[i]), None)
@@ -556,19 +560,15 @@ class Simulator:
             until_s = max(free_s[chosen], now) + choices[chosen].seconds
             self.dispatch(now, self.waiting.popleft(), choices[chosen], until_s)
 
-    def running_on(self, choice: ReplicaPrograms) -> list[_InFlight]:
-        """Return what runs on devices of a replica."""
-        return [flight for flight in self.running if not flight.parts.keys().isdisjoint(choice.programs)]
-
     def dispatch(self, now: float, request: SimulatedRequest, choice: ReplicaPrograms, until_s: float) -> None:
         """Send a request to the devices of its plan."""
         run_id = len(self.flights) + 1
         parts = {name: self.part(name, program) for name, program in choice.programs.items()}
         outputs = sum(isinstance(op, Send) and PLANNER in op.to for p in parts.values() for op in p.program.ops)
-        asked_s = now if request.arrives_s is None else request.arrives_s
+        arrived_s = now if request.arrives_s is None else request.arrives_s
         tasks = max(len(p.template.task_inputs) for p in parts.values())
         queue = TaskQueue(tasks, tuple(parts), now) if tasks else None
-        flight = _InFlight(request, parts, asked_s, now, outputs, len(parts), until_s, queue)
+        flight = _InFlight(request, parts, arrived_s, now, outputs, len(parts), until_s, queue)
         self.flights[run_id] = flight
         self.running.append(flight)
         size = dispatch_bytes(self.naming, self.spec, request.shape, choice.programs)
@@ -580,12 +580,12 @@ class Simulator:
     def part(self, name: str, program: Program) -> CostedProgram:
         """Return a device's Program with its costs."""
         key = (name, id(program))
-        if key not in self._known:
-            self._known[key] = _costed(self.naming, name, self.cluster.devices[name], SameProgram(program), self.layer)
-        return self._known[key]
+        if key not in self._parts:
+            self._parts[key] = _costed(self.naming, name, self.cluster.devices[name], SameProgram(program), self.layer)
+        return self._parts[key]
 
     def on_output(self, now: float, run_id: int) -> None:
-        """Take a part of an answer: with the last one it leaves, before all reports."""
+        """Receive a part of an answer; the last part answers the request, perhaps before all reports."""
         flight = self.flights[run_id]
         flight.outputs -= 1
         if not flight.outputs:
@@ -593,7 +593,7 @@ class Simulator:
         self.release_if_done(now, flight)
 
     def on_report(self, now: float, run_id: int, device: str) -> None:
-        """Take a device's report: after the root's, no task is left; after the last, there is room for a request."""
+        """Receive a device's report: the root's ends all tasks, the last one makes room for a request."""
         flight = self.flights[run_id]
         flight.reports -= 1
         self.release_if_done(now, flight)
@@ -603,20 +603,20 @@ class Simulator:
                     self.send_lease(now, name, run_id, ())
 
     def release_if_done(self, now: float, flight: _InFlight) -> None:
-        """Dispatch what waits, if nothing of this request is to come any more."""
+        """Dispatch queued requests if no output and no report of this request is missing."""
         if not flight.outputs and not flight.reports:
             self.running = [other for other in self.running if other is not flight]
             self.dispatch_waiting(now)
 
     def on_task_done(self, now: float, run_id: int, device: str, task: int) -> None:
-        """Take a device's message that a task is computed."""
+        """Receive a device's message that a task is done."""
         tasks = self.flights[run_id].tasks
         assert tasks is not None
         tasks.complete_task(device, task, now)
         self.lease_tasks(now, run_id)
 
     def lease_tasks(self, now: float, run_id: int) -> None:
-        """Lease what waits or is late, and look again when something becomes late."""
+        """Lease waiting or late tasks, and schedule the next check for late tasks."""
         flight = self.flights[run_id]
         assert flight.tasks is not None
         for name, task in flight.tasks.lease_tasks(now):
@@ -627,7 +627,7 @@ class Simulator:
             self.schedule(due, _ARRIVES, self.lease_tasks, run_id)
 
     def send_lease(self, now: float, to: str, run_id: int, tasks: tuple[int, ...]) -> None:
-        """Send a device a lease; no task: none is left."""
+        """Send a device a lease; without tasks: no task is left."""
         size = lease_message_bytes(self.naming, to, True)
         self.nbytes += size
         [when] = self.links.via_broker(now, PLANNER, (to,), size, "lease").values()
@@ -646,7 +646,7 @@ class Simulator:
             self.start_next(now, device)
 
     def start_next(self, now: float, device: SimulatedDevice) -> None:
-        """Begin what a device does next: what has arrived goes first."""
+        """Begin a device's next step: frames that have arrived go first."""
         if device.inbox:
             frame = device.inbox.popleft()
             until = now + device.profile.frame_seconds(1, frame.nbytes, frame.route)
@@ -655,9 +655,9 @@ class Simulator:
             device.busy = True
             self.schedule(until, _ENDS, self.on_frame_taken, device, frame)
             return
-        if (found := device.machine.next_op()) is None:
+        if (selected := device.machine.next_op()) is None:
             return
-        run, place = found
+        run, place = selected
         slowness = 1.0 if self.slowness is None else self.slowness(device.name, now)
         op, seconds = run.costed.program.ops[place], slowness * run.costed.costs[place]
         lane, until = "send", now + seconds
@@ -676,10 +676,10 @@ class Simulator:
         self.schedule(until, _ENDS, self.on_op_done, device, run, place)
 
     def on_frame_taken(self, now: float, device: SimulatedDevice, frame: FrameArrival) -> None:
-        """Do what a frame is for, now that the device has taken it.
+        """Process a frame after its time at the device.
 
-        An exchange over mesh may come before its request, which has another way. Over the broker one may come after the
-        end of its run, if it was for others.
+        An exchange over the mesh may overtake its request, which takes another route. An exchange over the broker may
+        arrive after its run has ended, if it was meant for other devices.
         """
         device.busy = False
         machine, run_id = device.machine, frame.run_id
@@ -694,15 +694,15 @@ class Simulator:
                 self.deliver(machine, run, key)
             self.begin_tasks(now, device, run)
             self.finish_run(now, device, run)
-        elif (known := machine.runs.get(run_id)) is not None:
-            self.deliver(machine, known, frame.key)
+        elif (run_of_frame := machine.runs.get(run_id)) is not None:
+            self.deliver(machine, run_of_frame, frame.key)
         elif run_id not in device.begun:
             device.early.setdefault(run_id, []).append(frame.key)
         if not device.busy:
             self.start_next(now, device)
 
     def begin_tasks(self, now: float, device: SimulatedDevice, run: DeviceRun) -> None:
-        """Begin a device's first task of a request that it has taken."""
+        """Begin a device's first task of a request that it has received."""
         if run.template.task_inputs:
             flight = self.flights[run.run_id]
             if run.template.op_count:
@@ -718,13 +718,13 @@ class Simulator:
             self.deliver(device.machine, run, key)
 
     def on_lease(self, now: float, device: SimulatedDevice, frame: FrameArrival) -> None:
-        """Take a lease, or the message that no task is left, which ends what only waited for more.
+        """Process a lease, or the message that no task is left, which ends runs that only waited for leases.
 
-        A lease waits its turn behind what came before it, as every frame does, so its request has been taken.
+        Frames are processed in order, so the lease's request has begun.
         """
         run = device.machine.runs.get(frame.run_id)
         if run is None:
-            return  # the root device is done with it
+            return  # the root device has ended the run
         for task in frame.leased or ():
             self.begin_task(now, device, run, task)
         if not frame.leased:
@@ -736,13 +736,13 @@ class Simulator:
         self.record_bar(device, "task", f"task {task}{end}", self.flights[run_id].leased_s[device, task], now)
 
     def deliver(self, machine: RunMachine[DeviceRun], run: DeviceRun, key: ExchangeKey) -> None:
-        """Hand an exchange to its run, which drops what it does not await."""
+        """Fill the slot of an exchange; drop an exchange that its run does not expect."""
         slot = machine.slot_for(run, key)
         if isinstance(slot, int):
             machine.fill_slot(run, slot)
 
     def on_op_done(self, now: float, device: SimulatedDevice, run: DeviceRun, place: int) -> None:
-        """Take the end of an op: send, wake its readers, go on."""
+        """Process the end of an op: send its result, wake its readers, continue."""
         device.busy, device.finished_s = False, now
         op = run.costed.program.ops[place]
         if self.layer is not None:
@@ -763,7 +763,7 @@ class Simulator:
             self.start_next(now, device)
 
     def send(self, now: float, device: SimulatedDevice, run: DeviceRun, op: Send, sizes: Sequence[int]) -> None:
-        """Publish a slot to whom it is for; over the broker, to everyone who listens."""
+        """Publish a slot to its receivers; over the broker, to every subscriber of the device."""
         name, program = device.name, run.costed.program
         device.use.sent_bytes += sum(sizes)
         label, nbytes, key = program.node(op.node), program.slots[op.slot].nbytes, (op.node, op.part, name)
@@ -784,7 +784,7 @@ class Simulator:
                     )
 
     def finish_run(self, now: float, device: SimulatedDevice, run: DeviceRun) -> None:
-        """Begin the report of a run that has no op left."""
+        """Begin the report of a run without ops left."""
         if not run.ops_left and not run.accepts_leases and run.run_id in device.machine.runs:
             device.machine.remove(run.run_id)
             for task, left in run.task_ops_left.items():
@@ -805,12 +805,12 @@ class Simulator:
     # -- the outcome ----------------------------------------------------------------------------------------------
 
     def period(self) -> float:
-        """Return by how much the repeated layer ends after the one before it."""
+        """Return the time from the end of the layer before the repeated layer to the end of the latter."""
         assert self.layer is not None
         return self.ends.get(self.layer, 0.0) - self.ends.get(self.layer - 1, 0.0)
 
     def outcome(self) -> Simulation:
-        """Return what came of all requests; raises ValueError if Programs wait for each other for ever."""
+        """Return the outcome of all requests; raises ValueError if Programs wait for each other forever."""
         stuck = {
             name: sum(pending > 0 for run in device.machine.runs.values() for pending in run.pending)
             for name, device in self.devices.items()
@@ -822,7 +822,7 @@ class Simulator:
         for flight in self.flights.values():
             assert flight.answered_s is not None
             sequences = len(flight.request.shape.sizes)
-            runs.append(RequestTimes(flight.asked_s, flight.dispatched_s, flight.answered_s, sequences))
+            runs.append(RequestTimes(flight.arrived_s, flight.dispatched_s, flight.answered_s, sequences))
         use = {name: device.use for name, device in self.devices.items()}
         for device in self.devices.values():
             device.use.wait_s = max(device.finished_s - device.use.compute_s, 0.0)
@@ -839,10 +839,10 @@ def simulate_requests(
     record: bool = False,
     observe: Observer | None = None,
 ) -> Simulation:
-    """Simulate requests in their order, at most `in_flight` of them at once on a device, on measured curves and links.
+    """Simulate requests in order, at most `in_flight` at once on a device, on measured curves and links.
 
-    The Programs are whole ones: of equal layers none may stand for others, since several requests share the devices.
-    record: keep the time line. Raises ValueError if Programs wait for each other for ever.
+    The Programs must have all layers, since several requests share the devices. record: the time line. Raises
+    ValueError if Programs wait for each other forever.
     """
     clock = Simulator(naming, spec, cluster, in_flight, record, observe=observe)
     clock.run(requests)
@@ -860,54 +860,54 @@ def simulate(
     repeated: tuple[int, int] | None = None,
     slowness: Callable[[str, float], float] | None = None,
 ) -> Simulation:
-    """Play one request's Programs on a virtual clock with the cluster's measured curves and links.
+    """Simulate one request's Programs on a virtual clock with the cluster's measured curves and links.
 
-    record: keep the time line's events. repeated: (layer, times), a layer that stands for several: each further one
-    takes what that one adds to the layer before it. slowness: factor on the time of an op that a device begins at a
-    time. Raises ValueError if the Programs wait for each other for ever.
+    record: the time line. repeated: (layer, times), a layer that stands for several: each further layer adds the time
+    from the end of the layer before it to its own end. slowness: factor on the time of an op, by device and time.
+    Raises ValueError if the Programs wait for each other forever.
     """
     clock = Simulator(
         naming, spec, cluster, 1, record, layer=None if repeated is None else repeated[0], slowness=slowness
     )
     clock.run((SimulatedRequest(shape, programs),))
-    played = clock.outcome()
-    _divide_time(played, clock.spans, 0.0, played.seconds, 1)
+    simulation = clock.outcome()
+    _divide_time(simulation, clock.spans, 0.0, simulation.seconds, 1)
     if repeated is not None:
-        more, period, run = repeated[1] - 1, clock.period(), played.runs[0]
+        more, period, run = repeated[1] - 1, clock.period(), simulation.runs[0]
         end_s = clock.ends.get(repeated[0], 0.0)
-        _divide_time(played, clock.spans, end_s - period, end_s, more)
-        played.runs = (run._replace(answered_s=run.answered_s + more * period),)
-        for name, use in played.devices.items():
+        _divide_time(simulation, clock.spans, end_s - period, end_s, more)
+        simulation.runs = (run._replace(answered_s=run.answered_s + more * period),)
+        for name, use in simulation.devices.items():
             inner = clock.part(name, programs[name]).inner
             use.compute_s += more * inner.compute_s
             use.product_s += more * inner.product_s
             use.overhead_s += more * inner.overhead_s
             use.flops += more * inner.flops
             use.sent_bytes += more * inner.sent_bytes
-            played.nbytes += more * inner.sent_bytes
+            simulation.nbytes += more * inner.sent_bytes
             use.wait_s = max(clock.devices[name].finished_s + more * period - use.compute_s, 0.0)
-    return played
+    return simulation
 
 
-def _divide_time(played: Simulation, spans: Iterable[Span], since: float, until: float, times: int) -> None:
-    """Add a part of the time, `times` over, to the use of devices: what was frames, and what each did alone."""
+def _divide_time(simulation: Simulation, spans: Iterable[Span], since: float, until: float, times: int) -> None:
+    """Add the frame time and the time alone of an interval, `times` over, to the use of devices."""
     edges: list[tuple[float, bool, str]] = []
     for span in spans:
         start, stop = max(span.start, since), min(span.stop, until)
         if start < stop:
             edges += ((start, True, span.device), (stop, False, span.device))
-            played.devices[span.device].frame_s += times * (stop - start) * span.is_frame
+            simulation.devices[span.device].frame_s += times * (stop - start) * span.is_frame
     busy: set[str] = set()
     at = since
     for when, begins, device in sorted(edges):
         if len(busy) == 1:
-            played.devices[next(iter(busy))].alone_s += times * (when - at)
+            simulation.devices[next(iter(busy))].alone_s += times * (when - at)
         at = when
         (busy.add if begins else busy.discard)(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Several requests under a plan: latency and throughput, also of replicas that share them.
+# Several requests under a plan or its replicas: latency and throughput.
 
 
 def simulated_request(
@@ -918,23 +918,23 @@ def simulated_request(
     cluster: Cluster,
     parts: Mapping[str, Program] | None = None,
 ) -> SimulatedRequest:
-    """Return a request under a plan; parts: its Programs where they are known already.
+    """Return a request under a plan; parts: its Programs if they exist already.
 
-    Of replicas it may run under each, and which one is chosen by the times that one request takes there.
+    It may use any replica; the simulated time of one request there decides.
     """
     if not plan.replicas:
         return SimulatedRequest(shape, parts or device_programs(spec, plan, shape))
-    made = [device_programs(spec, replica, shape) for replica in plan.replicas]
-    choices = (ReplicaPrograms(p, simulate(naming, spec, shape, p, cluster).seconds) for p in made)
-    return SimulatedRequest(shape, made[0], replicas=tuple(choices))
+    programs = [device_programs(spec, replica, shape) for replica in plan.replicas]
+    choices = (ReplicaPrograms(p, simulate(naming, spec, shape, p, cluster).seconds) for p in programs)
+    return SimulatedRequest(shape, programs[0], replicas=tuple(choices))
 
 
 def simulate_throughput(
     naming: TopicNames, spec: Spec, request: SimulatedRequest, cluster: Cluster, in_flight: int, requests: int
 ) -> Throughput:
-    """Return latency and throughput of so many requests like this one, of whole Programs; raises as `play` does.
+    """Return latency and throughput of `requests` copies of a request, for each replica; the Programs have all layers.
 
-    Of replicas, so many requests for each of them.
+    Raises as `simulate_requests` does.
     """
     several = len(request.choices)
     runs = simulate_requests(naming, spec, (request,) * (requests * several), cluster, in_flight).runs

@@ -176,12 +176,22 @@ def load_first() -> jit.Warm:
 
 
 def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
-    """Compile what is missing behind the agent's work, one kernel after the other, and load it.
+    """Load the kernels that are left and compile what the cache lacks behind the agent's work, one after the other.
 
-    Threads that need one of these kernels meanwhile wait. tell, rest: as of `fill_cache`.
+    Threads that need a kernel that is being compiled wait for it. tell, rest: as of `fill_cache`; rest also gets the
+    processor seconds of each kernel that was loaded.
     """
+    jobs = _jobs("all")
+    for job in jobs:
+        if not job.dispatcher.signatures and job.done():
+            begun_s = time.thread_time()
+            with suppress(RuntimeError):  # another thread has loaded it since the look, and nothing compiles it again
+                job.compile()
+            rest(time.thread_time() - begun_s)
     jit.compile_all(lambda: fill_cache("behind", tell, rest=rest))
     tape.prepare()
+    for job in jobs:
+        job.dispatcher.disable_compile()
     return jit.warm()
 
 

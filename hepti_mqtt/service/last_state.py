@@ -1,4 +1,4 @@
-"""What a planner that is asked to stop leaves to the next one of its site: plans, and texts of kept KV caches."""
+"""The file that a planner leaves to the next one of its site: plans, and texts of kept KV caches."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ def save_state(
         log.warning("plans and texts of KV caches are not saved: %s", error.strerror or error)
 
 
-def take_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> LastState:
-    """Return what the last planner has left, and delete its file; texts of a model that has changed are dropped."""
+def read_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> LastState:
+    """Return the state that the last planner left; texts of a model that has changed are dropped.
+
+    The file stays until this planner has a plan of its own: a start that fails must not cost the next one its plan.
+    """
     path = directory / FILE
     try:
         data = path.read_bytes()
-        path.unlink()
         checksum, body = data[: hashlib.sha256().digest_size], data[hashlib.sha256().digest_size :]
         if hashlib.sha256(body).digest() != checksum:
             raise ValueError("it is damaged")
@@ -64,7 +66,7 @@ def take_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logg
     except FileNotFoundError:
         return LastState()
     except (OSError, ValueError, msgpack.UnpackException) as error:
-        log.warning("dropped what the last planner has left, %s: %s", path, error)
+        log.warning("the state of the last planner is not used, %s: %s", path, error)
         return LastState()
     recalled = {
         n: read_recalled(record, n, checkpoints[n].spec)[1] for n, record in records.items() if n in checkpoints

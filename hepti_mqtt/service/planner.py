@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from secrets import token_bytes
@@ -37,6 +37,7 @@ from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.fleet import BrokerWatch, LastWillDebounce
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES
 from hepti_mqtt.runtime.machinery import Publish
@@ -52,7 +53,7 @@ from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
-from hepti_mqtt.service.last_state import save_state, take_state
+from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
 from hepti_mqtt.service.served import Served
@@ -196,8 +197,9 @@ class _Planner:
         self.session = _coordinator(config, start, models)
         self.checkpoints = {name: model.checkpoint for name, model in models.items()}
         self.state = state_directory(config.site, config.state_dir)
-        self.last = take_state(self.state, self.checkpoints, self.log)
+        self.last = read_state(self.state, self.checkpoints, self.log)
         self.session.recall_texts(self.last.texts)
+        self.has_served = False  #: a plan was active, so the state of the last planner is replaced
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
         self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
@@ -492,7 +494,8 @@ class _Planner:
                 served.close()
         if self.failure is not None:
             raise self.failure
-        save_state(self.state, self.session.last_plans(), self.session.held_texts(), self.checkpoints, self.log)
+        if self.has_served:
+            self._save_state(self.session.held_texts())
 
     def _connect(
         self, link: BrokerConnection | HeartbeatInbox | RequestChannel | HomeAssistant, stop: threading.Event
@@ -630,7 +633,11 @@ class _Planner:
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
+        before = self.shown.get(shown.model)
         self.shown[shown.model], self.unused = shown, unused
+        if shown.active is not None and (before is None or before.active != shown.active):
+            self.has_served = True
+            self._save_state(())  # texts only at the end: until then they change with every request
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
         machines, zero_s = self.session.fleet.machines(), time.time() - now
@@ -643,6 +650,11 @@ class _Planner:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
             plans = [self.shown[name].active if name in self.shown else None for name in self.models]
             self.channel.set_sharing(None not in plans)  # a request that fails here would be answered elsewhere
+
+    def _save_state(self, texts: Iterable[HeldText]) -> None:
+        """Keep the plans for the next planner, those of models that have not served yet too."""
+        plans = {**self.last.plans, **self.session.last_plans()}
+        save_state(self.state, plans, texts, self.checkpoints, self.log)
 
     def _connected(self) -> None:
         """Publish everything retained again after every connection: the broker may have lost it."""

@@ -172,6 +172,7 @@ class Searches:
             decision = group.search_history.learn(event.decision, search)
             if plans.active is not None and event.active is not None:
                 plans.active.reprice(event.active, decision.cluster)
+            self._price_recalled(group)
             out = self._move(group, search, decision, now)
         rules = SEARCHES[search.origin]
         if (
@@ -255,8 +256,17 @@ class Searches:
 
     # -- between searches -------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _price_recalled(group: PlanGroup) -> None:
+        """Price an active plan of an earlier planner by a search that began during its load: the rule needs a price."""
+        record = group.plans.active
+        if record is not None and not record.is_priced:
+            for known in group.search_history.candidates:
+                record.reprice(known.candidate, known.cluster)
+
     def judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Judge the active plan by the estimates of now; want a search if a better plan may exist."""
+        self._price_recalled(group)
         if not self._moves.is_due(group, now):
             return []
         estimates, plans = self._fleet.estimates, group.plans

@@ -614,6 +614,7 @@ def run_local(
                 slots[slot] = np.empty(program.slots[slot].shape, NUMPY_DTYPE[program.slots[slot].dtype])
             arrays: list[Any] = [slots[slot] for slot in stretch.tape.slots]
             stretch.tape.run(arrays, np.empty(stretch.tape.nbytes, np.uint8))
+            del stretch  # its weights, before the next op's
         for slot in template.effects[place].freed_slots:
             if slot not in states:
                 slots[slot] = None

@@ -15,8 +15,8 @@ STEP_S = 0.002  # of one tile
 class Device:
     """Runs of 1 s, one every `period_s`, of which the device computes the first part and waits in the rest."""
 
-    def __init__(self, period_s: float, computes: float, throttled: bool) -> None:
-        self.budget = Budget(throttled)
+    def __init__(self, period_s: float, computes: float, quota_cores: float | None = None) -> None:
+        self.budget = Budget(quota_cores)
         self.period_s, self.computes = period_s, computes
         self.taken = {"computing": 0.0, "waiting": 0.0, "between": 0.0}
 
@@ -42,32 +42,34 @@ class Device:
 
 
 def test_a_device_without_runs_loads_at_full_speed() -> None:
-    for throttled in (False, True):
-        device = Device(1.0, 1.0, throttled)
+    for quota_cores in (None, 0.25):
+        device = Device(1.0, 1.0, quota_cores)
         device.phase("between", False, True, 0.0, 10.0)
         assert device.taken["between"] == pytest.approx(10.0, rel=0.01)
 
 
 def test_while_ops_run_background_work_takes_its_part_and_no_more() -> None:
-    device = Device(1.0, 1.0, False)
+    device = Device(1.0, 1.0)
     device.serve(60)
     assert device.taken["computing"] == pytest.approx(BACKGROUND_SHARE * 60, rel=0.1)
     assert device.taken["computing"] <= BACKGROUND_SHARE * 60 + KEPT_S + STEP_S
 
 
 def test_what_runs_leave_is_free_and_is_taken_off_nothing() -> None:
-    device = Device(2.0, 0.6, False)
+    device = Device(2.0, 0.6)
     device.serve(60)
     assert device.taken["waiting"] == pytest.approx(0.4 * 60, rel=0.02)
     assert device.taken["between"] == pytest.approx(60, rel=0.02)
     assert device.taken["computing"] == pytest.approx(BACKGROUND_SHARE * 60, rel=0.15)
 
 
-def test_under_a_quota_neither_waits_nor_the_time_between_requests_are_free() -> None:
-    device = Device(2.0, 0.6, True)
+@pytest.mark.parametrize("quota_cores", [0.25, 1.0, 2.0])
+def test_under_a_quota_neither_waits_nor_the_time_between_requests_are_free(quota_cores: float) -> None:
+    device = Device(2.0, 0.6, quota_cores)
     end_s = device.serve(60)
-    assert sum(device.taken.values()) <= BACKGROUND_SHARE * 120 + KEPT_S + STEP_S
-    assert sum(device.taken.values()) >= BACKGROUND_SHARE * 100
+    runs_lose_s = sum(device.taken.values()) / min(quota_cores, 1.0)  # processor seconds take longer under a quota
+    assert runs_lose_s <= BACKGROUND_SHARE * 120 + KEPT_S + STEP_S / min(quota_cores, 1.0)
+    assert runs_lose_s >= BACKGROUND_SHARE * 100
     before = device.taken["between"]
     device.phase("between", False, True, end_s, end_s + 10)
     assert device.taken["between"] - before >= 8, "no run came when one was expected: requests may wait for this load"

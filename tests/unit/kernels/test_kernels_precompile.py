@@ -87,6 +87,38 @@ def test_without_a_place_to_write_to_nothing_is_locked(tmp_path):
             pass
 
 
+class CachedKernel:
+    """A kernel as the compile cache knows it: `load` notes the order."""
+
+    def __init__(self, name, story, *, is_loaded=False):
+        self.name, self.story = name, story
+        self.py_func, self.signatures = lambda: None, [()] if is_loaded else []
+        self.py_func.__name__ = name
+        self.may_compile = True
+
+    def compile(self, _arguments):
+        self.story.append(self.name)
+
+    def disable_compile(self):
+        self.may_compile = False
+
+
+def test_kernels_of_the_cache_are_loaded_one_at_a_time_and_the_budget_is_asked_after_each(monkeypatch):
+    story = []
+    kernels = [CachedKernel("a", story), CachedKernel("loaded", story, is_loaded=True), CachedKernel("missing", story)]
+    kernels.append(CachedKernel("b", story))
+    monkeypatch.setattr(jit, "registered", [(kernel, ()) for kernel in kernels])
+    monkeypatch.setattr(jit, "in_cache", lambda kernel, _arguments: kernel.name != "missing")
+    monkeypatch.setattr(jit, "compile_all", lambda _before: story.append("the rest"))
+    monkeypatch.setattr(jit, "warm", lambda: jit.Warm(1, 3))
+    monkeypatch.setattr(tape, "wrapper_in_cache", lambda _kernel: True)
+    monkeypatch.setattr(tape, "wrapper_of", lambda _kernel: None)
+    monkeypatch.setattr(tape, "prepare", lambda: None)
+    assert precompile.load_rest(lambda *_: None, lambda _seconds: story.append("budget")) == (1, 3)
+    assert story == ["a", "budget", "b", "budget", "the rest"]
+    assert not any(kernel.may_compile for kernel in kernels)
+
+
 # Not beside other tests, whose processes write to the same cache; `make kernels` checks it before each suite.
 @pytest.mark.nightly
 @compiled_only

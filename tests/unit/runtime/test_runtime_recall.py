@@ -82,6 +82,24 @@ def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
     site.pass_by(3)
 
 
+@pytest.mark.parametrize("is_loaded_first", [True, False])
+def test_a_plan_that_loads_during_the_whole_search_is_compared_with_others(is_loaded_first: bool) -> None:
+    site = restarted(recalled_from(settled("a", "b", pins=ROW)), "a", "b", pins=ROW)
+    site.event(solve(site.solves[-1]))
+    site.pass_by(12, 0.5)
+    whole = site.solves[-1]
+    assert (whole.kind, whole.active) == (SearchKind.WHOLE, None)
+    if is_loaded_first:
+        site.ready()
+    site.event(solve(whole))
+    site.ready()
+    site.tick(0.2)
+    record = site.session.groups.default("m").plans.active
+    assert record is not None
+    assert record.is_priced
+    assert site.session.groups.default("m").judgement.judged_s >= record.begun_s
+
+
 @pytest.mark.parametrize("why", ["a device is away", "other pins", "a plan that cannot be", "no record"])
 def test_where_it_cannot_be_had_a_search_begins_as_ever(why: str) -> None:
     found = recalled_from(settled("a", "b", pins=ROW))

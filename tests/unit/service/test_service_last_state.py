@@ -1,4 +1,4 @@
-"""What a planner leaves to the next one: texts and plans come back once, unless the file or the model has changed."""
+"""The state that a planner leaves to the next one: read again until it is replaced, and only for the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.service import last_state
-from hepti_mqtt.service.last_state import FILE, LastState, save_state, take_state
+from hepti_mqtt.service.last_state import FILE, LastState, read_state, save_state
 
 LOG = logging.getLogger("test")
 PLAN = Plan("tiny", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5)
@@ -41,14 +41,16 @@ def described(state: LastState) -> tuple[object, ...]:
     return state.plans, [(t.session, t.ids.tolist(), t.model) for t in state.texts]
 
 
-def test_texts_and_plans_come_back_once(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+def test_texts_and_plans_stay_until_they_are_replaced(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
     models = {"tiny": checkpoints[0], "tiny.image": checkpoints[1]}
     saved(tmp_path, models)
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
-    plans, texts = described(take_state(tmp_path, models, LOG))
-    assert plans == {"tiny": Recalled(PLAN, {"a": 9})}
-    assert texts == [((PlanVersion(4, 2), n), list(range(-3, 9 + n)), "tiny") for n in (5, 3)]
-    assert take_state(tmp_path, models, LOG) == LastState()
+    for _start in range(2):  # the first one failed before it had a plan
+        plans, texts = described(read_state(tmp_path, models, LOG))
+        assert plans == {"tiny": Recalled(PLAN, {"a": 9})}
+        assert texts == [((PlanVersion(4, 2), n), list(range(-3, 9 + n)), "tiny") for n in (5, 3)]
+    save_state(tmp_path, {"tiny": Recalled(PLAN, {"a": 9})}, (), models, LOG)
+    assert described(read_state(tmp_path, models, LOG)) == (plans, [])
 
 
 def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
@@ -58,7 +60,7 @@ def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path: Path, che
         ({"tiny": one, "tiny.image": one}, {"tiny": one, "tiny.image": other}),
     ):
         saved(tmp_path, before)
-        assert take_state(tmp_path, after, LOG).texts == ()
+        assert read_state(tmp_path, after, LOG).texts == ()
 
 
 @pytest.mark.parametrize("fault", ["a changed byte", "empty", "another format", "another version"])
@@ -73,5 +75,4 @@ def test_a_file_that_is_not_this_planners_is_dropped(
         (tmp_path / FILE).write_bytes(data if fault == "a changed byte" else b"")
     monkeypatch.setattr(last_state, "FORMAT", 2 if fault == "another format" else 1)
     monkeypatch.setattr(last_state, "__version__", "9" if fault == "another version" else last_state.__version__)
-    assert take_state(tmp_path, models, LOG) == LastState()
-    assert not (tmp_path / FILE).exists()
+    assert read_state(tmp_path, models, LOG) == LastState()
