@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
 from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
-from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.jit import JIT, release_compiler
 from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
 from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.program import (
@@ -615,6 +615,7 @@ def run_local(
             arrays: list[Any] = [slots[slot] for slot in stretch.tape.slots]
             stretch.tape.run(arrays, np.empty(stretch.tape.nbytes, np.uint8))
             del stretch  # its weights, before the next op's
+            release_compiler()
         for slot in template.effects[place].freed_slots:
             if slot not in states:
                 slots[slot] = None
