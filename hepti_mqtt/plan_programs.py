@@ -383,6 +383,24 @@ def _resident_weights(spec: Spec, divided: PlanKey, device: str) -> tuple[Weight
     return tuple(narrow_weight(ref, plan.weight_dtype) for ref in refs)
 
 
+def resident_counts(spec: Spec, plan: Plan, device: str) -> Mapping[WeightRef, int]:
+    """Return `resident_weights` with one range for equal ranges of several layers, and the number of these layers.
+
+    The last ones are kept.
+    """
+    return _resident_counts(spec, PlanKey(plan.for_device(device)), device)
+
+
+@lru_cache(maxsize=KEPT_RESIDENTS)
+def _resident_counts(spec: Spec, divided: PlanKey, device: str) -> Mapping[WeightRef, int]:
+    plan = divided.plan
+    parts = [part for wide in covering_plans(spec, plan) for part in lowered_for_longest(spec, wide, device)]
+    if len({part.repeat for part in parts}) > 1:
+        return dict.fromkeys(_resident_weights(spec, divided, device), 1)
+    counts = {ref: times for part in parts for ref, times in part.weight_counts(device).items()}
+    return {narrow_weight(ref, plan.weight_dtype): times for ref, times in counts.items()}
+
+
 def sources_of(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return the devices that send to this device in any request's Program."""
     own = plan.for_device(device)

@@ -6,7 +6,7 @@ A block is `block` consecutive values of a stored row [out, in], in `block_bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -94,6 +94,10 @@ class StoredRows(NamedTuple):
     def values(self) -> Floats:
         """Return the values, f32 [k, n]."""
         return np.asarray(self.storage.rows(self.raw).T, np.float32)
+
+
+#: Parts of a tensor, each with its first row and column: values f32 or f16, or columns in blocks.
+Tiles = Iterable[tuple[npt.NDArray[Any] | StoredRows, int, int]]
 
 
 def _half(raw: Octets, at: int) -> Floats:

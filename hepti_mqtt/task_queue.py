@@ -168,6 +168,10 @@ class LoweredTasks(Lowered):
         refs = (ref for name in self._parts(device) for ref in super(LoweredTasks, self).weight_refs(name))
         return tuple(dict.fromkeys(refs))
 
+    def weight_counts(self, device: str) -> dict[WeightRef, int]:
+        """Return the weight ranges of a device's Program, each alone."""
+        return dict.fromkeys(self.weight_refs(device), 1)
+
     def _parts(self, device: str) -> tuple[str, ...]:
         return (*([ROOT_PART] if device == self._plan.root else []), *self._tasks)
 

@@ -29,7 +29,7 @@ CONFIG: Final = "tokenizer_config.json"
 MAX_TEXT: Final = 1_000_000  # characters that a template may write
 MAX_ROUNDS: Final = 100_000  # of loops, and calls, in one text
 CALL: Final = "<tool_call>\n"  # of Hermes and Qwen
-_THOUGHTS: Final = ("</think>", "enable_thinking")  # of Qwen 3, DeepSeek R1 and those that follow them
+_THOUGHTS: Final = ("</think>", "enable_thinking")  # of Qwen 3, DeepSeek R1 and their successors
 _LLAMA: Final = '"parameters": '
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Stand for special tokens in what users wrote, while the template's own are looked for.
@@ -39,8 +39,8 @@ _OPEN, _CLOSE, _FIRST = "\ue000", "\ue001", 0xE100
 class ChatTemplate:
     """Turns messages into token ids; raises ModelError for a template that is broken or writes without end.
 
-    call_start: the ids behind which it writes a call of a tool; call_arguments: the call's key beside its name. thinks:
-    the model writes thoughts before its answer.
+    call_start: ids that begin a tool call; call_arguments: the key of a call's arguments. thinks: the model writes
+    thoughts before its answer.
     """
 
     def __init__(self, source: str, tools_source: str, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
@@ -50,8 +50,8 @@ class ChatTemplate:
         self._texts = tokenizer  # reads special tokens as text
         self._marked = Tokenizer.from_str(tokenizer.to_str())
         self._marked.encode_special_tokens = False
-        found = tokenizer.get_added_tokens_decoder().items()
-        self._special = {token.content: i for i, token in found if token.special and token.content}
+        tokens = tokenizer.get_added_tokens_decoder().items()
+        self._special = {token.content: i for i, token in tokens if token.special and token.content}
         longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first) or r"(?!)")
         self.call_start = (
@@ -86,13 +86,13 @@ class ChatTemplate:
             text = whole
         if not spelt:
             return list(self._marked.encode(text, add_special_tokens=False).ids)
-        found: list[int] = []
+        ids: list[int] = []
         at = 0
         for match in self._pattern.finditer(text):
-            found += self._plain(text[at : match.start()])
-            found.append(self._special[match[0]])
+            ids += self._plain(text[at : match.start()])
+            ids.append(self._special[match[0]])
             at = match.end()
-        return found + self._plain(text[at:])
+        return ids + self._plain(text[at:])
 
     def _plain(self, text: str) -> list[int]:
         shown = re.sub(f"{_OPEN}(.){_CLOSE}", self._show, text)
@@ -153,7 +153,7 @@ def _count_round() -> None:
 
 
 def _counted(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, each of which is a round of a loop."""
+    """Yield values; count a round of a loop for each."""
     for value in values:
         _count_round()
         yield value
@@ -178,7 +178,7 @@ def open_template(path: Path, extras: Mapping[str, Any], tokenizer: Tokenizer) -
     default = sources.get("default")
     with_tools = sources.get("tool_use", default)
     if not isinstance(default, str) or not isinstance(with_tools, str):
-        raise ModelError(f"{path}: chat_template is neither a text nor a list with one that is named default")
+        raise ModelError(f"{path}: chat_template is neither a text nor a list with an entry named default")
     named = {role: options[role] for role in _TOKENS if options.get(role) is not None}
     texts = {role: token["content"] if isinstance(token, Mapping) else token for role, token in named.items()}
     try:
@@ -211,10 +211,10 @@ def _compiled(source: str) -> Template:
         counted = staticmethod(_counted)
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            made = super()._parse(source, name, filename)
-            for loop in made.find_all(nodes.For):
+            tree = super()._parse(source, name, filename)
+            for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Call(nodes.EnvironmentAttribute("counted"), [loop.iter], [], None, None)
-            return made
+            return tree
 
         def call(self, context: Any, function: Any, /, *values: Any, **named: Any) -> Any:
             _count_round()

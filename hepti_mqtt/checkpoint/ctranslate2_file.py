@@ -2,8 +2,8 @@
 
 u32 version; string spec; u32 revision; u32 count; then of each variable: string name, u8 rank, u32 per dimension, u8
 type, u32 bytes, data; then u32 aliases, each two strings. All little-endian; a string is its u16 length, with a final
-zero byte, then its bytes. Matrices that were joined by their rows are given apart, under the names of the original.
-A matrix in int8 has a scale per row beside it, by which it was multiplied.
+zero byte, then its bytes. Joined matrices are split by rows, under the original's names.
+An int8 matrix has a second variable with the scale that multiplied each row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ACTIVATIONS: Final = {0: "relu", 1: "gelu_new", 2: "silu", 3: "gelu"}
 
 
 class _Variable(NamedTuple):
-    name: str  # its own, where it has others
+    name: str  # not an alias
     shape: tuple[int, ...]
     dtype: str
     offset: int
@@ -49,17 +49,17 @@ class _Variable(NamedTuple):
 
 
 class CTranslate2File(RowsFile):
-    """An open model.bin; config: config.json with what the file itself says, in the words of the original's.
+    """An open model.bin; config: config.json with the file's own sizes under the original's keys.
 
-    Raises ModelError for a file that is none, or truncated, UnsupportedModelError for another version or model.
+    Raises ModelError for another format or a truncated file, UnsupportedModelError for another version or model.
     """
 
-    def __init__(self, path: Path, beside: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, own: Mapping[str, Any]) -> None:
         super().__init__(path)
         try:
             self._variables = self._read_variables()
             self.tensors = dict(self._named())
-            self.config = {**beside, **self._sizes()}
+            self.config = {**own, **self._sizes()}
         except (struct.error, KeyError, IndexError, UnicodeDecodeError, ValueError) as error:
             self.close()
             raise ModelError(
@@ -84,24 +84,24 @@ class CTranslate2File(RowsFile):
         if (spec := _text(take)) != _SPEC:
             raise UnsupportedModelError(f"{self.path} is a {spec[:80]} of CTranslate2; {_SPEC} is supported alone")
         _, count = take.numbers("<II")
-        found: dict[str, _Variable] = {}
+        variables: dict[str, _Variable] = {}
         for _ in range(min(count, _MOST)):
             name = _text(take)
             (rank,) = take.numbers("<B")
             *dims, kind, nbytes = take.numbers(f"<{rank}IBI")
             dtype, stored = _TYPES[kind]
-            found[name] = _Variable(name, tuple(dims), dtype, take.at, np.dtype(stored).itemsize)
+            variables[name] = _Variable(name, tuple(dims), dtype, take.at, np.dtype(stored).itemsize)
             if prod(dims) * np.dtype(stored).itemsize != nbytes:
                 raise ValueError(f"{name[:80]} of {dims} has {nbytes} bytes")
             take.skip(nbytes)
         for _ in range(min(take.numbers("<I")[0], _MOST)):
             alias, name = _text(take), _text(take)
-            found[alias] = found[name]
-        return found
+            variables[alias] = variables[name]
+        return variables
 
     def _scalar(self, name: str) -> int:
-        found = self._variables[name]
-        return int(np.frombuffer(self.pread(found.offset, found.itemsize), f"<i{found.itemsize}")[0])
+        variable = self._variables[name]
+        return int(np.frombuffer(self.pread(variable.offset, variable.itemsize), f"<i{variable.itemsize}")[0])
 
     # -- as the original ----------------------------------------------------------------------------------------------
 
@@ -117,10 +117,10 @@ class CTranslate2File(RowsFile):
                 continue
             rows = variable.shape[0] // len(parts)
             for place, part in enumerate(parts):
-                made = self._reader(name, variable, place, rows)
+                reader = self._reader(name, variable, place, rows)
                 if len(parts) == 1:
-                    whole[variable.name] = made
-                yield part, made
+                    whole[variable.name] = reader
+                yield part, reader
 
     def _reader(self, name: str, variable: _Variable, place: int, rows: int) -> TensorReader:
         """Return a part of a variable, of as many rows as the others."""
@@ -159,7 +159,7 @@ class CTranslate2File(RowsFile):
                 raise UnsupportedModelError(f"{self.path}: {name} {self._scalar(name)} is not supported")
         activation = self._scalar("decoder/activation")
         if activation not in _ACTIVATIONS:
-            raise UnsupportedModelError(f"{self.path}: activation {activation} of CTranslate2 is not known")
+            raise UnsupportedModelError(f"{self.path}: activation {activation} of CTranslate2 is unknown")
         return {
             "architectures": ["WhisperForConditionalGeneration"],
             "model_type": "whisper",
@@ -210,12 +210,12 @@ _OTHERS: Final[Mapping[str, str]] = {
 
 
 def _original(name: str) -> tuple[str, ...]:
-    """Return the names of the original of which a variable has the rows; none of what is no tensor of it."""
+    """Return the names of the original tensors in a variable's rows; none for other variables."""
     if name in _OTHERS:
         return (_OTHERS[name],)
-    if (found := _LAYER.fullmatch(name)) is None:
+    if (match := _LAYER.fullmatch(name)) is None:
         return ()
-    side, layer, block, part, end = found.groups()
+    side, layer, block, part, end = match.groups()
     end = _ENDS.get(end, end)
     return tuple(f"model.{side}.layers.{layer}.{p}.{end}" for p in _PARTS.get((block, part), ()))
 

@@ -10,7 +10,7 @@ _READ: Final = 1 << 16  # bytes that are read at once
 
 
 class Cursor:
-    """A place in a file of `end` bytes, of which pread(offset, count) returns some.
+    """A place in a file of `end` bytes, read by pread(offset, count).
 
     Raises ValueError for what would lie beyond the end, before anything of its size is read.
     """

@@ -55,9 +55,9 @@ from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, TileLocation, tile_hash, tile_shape
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
-from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows
+from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows, Tiles
 
-# What spec, tokenizer and requests ask of a directory beside config.json; the last is sentence-transformers' pooling.
+# JSON files that spec, tokenizer and requests read; the last pattern is sentence-transformers' pooling.
 _EXTRAS: Final = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -123,7 +123,7 @@ class Checkpoint:
         if weights is not None:
             self._tensors = {s: self._quantised(s, tensor, weights) for s, tensor in self._tensors.items()}
         if isinstance(self.spec.input_spec, TextInput) and self.has_tokenizer:
-            self._check_padding()  # and what is wrong with the tokenizer is said now, not at the first request
+            self._check_padding()  # errors of the tokenizer are raised now, not at the first request
         #: Rows of a tensor that tiles were last cut from, the last one last, by tensor and first row.
         self._bands: OrderedDict[tuple[TensorSource, int], npt.NDArray[Any]] = OrderedDict()
 
@@ -138,7 +138,7 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open the directory `path`, or a GGUF or ONNX file.
 
-        model: its name on the site, by default made from the path's.
+        model: its name on the site, by default from the path.
 
         part: which one of the models in the directory (`model_parts`), by default the first.
 
@@ -156,8 +156,8 @@ class Checkpoint:
         refuse_pointers([root / "tokenizer.json"])
         extras = _extras(root)
         if onnx is not None:
-            beside = root / "config.json"
-            net = onnx_file.OnnxFile(onnx, read_json(beside) if beside.is_file() else {})
+            described = root / "config.json"
+            net = onnx_file.OnnxFile(onnx, read_json(described) if described.is_file() else {})
             return cls(path, name, net.config, extras, [net], weights=weights, cache=cache)
         if gguf is not None:
             file = gguf_file.GgufFile(gguf)
@@ -181,8 +181,8 @@ class Checkpoint:
         opening = _opening(path)
         config = read_json(described) if described.is_file() or opening is not None else {}
         if opening is None and (converted := ctranslate2_file.find(path)) is not None:
-            made = ctranslate2_file.CTranslate2File(converted, config)
-            return cls(path, name, made.config, extras, [made], weights=weights, cache=cache)
+            converted_file = ctranslate2_file.CTranslate2File(converted, config)
+            return cls(path, name, converted_file.config, extras, [converted_file], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
         whole, scores = config, matching(config)
@@ -217,13 +217,16 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def tensors(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Return all tensors by canonical name: f32, [in, out]; each is read when asked for, and not kept."""
-        return _Tensors(self._tensors)
+    def tensors(self, banded: bool = False) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Return all tensors by canonical name: f32, [in, out]; each access reads the tensor again.
 
-    def tensors_as_stored(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        banded: large matrices read a band of rows at a time; they only multiply from the right and look rows up.
+        """
+        return _Tensors(self._tensors, banded)
+
+    def tensors_as_stored(self, banded: bool = False) -> Mapping[str, npt.NDArray[np.float32]]:
         """Return all tensors as `tensors` does, before they are quantised."""
-        return _Tensors(self._as_stored)
+        return _Tensors(self._as_stored, banded)
 
     @cached_property
     def quantisation(self) -> Quantisation | None:
@@ -244,6 +247,13 @@ class Checkpoint:
     def weights(self) -> Mapping[str, npt.NDArray[np.float32] | StoredRows]:
         """Return all tensors as devices get them: as `tensors` does, but matrices in the blocks of the file."""
         return _Weights(self._tensors)
+
+    def tiles(self, words: Collection[int]) -> Mapping[str, Tiles]:
+        """Return bands of rows of all tensors, as devices get them; of a table of words only rows of `words`.
+
+        words: numbers that a request brings; a token of another type is id + type x vocabulary.
+        """
+        return _Bands(self._tensors, words)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -324,10 +334,10 @@ class Checkpoint:
         return None if self._scores is None else self._scores.similarity(self._number)
 
     def _number(self, name: str) -> float:
-        found = self._stored.get(name)
-        if found is None or not found.is_float or prod(found.shape) != 1:
+        tensor = self._stored.get(name)
+        if tensor is None or not tensor.is_float or prod(tensor.shape) != 1:
             raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
-        return float(found.read(0, 1, 1)[0, 0])
+        return float(tensor.read(0, 1, 1)[0, 0])
 
     def _refuse_unread(self) -> None:
         """Raise UnsupportedModelError if a stored tensor is not read: what it adds would be missing in answers."""
@@ -362,7 +372,7 @@ class Checkpoint:
         )
 
     def _check_padding(self) -> None:
-        """Raise ModelError if texts have the padding id, which a model skips whose positions begin after it."""
+        """Raise ModelError if texts have the padding id and positions begin after it: the model would skip it."""
         stem = self.spec.text if isinstance(self.spec, ModelSpec) else None
         used = {*self.texts.tokenizer.encode("a").ids, self.texts.mask}
         if stem is not None and stem.position_offset and stem.position_offset - 1 in used:
@@ -402,7 +412,7 @@ class Checkpoint:
 
     @cached_property
     def text_rules(self) -> TextRules:
-        """Return what is done with a text before the tokenizer: nothing, but for sentence embeddings."""
+        """Return the changes of texts before the tokenizer, none except for sentence embeddings."""
         return text_rules(self.extras) if self.spec.head.task == "embedding" else TextRules()
 
     @cached_property
@@ -447,15 +457,18 @@ class Checkpoint:
         return self.texts.mask
 
 
-class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
-    """Canonical tensors, read when asked for."""
+class _Tensors(Mapping[str, Any]):
+    """Canonical tensors; each access reads one. banded: large matrices are `_Banded`."""
 
-    def __init__(self, stored: Mapping[TensorSource, TensorReader]) -> None:
+    def __init__(self, stored: Mapping[TensorSource, TensorReader], banded: bool = False) -> None:
         self._by_name = {source.name: (source, tensor) for source, tensor in stored.items()}
+        self._banded = banded
 
-    def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
+    def __getitem__(self, name: str) -> Any:
         source, tensor = self._by_name[name]
         rows, columns = source.matrix_shape
+        if self._banded and 4 * rows * columns > _BANDS_BYTES:
+            return _Banded(tensor, (rows, columns), source.transposed)
         array = tensor.read(0, rows, columns).astype(np.float32, copy=False)
         return array.T if source.transposed else array.reshape(source.shape)
 
@@ -467,13 +480,68 @@ class _Tensors(Mapping[str, npt.NDArray[np.float32]]):
 
 
 class _Weights(_Tensors):
-    """The same, but for matrices in blocks."""
+    """The same, with matrices in the blocks of the file."""
 
     def __getitem__(self, name: str) -> Any:
         source, tensor = self._by_name[name]
         if tensor.raw is None or not source.transposed:
             return super().__getitem__(name)
         return StoredRows(STORAGES[tensor.dtype], tensor.raw(0, *source.matrix_shape))
+
+
+class _Bands(_Tensors):
+    """The same, each as bands of stored rows with their first row and column."""
+
+    def __init__(self, stored: Mapping[TensorSource, TensorReader], words: Collection[int]) -> None:
+        super().__init__(stored)
+        self._words = words
+
+    def __getitem__(self, name: str) -> Any:
+        source, tensor = self._by_name[name]
+        rows, columns = source.matrix_shape
+        bands = _bands(rows, columns)
+        if name in (WORDS, HEAD):
+            bands = [(word, word + 1) for word in sorted({word % rows for word in self._words})]
+        for start, stop in bands:
+            if tensor.raw is not None and source.transposed:
+                yield StoredRows(STORAGES[tensor.dtype], tensor.raw(start, stop, columns)), 0, start
+            else:
+                band = tensor.read(start, stop, columns).astype(np.float32, copy=False)
+                yield (band.T, 0, start) if source.transposed else (band, start, 0)
+
+
+class _Banded:
+    """A matrix that stays in its file: products from the left and rows read a band at a time."""
+
+    __array_ufunc__ = None  # `x @ matrix` calls `__rmatmul__`
+
+    def __init__(self, tensor: TensorReader, stored_shape: tuple[int, int], transposed: bool) -> None:
+        self._tensor, self._stored_shape, self._transposed = tensor, stored_shape, transposed
+
+    @property
+    def T(self) -> _Banded:  # noqa: N802 (an array's name)
+        """Return the transpose."""
+        return _Banded(self._tensor, self._stored_shape, not self._transposed)
+
+    def __rmatmul__(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self._transposed:
+            return np.concatenate([x @ self._read(*band).T for band in _bands(*self._stored_shape)], axis=-1)
+        products = [x[..., slice(*band)] @ self._read(*band) for band in _bands(*self._stored_shape)]
+        return np.asarray(np.sum(products, axis=0))
+
+    def __getitem__(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self._transposed:
+            raise TypeError("rows of a transposed matrix are not stored together; use a product")
+        return np.concatenate([self._read(row, row + 1) for row in rows.tolist()])
+
+    def _read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._tensor.read(start, stop, self._stored_shape[1]).astype(np.float32, copy=False)
+
+
+def _bands(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Return first and last rows of bands that fit into `_BANDS_BYTES` as f32."""
+    height = max(_BANDS_BYTES // (4 * max(columns, 1)), 1)
+    return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
 def model_name(path: Path) -> str:
@@ -509,7 +577,7 @@ def described_spec(path: str | Path, weights: Quantised | None = None, cache: Ca
 
 
 def _extras(root: Path) -> dict[str, Any]:
-    """Return the JSON files of a directory beside config.json, by relative name."""
+    """Return the other JSON files of a directory by relative name."""
     files = (file for pattern in _EXTRAS for file in sorted(root.glob(pattern)))
     return {file.relative_to(root).as_posix(): read_json(file) for file in files}
 
@@ -530,7 +598,7 @@ def _kept_as(spec: Spec, weights: Quantised | None, cache: CacheDtype) -> Spec:
 
 
 def _plausible_spec(path: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Spec:
-    """Return the spec of a directory; raises UnsupportedModelError for one that every device would refuse."""
+    """Return the spec of a directory; raises UnsupportedModelError if every device would refuse it."""
     spec = spec_from_config(config, extras)
     try:
         check_spec(spec.to_dict())
@@ -596,13 +664,13 @@ def _located(source: TensorSource, place: TileLocation) -> _Tile:
 
 
 def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mapping[TensorSource, TensorReader]:
-    """Return the stored tensor of each source; raises ModelError naming those that are missing or of another shape."""
-    found: dict[TensorSource, TensorReader] = {}
+    """Return the stored tensor of each source; raises ModelError for missing tensors and other shapes."""
+    matched: dict[TensorSource, TensorReader] = {}
     missing: dict[str, None] = {}
     wrong: dict[str, None] = {}
     for source in tensor_sources(spec):
         if not source.stored:
-            found[source] = zeros_reader(source.stored_shape)
+            matched[source] = zeros_reader(source.stored_shape)
             continue
         name = next((name for name in source.stored if name in stored), source.primary_name)
         place = source.place_in(stored)
@@ -618,18 +686,18 @@ def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mappin
                 dtype = stored[part].dtype
                 wrong[f"{part} has the dtype {dtype}, which is not supported (F32, F16, BF16, F64 are)"] = None
         if name in stored:
-            found[source] = fold_batch_norm(source, stored, name)
+            matched[source] = fold_batch_norm(source, stored, name)
     if missing:
         raise ModelError(f"{path} lacks {_shortened(missing)}; {_why_missing(next(iter(missing)), stored)}")
     if wrong:
         raise ModelError(f"{path}: {_shortened(wrong)}; config.json and the weights must be of the same model")
-    if not found:
+    if not matched:
         raise ModelError(f"{path} has no weights; export the model with its weights")
-    return found
+    return matched
 
 
 def _why_missing(name: str, stored: Collection[str]) -> str:
-    """Return what to do about a tensor that is missing, by the names of those that are there."""
+    """Return what to do about a missing tensor, by the names of stored tensors."""
     if any(".base_layer." in other for other in stored):
         return "it has an adapter in it, which must be merged: model.merge_and_unload().save_pretrained(DIR)"
     longer = next((other for other in stored if other.endswith(f".{name}")), None)

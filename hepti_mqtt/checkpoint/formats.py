@@ -43,23 +43,23 @@ _CONVERT: Final = (
 
 
 def model_directory(path: Path) -> Path:
-    """Return the directory or file that a path means: `~` expanded, of a folder in Hugging Face's cache its snapshot.
+    """Return a path with `~` expanded; a folder of Hugging Face's cache becomes its snapshot.
 
-    Raises ModelError for a cache folder with several snapshots of which none is the main one, or without any.
+    Raises ModelError for a cache folder without a snapshot, or with several and no main one.
     """
     path = path.expanduser()
     snapshots = path if path.name == "snapshots" else path / "snapshots"
     if (path / "config.json").exists() or not snapshots.is_dir():
         return path
-    found = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
+    copies = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
     main = snapshots.parent / "refs" / "main"
     current = snapshots / main.read_text(errors="replace").strip() if main.is_file() else None
-    if current in found:
+    if current in copies:
         return current
-    if len(found) != 1:
-        listed = ", ".join(str(entry) for entry in found[:4]) or "none is there: download the model again"
+    if len(copies) != 1:
+        listed = ", ".join(str(entry) for entry in copies[:4]) or "none is there: download the model again"
         raise ModelError(f"{path} is a folder of Hugging Face's cache; give one of its snapshots ({listed})")
-    return found[0]
+    return copies[0]
 
 
 def repository_name(path: Path) -> str:
@@ -75,7 +75,7 @@ def has_safetensors(directory: Path) -> bool:
 
 
 def is_pointer(path: Path) -> bool:
-    """Return whether a file is what Git leaves in place of a large file that it has not fetched."""
+    """Return whether a file is a Git LFS pointer."""
     try:
         if path.stat().st_size > _POINTER_BYTES:
             return False
@@ -86,17 +86,17 @@ def is_pointer(path: Path) -> bool:
 
 
 def refuse_pointers(paths: Sequence[Path]) -> None:
-    """Raise ModelError, which names them, if any of these files is a Git LFS pointer."""
-    found = [path for path in paths if is_pointer(path)]
-    if found:
-        what = "is a Git LFS pointer, not the file itself" if len(found) == 1 else "are Git LFS pointers, not files"
-        raise ModelError(f"{', '.join(map(str, found))} {what}; {_FETCH}")
+    """Raise ModelError with the names of files that are Git LFS pointers."""
+    pointers = [path for path in paths if is_pointer(path)]
+    if pointers:
+        what = "is a Git LFS pointer, not the file itself" if len(pointers) == 1 else "are Git LFS pointers, not files"
+        raise ModelError(f"{', '.join(map(str, pointers))} {what}; {_FETCH}")
 
 
 def explain_file(path: Path, needed_bytes: int | None = None) -> str:
-    """Return why a file cannot be read, as far as its first bytes and its size say, and what to do.
+    """Return why a file cannot be read, by its first bytes and size, and what to do.
 
-    needed_bytes: what its header says that it has.
+    needed_bytes: size by its header.
     """
     try:
         size = path.stat().st_size

@@ -81,19 +81,19 @@ def _first_part(path: Path) -> Path:
 class GgufFile(RowsFile):
     """An open GGUF file of an architecture that is read.
 
-    config, tokenizer, tokenizer_config: as the files of the original have them; tokenizer: None where the file has
-    none. Raises ModelError for a file that is none, or cut short, UnsupportedModelError for what is not read here.
+    config, tokenizer, tokenizer_config: as in the original's files; tokenizer: None without one. Raises ModelError for
+    another format or a truncated file, UnsupportedModelError for an unsupported model.
     """
 
     def __init__(self, path: Path, *, whole: bool = True) -> None:
-        """Open the file; whole: refuse one that ends before its tensors do."""
+        """Open the file; whole: refuse a file that ends before its tensors."""
         super().__init__(path)
         self._whole = whole
         self._others: list[RowsFile] = []
         self.tokenizer: dict[str, Any] | None = None
         self.tokenizer_config: dict[str, Any] = {}
         try:
-            self._metadata, self._found = self._read(self)
+            self._metadata, self._tensors = self._read(self)
             self._add_parts()
             self._refuse()
             self.config = self._config()
@@ -134,10 +134,10 @@ class GgufFile(RowsFile):
             metadata, tensors = self._read(file)
             if (metadata.get("split.no"), metadata.get("split.count")) != (number - 1, count):
                 raise ModelError(f"{path} is no part of this model; copy all its files again")
-            if twice := self._found.keys() & tensors.keys():
+            if twice := self._tensors.keys() & tensors.keys():
                 raise ValueError(f"{min(twice)} stands in two files")
-            self._found |= {name: tensor._replace(part=number - 1) for name, tensor in tensors.items()}
-        if self._metadata.get("split.tensors.count", len(self._found)) != len(self._found):
+            self._tensors |= {name: tensor._replace(part=number - 1) for name, tensor in tensors.items()}
+        if self._metadata.get("split.tensors.count", len(self._tensors)) != len(self._tensors):
             raise ModelError(f"{self.path} and its other files lack tensors; copy all of them again")
 
     def _read(self, file: RowsFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
@@ -161,7 +161,7 @@ class GgufFile(RowsFile):
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"an alignment of {align}")
         base = -(-take.at // align) * align
-        found: dict[str, _Tensor] = {}
+        by_name: dict[str, _Tensor] = {}
         for name, tensor in rows:
             nbytes = math.prod(tensor.shape) // tensor.storage.block * tensor.storage.block_bytes
             if self._whole and (stop := base + tensor.offset + nbytes) > end:
@@ -169,10 +169,10 @@ class GgufFile(RowsFile):
                     f"{file.path} has {end:,} bytes, and {name} ends at {stop:,}: its copy or download was cut off; "
                     "copy it again"
                 )
-            if name in found:
+            if name in by_name:
                 raise ValueError(f"{name} stands in it twice")
-            found[name] = tensor._replace(offset=base + tensor.offset)
-        return metadata, found
+            by_name[name] = tensor._replace(offset=base + tensor.offset)
+        return metadata, by_name
 
     def _info(self, take: Cursor) -> tuple[str, _Tensor]:
         name = _text(take)
@@ -181,10 +181,10 @@ class GgufFile(RowsFile):
             raise ValueError(f"{name[:80]} has {rank} dimensions")
         *dims, kind, offset = take.numbers(f"<{rank}QIQ")
         if kind not in _KINDS:
-            known = ", ".join(name.upper() for name in _KINDS.values())
+            supported = ", ".join(name.upper() for name in _KINDS.values())
             raise UnsupportedModelError(
                 f"{self.path}: {name[:80]} is stored as {_OTHERS.get(kind, f'type {kind}')}, which is not supported; "
-                f"give the model in one of {known}"
+                f"give the model in one of {supported}"
             )
         storage = STORAGES[_KINDS[kind]]
         if not all(0 < dim < 1 << 31 for dim in dims) or dims[0] % storage.block:
@@ -194,11 +194,11 @@ class GgufFile(RowsFile):
     # -- as the original ----------------------------------------------------------------------------------------------
 
     def _refuse(self) -> None:
-        """Raise UnsupportedModelError for what is not read here: another architecture, options, a part of a model."""
+        """Raise UnsupportedModelError for unsupported architectures and options."""
         name = str(self._metadata.get("general.architecture"))
         original = ARCHITECTURES.get((name, bool(self._metadata.get(f"{name}.expert_count"))))
         if original is None:
-            names = ", ".join(dict.fromkeys(known for known, _ in ARCHITECTURES))
+            names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES))
             raise UnsupportedModelError(
                 f"{self.path} is of the architecture {name[:40]!r}; of GGUF {names} are read, of others the original "
                 "with model.safetensors"
@@ -208,15 +208,15 @@ class GgufFile(RowsFile):
         self._gguf = self._of.gguf
         for key, value in self._metadata.items():
             own = key.removeprefix(f"{name}.")
-            known = own in KEYS or own in self._gguf.keys or value == NEUTRAL.get(own, math.nan)
-            if own != key and not known:
+            is_supported = own in KEYS or own in self._gguf.keys or value == NEUTRAL.get(own, math.nan)
+            if own != key and not is_supported:
                 raise UnsupportedModelError(
                     f"{self.path}: {key} {str(value)[:60]} may change answers, and it is not supported; give the "
                     "original model with model.safetensors"
                 )
 
     def _config(self) -> dict[str, Any]:
-        """Return config.json of the original, as far as the metadata says it."""
+        """Return the keys of the original's config.json that the metadata has."""
         data, of = self._metadata, self._gguf
         name = data["general.architecture"]
         given = {key.removeprefix(f"{name}."): value for key, value in data.items() if key.startswith(f"{name}.")}
@@ -224,12 +224,12 @@ class GgufFile(RowsFile):
             "architectures": [self._architecture],
             "model_type": self._of.model_type,
             **of.config,
-            "tie_word_embeddings": "output.weight" not in self._found,
-            "vocab_size": self._found["token_embd.weight"].shape[0],
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "vocab_size": self._tensors["token_embd.weight"].shape[0],
             **{to: given[key] for key, to in {**KEYS, **of.keys}.items() if to and key in given},
         }
         for flag in self._of.biases.keys() & BIASES.keys():
-            config[flag] = f"blk.0.{BIASES[flag]}.bias" in self._found
+            config[flag] = f"blk.0.{BIASES[flag]}.bias" in self._tensors
         if not config.get("sliding_window", 1):
             del config["sliding_window"]
         config["eos_token_id"] = end_token_ids(data)
@@ -242,11 +242,11 @@ class GgufFile(RowsFile):
         for key in ("rope.dimension_count", "attention.value_length"):
             if given.get(key, head) != head:
                 raise UnsupportedModelError(f"{self.path}: {key} {given[key]} is not supported where heads have {head}")
-        if "rope_freqs.weight" in self._found:
+        if "rope_freqs.weight" in self._tensors:
             config["rope_scaling"] = self._scaling(head, config.get("rope_theta", 10_000.0))
-            if twice := {"rope.scaling.type", "rope.scaling.factor"} & given.keys():
+            if doubled := {"rope.scaling.type", "rope.scaling.factor"} & given.keys():
                 raise UnsupportedModelError(
-                    f"{self.path}: {twice.pop()} beside rope_freqs.weight scales positions twice, which is not "
+                    f"{self.path}: {doubled.pop()} and rope_freqs.weight scale positions twice, which is not "
                     "supported; give the original model with model.safetensors"
                 )
         elif scaling := self._stretched(given):
@@ -274,12 +274,12 @@ class GgufFile(RowsFile):
 
         Raises UnsupportedModelError for factors that none of the published models has.
         """
-        found = self._rows("rope_freqs.weight", 0, 1, head // 2)[0]
+        factors = self._rows("rope_freqs.weight", 0, 1, head // 2)[0]
         frequencies = theta ** (-np.arange(0, head, 2) / head)
         for factor in (8.0, 32.0):
             low, high, before = 1.0, 4.0, 8192
             smooth = np.clip((before * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
-            if np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+            if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
                 return {
                     "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                     "original_max_position_embeddings": before,
@@ -296,12 +296,12 @@ class GgufFile(RowsFile):
         if self._gguf.pairs_together:
             heads = {"attn_q": self.config["num_attention_heads"]}
             heads["attn_k"] = self.config.get("num_key_value_heads", heads["attn_q"])
-        for name, tensor in self._found.items():
+        for name, tensor in self._tensors.items():
             own, end = name.rsplit(".", 1)
             block, _, part = own.removeprefix("blk.").partition(".")
             original = TENSORS.get(own) or (part in parts and f"model.layers.{block}.{parts[part]}")
             if not original:
-                raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is not known in such a model")
+                raise UnsupportedModelError(f"{self.path}: the tensor {name[:80]} is unknown in this architecture")
             reader = self._reader(name, tensor, heads.get(part, 0))
             if "{}" in original and len(tensor.shape) == 3:  # the matrices of all experts, one below the other
                 yield from ((f"{original.format(e)}.{end}", own) for e, own in enumerate(_matrices(reader)))
@@ -309,7 +309,7 @@ class GgufFile(RowsFile):
                 yield f"{original}.{end}", reader
 
     def _reader(self, name: str, tensor: _Tensor, heads: int) -> TensorReader:
-        """Return a tensor's reader. heads: of queries or keys, whose rows the converter has put into another order."""
+        """Return a tensor's reader. heads: of queries or keys; the converter has reordered their rows."""
         of_vector = len(tensor.shape) == 1
         rows = tensor.shape[0] // heads if heads else 1
         storage = STORAGES[tensor.storage.wider or tensor.storage.name]
@@ -337,7 +337,7 @@ class GgufFile(RowsFile):
 
     def _raw(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[np.uint8]:
         """Return stored rows u8 [rows, bytes], in the wider storage where the file's has no kernels."""
-        tensor = self._found[name]
+        tensor = self._tensors[name]
         nbytes = tensor.storage.row_bytes(columns)
         file = self._others[tensor.part - 1] if tensor.part else self
         data = file.pread(tensor.offset + start * nbytes, (stop - start) * nbytes)
@@ -345,7 +345,7 @@ class GgufFile(RowsFile):
         return tensor.storage.widened(rows) if tensor.storage.wider else rows
 
     def _rows(self, name: str, start: int, stop: int, columns: int) -> npt.NDArray[Any]:
-        storage = self._found[name].storage
+        storage = self._tensors[name].storage
         return STORAGES[storage.wider or storage.name].rows(self._raw(name, start, stop, columns))
 
 
@@ -388,11 +388,11 @@ def _value(take: Cursor, kind: int) -> Any:
     return list(take.numbers(f"<{count}{_NUMBERS[of]}"))
 
 
-def gguf_extras(file: GgufFile, beside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the other JSON files of a model: those that a GGUF file has in it, and what a user limits beside it."""
-    found = {name: data for name, data in beside.items() if name == "generation_config.json"}
+def gguf_extras(file: GgufFile, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's other JSON files: parts of the GGUF file, and limits in files next to it."""
+    generation = {name: data for name, data in own.items() if name == "generation_config.json"}
     if file.tokenizer is None:
-        return found
-    limits = beside.get(_CONFIG, {})
+        return generation
+    limits = own.get(_CONFIG, {})
     limit = {key: limits[key] for key in ("model_max_length",) if isinstance(limits, Mapping) and key in limits}
-    return {_CONFIG: {**file.tokenizer_config, **limit}, **found}
+    return {_CONFIG: {**file.tokenizer_config, **limit}, **generation}

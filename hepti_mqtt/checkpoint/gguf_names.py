@@ -11,7 +11,7 @@ from typing import Any, Final
 from hepti_mqtt.models.decoder import DECODERS, Decoder
 from hepti_mqtt.models.mixture import alone
 
-# Keys behind the name of the architecture, and those of config.json; "" for what is checked or has no effect.
+# Keys after the name of the architecture, and of config.json; "" for keys that are checked or have no effect.
 KEYS: Final[Mapping[str, str]] = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",

@@ -1,6 +1,6 @@
-"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json: SentencePiece's byte pairs, or known by name.
+"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json: SentencePiece's byte pairs, or by name.
 
-Another way of splitting gives other ids and no error, so a name that is not known here is refused.
+A wrong way of splitting gives wrong ids without an error, so unknown names are refused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [step, _ONLY_BYTES]}
 
 
-# By `tokenizer.ggml.pre`: how texts are split; whether whole words are looked up first; whether BOS stands in front
-# where the file does not say.
+# By `tokenizer.ggml.pre`: splitting of texts; whether whole words are looked up first; whether BOS begins texts if the
+# file does not say.
 _DIGITS: Final = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]}
 _PRE: Final[Mapping[str, tuple[dict[str, Any], bool, bool]]] = {
     "gpt-2": (_BYTES, False, False),
@@ -56,15 +56,15 @@ _PRE: Final[Mapping[str, tuple[dict[str, Any], bool, bool]]] = {
 def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tokenizer.json, tokenizer_config.json) of a file's metadata.
 
-    Raises UnsupportedModelError for a kind of tokenizer that is not known, ValueError for a vocabulary that does not
+    Raises UnsupportedModelError for an unknown kind of tokenizer, ValueError for a vocabulary that does not
     agree with itself.
     """
     of = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     pieces = of["model"] == _PIECES
     if not pieces and (of["model"] != "gpt2" or of.get("pre") not in _PRE):
         raise UnsupportedModelError(
-            f"{path}: a tokenizer of the kind {of['model']!r}, {of.get('pre')!r} is not known (llama is, and gpt2 with "
-            f"{', '.join(_PRE)}); give the original model with model.safetensors and tokenizer.json"
+            f"{path}: a tokenizer of the kind {of['model']!r}, {of.get('pre')!r} is unknown (llama is supported, "
+            f"and gpt2 with {', '.join(_PRE)}); give the original model with model.safetensors and tokenizer.json"
         )
     tokens: list[str] = of["tokens"]
     kinds = of.get("token_type", [_NORMAL] * len(tokens))
@@ -96,7 +96,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, 
     bos = config.get("bos_token") if of.get("add_bos_token", has_bos) else None
     eos = config.get("eos_token") if of.get("add_eos_token", False) else None
     if eos:
-        raise UnsupportedModelError(f"{path}: its tokenizer puts {eos!r} behind every text, which is not supported")
+        raise UnsupportedModelError(f"{path}: its tokenizer puts {eos!r} after every text, which is not supported")
     post = _begin_with(bos, vocab[bos]) if bos else None
     return {"version": "1.0", "added_tokens": added, "post_processor": post, **parts}, config
 
@@ -113,27 +113,27 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _special_id(of: Mapping[str, Any], kind: str) -> int | None:
-    """Return the id of a special token, None where there is none."""
+    """Return the id of a special token, None without one."""
     default = _PIECE_IDS.get(kind) if of.get("model") == _PIECES else None
-    found: int | None = of.get(f"{kind}_token_id", default)
-    return found
+    token: int | None = of.get(f"{kind}_token_id", default)
+    return token
 
 
 def _as_texts_have_them(path: Path, of: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[str]:
-    """Return the tokens with spaces in pieces of users (Gemma's runs of them), of which older files have the mark.
+    """Return the tokens with spaces in user-defined pieces (Gemma's runs of spaces); older files have marks there.
 
-    They are found in the text before all others. Raises UnsupportedModelError where a space is put in front of the
-    text, which may become a part of them.
+    Texts are split at these pieces first. Raises UnsupportedModelError if the tokenizer also puts a space in front of
+    texts, because it may join a piece.
     """
-    found = [
+    spaced = [
         token.replace(_MARK, " ") if kind == _USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
     ]
-    if of.get("add_space_prefix", True) and any(" " in token for token in found):
+    if of.get("add_space_prefix", True) and any(" " in token for token in spaced):
         raise UnsupportedModelError(
             f"{path}: its tokenizer has pieces of users with spaces and puts a space in front of texts, which is not "
             "supported; give the original model with model.safetensors and tokenizer.json"
         )
-    return found
+    return spaced
 
 
 def _byte_pairs(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _byte_pairs(path: Path, of: Mapping[str, Any], vocab: Mapping[str, int]) -> 
 
 
 def _pieces(of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
-    """Return the parts of a tokenizer of SentencePiece's byte pairs: of two neighbours the likeliest piece is made."""
+    """Return the parts of a tokenizer of SentencePiece's byte pairs, which joins the likeliest neighbours first."""
     scores: list[float] = of["scores"]
     if len(scores) != len(vocab):
         raise ValueError(f"{len(scores)} scores of {len(vocab)} tokens")
@@ -185,15 +185,15 @@ def _pieces(of: Mapping[str, Any], vocab: Mapping[str, int], kinds: list[int]) -
 
 def _merges(vocab: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
     """Return the pairs that become a piece, the likeliest piece first."""
-    known = {token for token, i in vocab.items() if kinds[i] == _NORMAL}
-    found = [
+    pieces = {token for token, i in vocab.items() if kinds[i] == _NORMAL}
+    pairs = [
         (-scores[i], i, vocab[token[:at]], (token[:at], token[at:]))
-        for token in known
+        for token in pieces
         for i in (vocab[token],)
         for at in range(1, len(token))
-        if token[:at] in known and token[at:] in known
+        if token[:at] in pieces and token[at:] in pieces
     ]
-    return [pair for *_, pair in sorted(found)]
+    return [pair for *_, pair in sorted(pairs)]
 
 
 _ROLES: Final[Mapping[str, str]] = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

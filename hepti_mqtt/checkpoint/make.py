@@ -96,7 +96,7 @@ def write_tokenizer(path: Path, vocab: int, roberta: bool = False, marks: Mappin
 
 
 def write_speech_tokenizer(path: Path, vocab: int, rows: int) -> None:
-    """Write tokenizer.json with exactly `vocab` tokens: words, then those that steer the text of speech."""
+    """Write tokenizer.json with exactly `vocab` tokens: words, then control tokens of speech."""
     special = last_tokens(vocab, rows)
     words = chain(dict.fromkeys(word for word in _WORDS.split()), (f"word{i}" for i in count()))
     tokens = [*islice(words, vocab - len(special)), *special]
@@ -166,7 +166,7 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
 
 
 def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Write the tokenizer of a model that reads or writes text, and a chat template for one that sees."""
+    """Write the tokenizer of a model that reads or writes text, and a chat template if it reads pictures."""
     reads = spec.input_spec
     if isinstance(reads, TextInput):
         roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
@@ -199,13 +199,13 @@ def is_kind(name: str) -> bool:
 def _files(kind: str, layers: int | None) -> tuple[dict[str, Any], dict[str, Spec], float | None]:
     """Return a kind's JSON files and the specs of its models, by name, and the spread of its weights, if it has one."""
     if kind not in KINDS:
-        raise ConfigError(f"model kind {kind!r} is unknown; known are {', '.join(KINDS)}")
-    made = KINDS[kind]
-    if layers is not None and made.depth not in made.config:
+        raise ConfigError(f"model kind {kind!r} is unknown; kinds: {', '.join(KINDS)}")
+    described = KINDS[kind]
+    if layers is not None and described.depth not in described.config:
         raise ConfigError(f"{kind} has no number of layers that could be another; leave --layers out")
-    config = dict(made.config) if layers is None else {**made.config, made.depth: layers}
-    specs = {name: spec_from_config(one, made.extras) for name, one in models_of(config).items()}
-    return {"config.json": config, **made.extras}, specs, config.get("initializer_range")
+    config = dict(described.config) if layers is None else {**described.config, described.depth: layers}
+    specs = {name: spec_from_config(one, described.extras) for name, one in models_of(config).items()}
+    return {"config.json": config, **described.extras}, specs, config.get("initializer_range")
 
 
 class _TensorInit(NamedTuple):
@@ -225,30 +225,30 @@ def _tensor_inits(
 ) -> dict[str, _TensorInit]:
     """Return what to write by stored name; tensors that are tied have one.
 
-    names: of models whose tensors begin otherwise in a checkpoint. numbers: names and shapes of single ones.
+    names: by model, stored and canonical prefixes of its tensors. numbers: shapes of further tensors by name.
     """
-    found = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
+    inits = {name: _TensorInit(shape, 0.1, one=True) for name, shape in numbers.items()}
     for model, spec in specs.items():
         prefixes = {family: stored for stored, family in reversed([*names.get(model, {}).items()])}
         for name, tensor in _inits_of(spec, spread).items():
             first = next((first for first in prefixes if name.startswith(first)), "")
-            found.setdefault(prefixes.get(first, "") + name.removeprefix(first), tensor)
-    return found
+            inits.setdefault(prefixes.get(first, "") + name.removeprefix(first), tensor)
+    return inits
 
 
 def _inits_of(spec: Spec, spread: float | None) -> dict[str, _TensorInit]:
-    found = dict[str, _TensorInit]()
+    inits = dict[str, _TensorInit]()
     for source in (source for source in tensor_sources(spec) if source.stored):
         shape = source.stored_shape
         he = math.sqrt(2 / math.prod(shape[1:])) if len(source.shape) > 1 else 0.1
         own = _TensorInit(shape, he if spread is None else spread, one=source.name.endswith("norm.weight"))
-        found.setdefault(source.primary_name, own)
+        inits.setdefault(source.primary_name, own)
         for name, part in source.folded_shapes().items():
             positive = source.norm is not None and name == source.norm.variance
             one = positive or name in source.factor or (source.norm is not None and name == source.norm.weight)
             one = one or (source.projected is not None and name in source.projected.gamma)
-            found.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
-    return found
+            inits.setdefault(name, _TensorInit(part, 1.0 if positive else 0.1, one, positive))
+    return inits
 
 
 def _write_weights(path: Path, stored: Mapping[str, _TensorInit], seed: int) -> None:

@@ -45,7 +45,7 @@ class OnnxConverter:
         self._answer = ""
 
     def nodes(self, steps: Sequence[OnnxNode], outputs: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the nodes as config.json lists them; raises ModelError for what no node of ours computes."""
+        """Return the nodes as config.json lists them; raises ModelError for an op without a node."""
         if len(outputs) != 1:
             raise UnsupportedModelError(f"{len(outputs)} outputs are not supported; export the model with one")
         self._answer = outputs[0]
@@ -55,11 +55,11 @@ class OnnxConverter:
             _check_inputs(step)
             self._at[step.outputs[0]] = _METHODS[step.op](self, step)
         last = self._at.get(self._answer)
-        found = list(self._nodes.values())
-        if not found or found[-1].name != last:
-            raise UnsupportedModelError("what is computed last is not the output; export the model without the rest")
+        listed = list(self._nodes.values())
+        if not listed or listed[-1].name != last:
+            raise UnsupportedModelError("the last node does not compute the output; export the model without the rest")
         self.dims = self._shapes[last]
-        return [node.to_dict() for node in found]
+        return [node.to_dict() for node in listed]
 
     # -- what methods ask ---------------------------------------------------------------------------------------------
 
@@ -93,33 +93,33 @@ class OnnxConverter:
 
     def _scalar(self, step: OnnxNode, number: int, attribute: str, default: float) -> float:
         if number < len(step.inputs) and step.inputs[number]:
-            found = self.constants.get(step.inputs[number])
-            if found is None or found.size != 1:
+            constant = self.constants.get(step.inputs[number])
+            if constant is None or constant.size != 1:
                 raise _unsupported(step, f"its input {step.inputs[number]!r} must be one constant number")
-            return float(found.reshape(-1)[0])
+            return float(constant.reshape(-1)[0])
         return float(step.attributes.get(attribute, default))
 
     def _alone(self, step: OnnxNode) -> Node | None:
-        """Return the node before, if nobody else reads it, so that it can do this one's work too."""
+        """Return the node before if it has no other reader, so that it can do this node's work too."""
         node = self._nodes.get(self._source(step))
         return node if self._reads[step.inputs[0]] == 1 else None
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def identity(self, step: OnnxNode) -> str:
-        """Return what changes nothing: Identity, Dropout."""
+        """Skip an op that changes nothing: Identity, Dropout."""
         if step.inputs[0] in self.constants:
             self.constants[step.outputs[0]] = self.constants[step.inputs[0]]
             return ""
         return self._source(step)
 
     def softmax(self, step: OnnxNode) -> str:
-        """Leave out a softmax behind labels at the end, which get their scores elsewhere."""
+        """Drop a final softmax over labels: answers compute scores anyway."""
         if step.outputs[0] != self._answer:
             raise _unsupported(step, "it is supported only at the end")
         source = self._source(step)
         if len(self._shapes[source]) != 2:
-            raise _unsupported(step, "it is supported only behind a row of labels; export the model without it")
+            raise _unsupported(step, "it is supported only after a row of labels; export the model without it")
         return source
 
     def conv(self, step: OnnxNode) -> str:
@@ -136,7 +136,7 @@ class OnnxConverter:
     def batch_norm(self, step: OnnxNode) -> str:
         before = self._alone(step)
         if not isinstance(before, nodes.Conv) or before.norm is not None:
-            raise _unsupported(step, "it is supported only behind a Conv that nothing else reads")
+            raise _unsupported(step, "it is supported only after a Conv without other readers")
         scale, bias, mean, variance = (self._weight(step, i, 1) for i in range(1, 5))
         norm = BatchNorm(scale, bias, mean, variance, float(step.attributes.get("epsilon", 1e-5)))
         self._nodes[before.name] = replace(before, norm=norm)
@@ -144,18 +144,18 @@ class OnnxConverter:
 
     def function(self, step: OnnxNode) -> str:
         """Add Relu, Clip to 0..6 or LeakyRelu with a slope of 0.1."""
-        found = "relu"
+        function = "relu"
         if step.op == "Clip":
             low, high = self._scalar(step, 1, "min", -np.inf), self._scalar(step, 2, "max", np.inf)
             if low != 0 or high not in (6, np.inf):
                 raise _unsupported(step, f"it cuts to {low:g}..{high:g}; supported: 0..6 and 0..inf")
-            found = "relu6" if high == 6 else "relu"
+            function = "relu6" if high == 6 else "relu"
         elif step.op == "LeakyRelu":
             slope = float(step.attributes.get("alpha", 0.01))
             if abs(slope - 0.1) > 1e-6:
                 raise _unsupported(step, f"its slope is {slope:g}; supported: 0.1")
-            found = "leaky_relu"
-        return self._put(nodes.Activation(name=self._name(found), inputs=(self._source(step),), function=found))
+            function = "leaky_relu"
+        return self._put(nodes.Activation(name=self._name(function), inputs=(self._source(step),), function=function))
 
     def max_pool(self, step: OnnxNode) -> str:
         window = _window(step, self._shapes[self._source(step)], step.attributes.get("kernel_shape", ()))
@@ -189,7 +189,7 @@ class OnnxConverter:
         turned = step._replace(inputs=(step.inputs[1 - constant], step.inputs[constant]))
         before = self._alone(turned)
         if not isinstance(before, nodes.Linear) or before.bias:
-            raise _unsupported(step, "a constant is supported only behind a MatMul that nothing else reads")
+            raise _unsupported(step, "a constant is supported only after a MatMul without other readers")
         bias = turned.inputs[1]
         self.constants[bias] = self.constants[bias].reshape(-1)
         self._nodes[before.name] = replace(before, bias=bias)
@@ -219,9 +219,9 @@ class OnnxConverter:
         return self._put(nodes.Flatten(name=self._name("flat"), inputs=(self._source(step),)))
 
     def gemm(self, step: OnnxNode) -> str:
-        found = {key: step.attributes.get(key, 1) for key in ("alpha", "beta")}
-        if any(float(v) != 1 for v in found.values()) or step.attributes.get("transA", 0):
-            raise _unsupported(step, f"{found} and transA are supported only as 1, 1 and 0")
+        factors = {key: step.attributes.get(key, 1) for key in ("alpha", "beta")}
+        if any(float(v) != 1 for v in factors.values()) or step.attributes.get("transA", 0):
+            raise _unsupported(step, f"{factors} and transA are supported only as 1, 1 and 0")
         return self._linear(step, bool(step.attributes.get("transB", 0)), self._weight(step, 2, 1))
 
     def matmul(self, step: OnnxNode) -> str:
@@ -269,9 +269,9 @@ def _window(step: OnnxNode, source: Dims, kernel: Sequence[int]) -> dict[str, An
     return {"kernel": (ky, kx), "stride": (sy, sx), "pad": pad, "dilation": (dy, dx)}
 
 
-def _ceiled(side: int, size: int, stride: int, before: int, behind: int) -> int:
-    """Return the rows behind that ceil_mode adds windows for: those that begin within the map."""
-    count = -(-(side + before + behind - size) // stride) + 1
+def _ceiled(side: int, size: int, stride: int, before: int, after: int) -> int:
+    """Return the padding after a map for the windows that ceil_mode adds: windows that begin in the map."""
+    count = -(-(side + before + after - size) // stride) + 1
     if (count - 1) * stride >= side + before:
         count -= 1
     return max((count - 1) * stride + size - side - before, 0)
@@ -365,7 +365,7 @@ def _load(path: Path) -> tuple[Any, list[FileStamp]]:
     except ImportError as error:
         raise ModelError(f"{path} needs the package onnx; install it: pip install onnx") from error
     try:
-        # A stamp is older than what is read, so that a file that changes meanwhile is another one at the next start.
+        # Stamps are taken before reading, so a file that changes meanwhile has another stamp at the next start.
         stamps = [file_stamp(path, path.stat())]
         model = onnx.load(os.fspath(path), load_external_data=False)
         others = [path.parent / name for name in sorted(_external_files(model.graph))]
@@ -383,7 +383,7 @@ def _load(path: Path) -> tuple[Any, list[FileStamp]]:
 
 
 def _external_files(graph: Any) -> set[str]:
-    """Return the names of the files that hold weights beside the graph's own."""
+    """Return the names of external weight files."""
     tensors = [*graph.initializer, *(attribute.t for node in graph.node for attribute in node.attribute)]
     return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
 
@@ -442,11 +442,11 @@ def _input(path: Path, graph: Any, constants: Mapping[str, Any]) -> tuple[int, s
     return int(dims[2]), inputs[0].name
 
 
-def _config(size: int, nodes: list[dict[str, Any]], dims: tuple[int, ...], beside: Mapping[str, Any]) -> dict[str, Any]:
+def _config(size: int, nodes: list[dict[str, Any]], dims: tuple[int, ...], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json would say: a classifier if the answer is a row, else a map."""
     config: dict[str, Any] = {"model_type": "convnet", "image_size": size, "nodes": nodes}
     if len(dims) == 3:
         return {**config, "architectures": ["ConvNet"]}
-    labels = {"id2label": beside["id2label"]} if "id2label" in beside else {"num_labels": dims[1]}
-    problem = {"problem_type": beside["problem_type"]} if "problem_type" in beside else {}
+    labels = {"id2label": own["id2label"]} if "id2label" in own else {"num_labels": dims[1]}
+    problem = {"problem_type": own["problem_type"]} if "problem_type" in own else {}
     return {**config, "architectures": ["ConvNetForImageClassification"], **labels, **problem}

@@ -13,7 +13,7 @@ from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models import TensorSource
 from hepti_mqtt.storage import Storage
 
-_SAMPLED: Final = 256  # rows of each matrix, of which its error is found
+_SAMPLED: Final = 256  # rows of each matrix for its error
 _LARGEST: Final = float(np.finfo(np.float16).max)  # of a step of codes
 
 
@@ -33,13 +33,12 @@ def quantised_reader(name: str, tensor: TensorReader, storage: Storage) -> Tenso
 
 
 class Quantisation(NamedTuple):
-    """What quantising did: by kind of matrix the median and the largest |W - Q| / |W| of its layers; and what is left.
-
-    Found from at most 256 rows of each matrix.
-    """
+    """Errors of quantised weights, from at most 256 rows of each matrix."""
 
     storage: str
+    #: By kind of matrix the median and the largest |W - Q| / |W| of its layers.
     errors: Mapping[str, tuple[float, float]]
+    #: Matrices that keep their storage.
     left: tuple[str, ...]
 
     def text(self) -> str:
@@ -53,11 +52,11 @@ def measured(
     storage: str, pairs: Iterable[tuple[TensorSource, TensorReader, TensorReader]], left: tuple[str, ...]
 ) -> Quantisation:
     """Return what quantising did to matrices, each before and after it."""
-    found: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for source, before, after in pairs:
         kind = source.name.removesuffix(".weight").rpartition(".")[2]
-        found.setdefault(kind, []).append(_error(before, after, *source.matrix_shape))
-    errors = {kind: (float(np.median(each)), max(each)) for kind, each in found.items()}
+        by_kind.setdefault(kind, []).append(_error(before, after, *source.matrix_shape))
+    errors = {kind: (float(np.median(each)), max(each)) for kind, each in by_kind.items()}
     return Quantisation(storage, errors, left)
 
 

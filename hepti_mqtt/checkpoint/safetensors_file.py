@@ -34,7 +34,7 @@ _MAX_HEADER: Final = 100_000_000  # the format's own limit
 
 
 class RowsFile:
-    """An open file of which ranges of rows are read; tensors: by name, set by the format that it is of."""
+    """An open file that is read by ranges of rows; tensors: by name, set by subclasses."""
 
     tensors: Mapping[str, TensorReader]
     #: Storages that matrices were in, and the wider ones that they are read as.
@@ -101,7 +101,7 @@ class WeightsFile(RowsFile):
     def _header(self) -> Mapping[str, TensorReader]:
         size = int.from_bytes(self.pread(0, 8), "little")
         header = json.loads(self.pread(8, size))
-        found = {
+        tensors = {
             name: TensorReader(
                 tuple(entry["shape"]),
                 entry["dtype"],
@@ -110,13 +110,13 @@ class WeightsFile(RowsFile):
             for name, entry in header.items()
             if name != "__metadata__"
         }
-        for name, blocks in [*found.items()]:
-            scales = found.get(f"{name.removesuffix(PACKED)}{_SCALES}") if name.endswith(PACKED) else None
+        for name, blocks in [*tensors.items()]:
+            scales = tensors.get(f"{name.removesuffix(PACKED)}{_SCALES}") if name.endswith(PACKED) else None
             if scales is not None and _is_packed(blocks, scales):
-                found[name] = _packed(blocks, scales)
+                tensors[name] = _packed(blocks, scales)
                 self.widened[_MXFP4.name] = _MXFP4.wider
-                del found[f"{name.removesuffix(PACKED)}{_SCALES}"]
-        return found
+                del tensors[f"{name.removesuffix(PACKED)}{_SCALES}"]
+        return tensors
 
 
 _SCALES: Final = "_scales"
@@ -194,9 +194,7 @@ def _shards(index: Path) -> list[str]:
     shards = sorted({str(name) for name in weight_map.values()})
     for name in shards:
         if Path(name).name != name:
-            raise ModelError(
-                f"{index}: {name!r} is not a file of its own directory; shards must stand beside the index"
-            )
+            raise ModelError(f"{index}: {name!r} is not a file of its own directory; shards must be next to the index")
     return shards
 
 

@@ -31,7 +31,7 @@ FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})
 
 
 class FileStamp(NamedTuple):
-    """By what a file is known to be the same: changed_ns is the time of its inode, which no program sets back."""
+    """The identity of a file; changed_ns is the time of its inode, which programs cannot set back."""
 
     path: str
     nbytes: int
@@ -72,7 +72,7 @@ class WeightsReader(Protocol):
 
     @property
     def stamps(self) -> Sequence[FileStamp]:
-        """Return the stamp of each file that it is in."""
+        """Return the stamps of its files."""
 
     @property
     def tensors(self) -> Mapping[str, TensorReader]:
@@ -189,30 +189,29 @@ def _channels_last(rows: npt.NDArray[Any], first: tuple[int, ...]) -> npt.NDArra
 # ----------------------------------------------------------------------------------------------------------------------
 # Keeps the manifest of a checkpoint in the user's cache, so that a second start does not hash every weight again.
 
-
 #
-# A file may be replaced by another one of the same size and time (reproducible images, `rsync -t`), and in a read-only
-# image even of the same inode. So the kept manifest is found by these and by samples of every tensor.
+# A new file may have the same size and time (reproducible images, `rsync -t`), in a read-only image even the same
+# inode. So the key of a manifest also has samples of every tensor.
 
 
 def file_stamp(path: Path, status: os.stat_result) -> FileStamp:
-    """Return by what a file is known to be the one that was hashed."""
+    """Return the stamp of a file."""
     return FileStamp(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def sample_digest(tensors: Mapping[str, TensorReader]) -> str:
     """Return a digest of the first, middle and last rows of all tensors, and of names and shapes; vectors are whole."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(repr((name, tensor.shape, tensor.dtype)).encode())
+        digest.update(repr((name, tensor.shape, tensor.dtype)).encode())
         if not tensor.is_float or 0 in tensor.shape:
             continue
         stacked = len(tensor.shape) == 3  # matrices of experts: a row of one, not one of them
         rows = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = math.prod(tensor.shape) // rows
         for row in sorted({0, rows // 2, rows - 1}):
-            found.update(tensor.read(row, row + 1, columns).tobytes())
-    return found.hexdigest()
+            digest.update(tensor.read(row, row + 1, columns).tobytes())
+    return digest.hexdigest()
 
 
 def manifest_cache_path(
@@ -221,9 +220,9 @@ def manifest_cache_path(
     sources: Iterable[TensorSource],
     storages: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Return where the manifest of these files, what is stored in them, and tensors is kept.
+    """Return the path of the cached manifest of files, their stored tensors and the model's tensors.
 
-    storages: of the tensors that are in blocks, or are quantised to them.
+    storages: of tensors in blocks, stored or quantised.
     """
     what = (list(stamps), sample_digest(stored), list(sources), list(storages))
     key = hashlib.sha256(repr(what).encode()).hexdigest()
@@ -231,7 +230,7 @@ def manifest_cache_path(
 
 
 def load_cached_manifest(path: Path, model: str) -> Manifest | None:
-    """Return the kept manifest under the name `model`, or None where there is none or it is damaged."""
+    """Return the kept manifest under the name `model`, or None if it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:

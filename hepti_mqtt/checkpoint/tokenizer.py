@@ -15,15 +15,7 @@ from typing import Any, Final, Literal
 from tokenizers import Tokenizer, pre_tokenizers
 
 from hepti_mqtt.checkpoint.safetensors_file import read_json
-from hepti_mqtt.checkpoint.tokenizer_classes import (
-    AS_IT_IS,
-    CLASSES,
-    CONFIG,
-    FILE,
-    Part,
-    TokenizerClass,
-    differs,
-)
+from hepti_mqtt.checkpoint.tokenizer_classes import AS_IT_IS, CLASSES, CONFIG, FILE, Part, TokenizerClass, differs
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import tokenizer_class
 from hepti_mqtt.models.config import JsonConfig, KeyTable
@@ -42,20 +34,20 @@ _NOTHING: Final = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer without padding and truncation, and what else is known of its tokens.
-
-    side: which end of a long text is cut off. mask, separator, padding: ids, None where there is none. controls: ids
-    that only the model's own template may bring. typed: whether tokens have the types of the template; None: versions
-    of transformers differ. pair_refusal: why it makes no ids of a pair of texts, empty if it does.
-    """
+    """A tokenizer without padding and truncation, and the ids and rules of its special tokens."""
 
     tokenizer: Tokenizer
+    #: End at which a long text is cut.
     side: Literal["left", "right"]
+    #: Ids, None if the tokenizer has none.
     mask: int | None
     separator: int | None
     padding: int | None
+    #: Ids that only the model's own template may add.
     controls: frozenset[int]
+    #: Tokens have the types of the template; None if versions of transformers differ.
     typed: bool | None = None
+    #: Why it refuses pairs of texts; empty if it reads them.
     pair_refusal: str = ""
 
 
@@ -76,41 +68,41 @@ def open_tokenizer(
 ) -> TextTokenizer:
     """Return the tokenizer of a directory.
 
-    masks: texts may have the mask token. lower: lower case comes first. within: tokenizer.json where the file of the
-    weights has it. Raises ModelError if there is none or a bad one, UnsupportedModelError for one that versions of
-    transformers read in different ways.
+    masks: texts may have the mask token. lower: lower case comes first. within: tokenizer.json from the weights file.
+    Raises ModelError for a missing or bad tokenizer, UnsupportedModelError if versions of transformers read it
+    differently.
     """
     options = JsonConfig(CONFIG, _options(extras))
     options.check_keys(_KEYS)
-    known = _class(options, config)
-    tokens = {role: _named(options, role, known) for role in _ROLES}
-    data = _data(path, extras, known, tokens["unk"]) if within is None else dict(within)
+    expected = _class(options, config)
+    tokens = {role: _named(options, role, expected) for role in _ROLES}
+    data = _data(path, extras, expected, tokens["unk"]) if within is None else dict(within)
     try:
         parts = _canonical(data)
-    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+    except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path / FILE} is not a valid tokenizer ({error}); copy it again") from error
     if data["model"].get("dropout"):
         raise UnsupportedModelError(f"{path / FILE}: dropout is not supported: the same text would give other tokens")
     if generates and data["model"].get("type") != "BPE" and options.flag("clean_up_tokenization_spaces", False):
         raise UnsupportedModelError(f"{CONFIG}: clean_up_tokenization_spaces true is not supported; remove it")
-    if known is None:
+    if expected is None:
         _check_as_it_is(options, parts)
     else:
-        _check_model(data["model"], known, tokens["unk"])
-        parts = {**_parts_of_class(path, data, known, options, parts), "decoder": known.decoder}
+        _check_model(data["model"], expected, tokens["unk"])
+        parts = {**_parts_of_class(path, data, expected, options, parts), "decoder": expected.decoder}
     if lower:
         parts["normalizer"] = _lowered(parts["normalizer"])
     side = options.get("truncation_side", (data.get("truncation") or {}).get("direction", "Right"))
     if str(side).lower() not in ("left", "right"):
         raise options.bad_value("truncation_side", "left or right", side)
     _check_added(data, options)
-    _check_named(data, options, tokens, known)
+    _check_named(data, options, tokens, expected)
     tokenizer = _built(path, data, parts, tokens["mask"] if masks else None, options)
-    if known is not None and known.around is not None:
-        _put_around(tokenizer, known, [tokens[role] for role in known.around])
+    if expected is not None and expected.around is not None:
+        _put_around(tokenizer, expected, [tokens[role] for role in expected.around])
     ids = {role: tokenizer.token_to_id(token) for role, token in tokens.items() if token}
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    usual = {ids.get(role) for role, token in (known.tokens if known else {}).items() if tokens[role] == token}
+    usual = {ids.get(role) for role, token in (expected.tokens if expected else {}).items() if tokens[role] == token}
     unknown = data["model"].get("unk_id", tokenizer.token_to_id(str(data["model"].get("unk_token") or "")))
     free = {unknown, ids.get("unk"), ids.get("mask") if masks else None}
     left: Literal["left", "right"] = "left" if str(side).lower() == "left" else "right"
@@ -122,19 +114,19 @@ def open_tokenizer(
         ids.get("sep"),
         ids.get("pad"),
         frozenset(i for i in special | usual if i is not None and i not in free),
-        (known.typed if known is not None else None) if inputs is None else "token_type_ids" in inputs,
-        _pair_refusal(tokenizer, known, tokens),
+        (expected.typed if expected is not None else None) if inputs is None else "token_type_ids" in inputs,
+        _pair_refusal(tokenizer, expected, tokens),
     )
 
 
 def _options(extras: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of tokenizer_config.json; of special tokens the older file counts, where that has them."""
+    """Return the options of tokenizer_config.json; special tokens of the older file count if it has them."""
     options, named = (JsonConfig(name, extras.get(name, {})).data for name in (CONFIG, TOKENS_MAP))
     return options if "added_tokens_decoder" in options else {**options, **named}
 
 
 def _class(options: JsonConfig, config: Mapping[str, Any]) -> TokenizerClass | None:
-    """Return the class that the files name, else the one of the model's type; None: tokenizer.json counts as it is."""
+    """Return the class named by the files, else by the model's type; None if tokenizer.json counts as it is."""
     named = options.get("tokenizer_class", config.get("tokenizer_class"))
     kind = str(tokenizer_class(str(config.get("model_type"))) if named is None else named).removesuffix("Fast")
     if kind in AS_IT_IS or kind == "None":
@@ -147,9 +139,9 @@ def _class(options: JsonConfig, config: Mapping[str, Any]) -> TokenizerClass | N
     return CLASSES[kind]
 
 
-def _named(options: JsonConfig, role: str, known: TokenizerClass | None) -> str:
-    """Return a special token, empty where there is none."""
-    default = known.tokens.get(role, "") if known is not None else ""
+def _named(options: JsonConfig, role: str, expected: TokenizerClass | None) -> str:
+    """Return a special token, empty without one."""
+    default = expected.tokens.get(role, "") if expected is not None else ""
     token = options.get(f"{role}_token", default)
     token = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(token, str):
@@ -157,26 +149,26 @@ def _named(options: JsonConfig, role: str, known: TokenizerClass | None) -> str:
     return token
 
 
-def _data(path: Path, extras: Mapping[str, Any], known: TokenizerClass | None, unknown: str) -> dict[str, Any]:
-    """Return tokenizer.json, or the same made from the vocabulary files of the class."""
+def _data(path: Path, extras: Mapping[str, Any], expected: TokenizerClass | None, unknown: str) -> dict[str, Any]:
+    """Return tokenizer.json, or its equivalent from the vocabulary files of the class."""
     if (path / FILE).is_file():
         data = read_json(path / FILE)
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ModelError(f"{path / FILE} is not a valid tokenizer (it has no model); copy it again")
-        if "type" not in data["model"] and known is not None:  # files of the first versions
-            data["model"]["type"] = known.model
+        if "type" not in data["model"] and expected is not None:  # files of the first versions
+            data["model"]["type"] = expected.model
         return data
-    if known is None or not known.files or not all((path / name).is_file() for name in known.files):
-        found = next((name for name in _SENTENCEPIECE if (path / name).is_file()), None)
+    if expected is None or not expected.files or not all((path / name).is_file() for name in expected.files):
+        file = next((name for name in _SENTENCEPIECE if (path / name).is_file()), None)
         way = (
-            f"make it from {found} on a machine with transformers: "
+            f"make it from {file} on a machine with transformers: "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-            if found
-            else "copy it from where the model is"
+            if file
+            else "copy it from the original directory"
         )
         raise ModelError(f"{path / FILE} is missing, so texts cannot be read or written; {way}")
-    model = _model_of_files([path / name for name in known.files], unknown)
-    model |= {key: values[0] for key, values in known.parameters.items() if values[0] is not None}
+    model = _model_of_files([path / name for name in expected.files], unknown)
+    model |= {key: values[0] for key, values in expected.parameters.items() if values[0] is not None}
     added = JsonConfig(ADDED, extras.get(ADDED, {})).data
     entries = [
         {"id": i, "content": token, **dict.fromkeys(_FLAGS, False), "normalized": True} for token, i in added.items()
@@ -201,24 +193,24 @@ def _model_of_files(files: Sequence[Path], unknown: str) -> dict[str, Any]:
 
 
 def _parts_of_class(
-    path: Path, data: Mapping[str, Any], known: TokenizerClass, options: JsonConfig, parts: Mapping[str, Part]
+    path: Path, data: Mapping[str, Any], expected: TokenizerClass, options: JsonConfig, parts: Mapping[str, Part]
 ) -> Mapping[str, Part]:
-    """Return the parts by the class; where it differs from tokenizer.json, that counts if both make the same ids."""
+    """Return the class's parts; parts of tokenizer.json that differ count if both make the same ids."""
 
     def of_class(normalizer: Part, pre_tokenizer: Part) -> Mapping[str, Part]:
         return {
             **parts,
-            "normalizer": known.normalizer(options, normalizer),
-            "pre_tokenizer": known.pre_tokenizer(options, pre_tokenizer),
+            "normalizer": expected.normalizer(options, normalizer),
+            "pre_tokenizer": expected.pre_tokenizer(options, pre_tokenizer),
         }
 
     try:
         return of_class(parts["normalizer"], parts["pre_tokenizer"])
     except UnsupportedModelError:
-        if known.model != "BPE":  # of words that are not in the vocabulary others have no ids to compare
+        if expected.model != "BPE":  # unknown words have no ids to compare
             raise
         by_file, by_class = (
-            _built(path, dict(data), {**some, "decoder": known.decoder}, None, options)
+            _built(path, dict(data), {**some, "decoder": expected.decoder}, None, options)
             for some in (parts, of_class(None, None))
         )
         if any(by_file.encode(text).ids != by_class.encode(text).ids for text in _probes(by_class)):
@@ -228,7 +220,7 @@ def _parts_of_class(
 
 
 def _probes(tokenizer: Tokenizer) -> list[str]:
-    """Return texts of all tokens, and some in which ways of splitting differ."""
+    """Return texts with all tokens, and texts that tokenizers split differently."""
     pieces = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
     return [*(between.join(pieces) for between in (" ", "", "\n")), _PROBE, _PROBE.upper()]
 
@@ -258,18 +250,18 @@ def _bare(parts: Mapping[str, Part]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps({**bare, **parts}))
 
 
-def _check_model(model: Mapping[str, Any], known: TokenizerClass, unknown: str) -> None:
+def _check_model(model: Mapping[str, Any], expected: TokenizerClass, unknown: str) -> None:
     """Raise UnsupportedModelError unless the class would build the same model."""
-    if model.get("type") != known.model:
-        raise differs("model", f"{known.model}, and it is {model.get('type')}")
-    for key, values in known.parameters.items():
+    if model.get("type") != expected.model:
+        raise differs("model", f"{expected.model}, and it is {model.get('type')}")
+    for key, values in expected.parameters.items():
         if model.get(key) not in values:
             raise differs("model", f"{key} is {model.get(key)!r}")
-    if known.model == "WordPiece" and model.get("unk_token", "[UNK]") != unknown:
+    if expected.model == "WordPiece" and model.get("unk_token", "[UNK]") != unknown:
         raise differs("model", f"unk_token is {unknown!r}")
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     if (
-        known.model == "BPE"
+        expected.model == "BPE"
         and model.get("unk_token")
         and not (model.get("byte_fallback") or alphabet <= {*model["vocab"]})
     ):
@@ -278,41 +270,41 @@ def _check_model(model: Mapping[str, Any], known: TokenizerClass, unknown: str) 
 
 def _check_as_it_is(options: JsonConfig, parts: Mapping[str, Part]) -> None:
     """Raise UnsupportedModelError for an option that tokenizer.json alone would contradict."""
-    found = parts["pre_tokenizer"] or {}
+    splitting = parts["pre_tokenizer"] or {}
     wanted = options.get("add_prefix_space", None)
-    if wanted is not None and found.get("add_prefix_space", wanted) != wanted:
+    if wanted is not None and splitting.get("add_prefix_space", wanted) != wanted:
         raise differs("pre_tokenizer", f"add_prefix_space is {wanted!r} in {CONFIG}")
 
 
 def _check_added(data: Mapping[str, Any], options: JsonConfig) -> None:
-    """Raise UnsupportedModelError if both files name words beside the vocabulary, and other ones."""
+    """Raise UnsupportedModelError if both files add words to the vocabulary, and different ones."""
     named = options.get("added_tokens_decoder", None)
     if named is None:
         return
     try:
         stated = {(int(i), token["content"]) for i, token in named.items() if not token.get("special")}
-        found = {(int(t["id"]), t["content"]) for t in data.get("added_tokens") or () if not t.get("special")}
+        listed = {(int(t["id"]), t["content"]) for t in data.get("added_tokens") or () if not t.get("special")}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise options.bad_value("added_tokens_decoder", "an object of numbers and tokens", named) from error
-    if stated != found:
-        raise differs("added_tokens", f"{sorted(stated ^ found)[:4]} are in one of both files alone")
+    if stated != listed:
+        raise differs("added_tokens", f"only one of the files has {sorted(stated ^ listed)[:4]}")
 
 
 def _check_named(
-    data: Mapping[str, Any], options: JsonConfig, tokens: Mapping[str, str], known: TokenizerClass | None
+    data: Mapping[str, Any], options: JsonConfig, tokens: Mapping[str, str], expected: TokenizerClass | None
 ) -> None:
     """Raise UnsupportedModelError for a control token that is a word like any other in tokenizer.json."""
     added = [*(data.get("added_tokens") or ()), *(options.get("added_tokens_decoder", None) or {}).values()]
     special = {token["content"] for token in added if token.get("special")}
-    usual = {*known.tokens.values()} if known is not None else set()
+    usual = {*expected.tokens.values()} if expected is not None else set()
     for role, token in tokens.items():
-        other = token not in special and token not in usual and role != "mask"  # masks are found in texts in any case
+        other = token not in special and token not in usual and role != "mask"  # texts may always have masks
         if token and other and _number(data["model"].get("vocab") or {}, token) is not None:
             raise differs("added_tokens", f"{role}_token {token!r} is a word like any other")
 
 
 def _lowered(normalizer: Part) -> Part:
-    """Return a normalizer that makes lower case first, unless it does so anyway."""
+    """Return a normalizer that begins with lower case."""
     lower = {"type": "Lowercase"}
     steps = [] if normalizer is None else [normalizer]
     if normalizer is not None and normalizer["type"] == "Sequence":
@@ -323,7 +315,7 @@ def _lowered(normalizer: Part) -> Part:
 def _built(
     path: Path, data: dict[str, Any], parts: Mapping[str, Part], mask: str | None, options: JsonConfig
 ) -> Tokenizer:
-    """Return the tokenizer; mask: the only control token that is found in texts."""
+    """Return the tokenizer; mask: the only control token that texts may have."""
     added = list(_with_mask(data, mask, options)) if mask else data.get("added_tokens") or []
     whole = {**data, **parts, "added_tokens": added, "truncation": None, "padding": None}
     try:
@@ -335,7 +327,7 @@ def _built(
 
 
 def _with_mask(data: Mapping[str, Any], mask: str, options: JsonConfig) -> Iterable[dict[str, Any]]:
-    """Yield the added tokens, the mask token among the words; how it is found is what the newest file says."""
+    """Yield the added tokens, with the mask token among the words; the newest file says how it matches."""
     entries = data.get("added_tokens") or []
     stated = options.get("added_tokens_decoder", None) or {}
     entry = next((t for t in entries if t["content"] == mask), None)
@@ -356,8 +348,8 @@ def _number(vocab: Any, token: str) -> int | None:
     return next((i for i, (piece, _) in enumerate(vocab) if piece == token), None)
 
 
-def _put_around(tokenizer: Tokenizer, known: TokenizerClass, tokens: Sequence[str]) -> None:
-    """Let the class's tokens stand around every text, where it overrules tokenizer.json or that says nothing."""
+def _put_around(tokenizer: Tokenizer, expected: TokenizerClass, tokens: Sequence[str]) -> None:
+    """Put the class's tokens around every text if it overrules tokenizer.json or that names none."""
     ids = [tokenizer.token_to_id(token) for token in tokens]
     if None in ids:
         raise ModelError(f"{FILE} has no {' or no '.join(tokens)}, which its class puts around texts; copy it again")
@@ -367,31 +359,27 @@ def _put_around(tokenizer: Tokenizer, known: TokenizerClass, tokens: Sequence[st
             for token, kind in ((tokens[0], 0), (tokens[1], 0), (tokens[1], 1))
         )
         single = [*start, {"Sequence": {"id": "A", "type_id": 0}}, *end]
-        second = [*(end if known.doubled else ()), {"Sequence": {"id": "B", "type_id": 1}}, *closing]
+        second = [*(end if expected.doubled else ()), {"Sequence": {"id": "B", "type_id": 1}}, *closing]
         special = {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in zip(tokens, ids, strict=True)}
-        part = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, *second],
-        }
+        part = {"type": "TemplateProcessing", "single": single, "pair": [*single, *second]}
         tokenizer.post_processor = _bare({"post_processor": {**part, "special_tokens": special}}).post_processor
     probe = tokenizer.encode("a", add_special_tokens=False)
-    if known.always and tokenizer.post_process(probe).ids != [ids[0], *probe.ids, ids[1]]:
+    if expected.always and tokenizer.post_process(probe).ids != [ids[0], *probe.ids, ids[1]]:
         raise differs("post_processor", f"{tokens[0]}, the text, {tokens[1]}")
 
 
-def _pair_refusal(tokenizer: Tokenizer, known: TokenizerClass | None, tokens: Mapping[str, str]) -> str:
-    """Return why pairs are not read: the template has none, or its class builds another one."""
+def _pair_refusal(tokenizer: Tokenizer, expected: TokenizerClass | None, tokens: Mapping[str, str]) -> str:
+    """Return why pairs are refused: the template has no pair, or its class builds another template."""
     if not tokenizer.num_special_tokens_to_add(True):
         return f"{FILE} does not say how two texts become one sequence"
-    if known is None or known.around is None:
+    if expected is None or expected.around is None:
         return ""
-    start, end = (tokenizer.token_to_id(tokens[role]) for role in known.around)
+    start, end = (tokenizer.token_to_id(tokens[role]) for role in expected.around)
     half = tokenizer.encode("a", add_special_tokens=False)
     pair = tokenizer.post_process(half, half)
-    between = [end, end] if known.doubled else [end]
+    between = [end, end] if expected.doubled else [end]
     types = [0] * (len(half) + 2) + [1] * (len(half) + 1)
     right = pair.ids == [start, *half.ids, *between, *half.ids, end]
-    if right and (not known.typed or pair.type_ids == types):
+    if right and (not expected.typed or pair.type_ids == types):
         return ""
-    return f"{FILE} joins two texts in another way than its class in transformers, whose versions differ in this"
+    return f"{FILE} joins two texts differently from its class, and versions of transformers disagree"

@@ -1,8 +1,8 @@
-"""How the classes of transformers build their tokenizers: what tokenizer.json says, they may overrule.
+"""How the classes of transformers build their tokenizers, which may overrule tokenizer.json.
 
-From transformers 5 on a class builds all parts itself, from the options in tokenizer_config.json; before, the parts of
-tokenizer.json counted, but for some options. So an option that is stated counts. A part of tokenizer.json that its
-class would build in another way, with nothing stated, is refused: versions differ in what they make of it.
+From transformers 5 on a class builds all parts from tokenizer_config.json. Older versions read most parts from
+tokenizer.json. So a stated option counts. Without one, a part of tokenizer.json that differs from its class is refused,
+because versions read it differently.
 """
 
 from __future__ import annotations
@@ -46,102 +46,104 @@ _BYTES: Final = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": 
 
 
 class TokenizerClass(NamedTuple):
-    """A class of transformers.
+    """A tokenizer class of transformers."""
 
-    tokens: its special tokens by role. parameters: values that its model may have, of type `model`. normalizer,
-    pre_tokenizer: return the part to use for options and what tokenizer.json has. around: roles of the tokens before
-    and behind a text; always: whatever tokenizer.json says. files: what a vocabulary is read from, without it.
-    typed: whether the halves of a pair have types of their own for models that have several; None: versions differ.
-    doubled: two separators between the halves.
-    """
-
+    #: Type of its model.
     model: str
+    #: Special tokens by role.
     tokens: Mapping[str, str]
+    #: Allowed values of the model's parameters.
     parameters: Mapping[str, tuple[Any, ...]]
+    #: Return the part to use, from the options and the part of tokenizer.json.
     normalizer: Callable[[JsonConfig, Part], Part]
     pre_tokenizer: Callable[[JsonConfig, Part], Part]
+    #: Roles of the tokens before and after a text.
     around: tuple[str, str] | None
+    #: Put them around texts whatever tokenizer.json says.
     always: bool
     decoder: Part
+    #: Vocabulary files that replace a missing tokenizer.json.
     files: tuple[str, ...] = ()
+    #: Token types differ between the halves of a pair; None if versions differ.
     typed: bool | None = None
+    #: Two separators stand between the halves.
     doubled: bool = False
 
 
 def differs(part: str, why: str) -> UnsupportedModelError:
     """Return the error for a part of tokenizer.json that its class would build in another way."""
     return UnsupportedModelError(
-        f"{FILE}: its {part} is not the one of its class in transformers ({why}), whose versions differ in which of "
-        f'them counts; save the tokenizer again, or name "tokenizer_class": "PreTrainedTokenizerFast" in {CONFIG}, if '
+        f"{FILE}: its {part} is not the one of its class in transformers ({why}), and versions disagree which "
+        f'counts; save the tokenizer again, or name "tokenizer_class": "PreTrainedTokenizerFast" in {CONFIG}, if '
         f"{FILE} is to count as it is"
     )
 
 
-def _option(options: JsonConfig, key: str, default: Any, found: Part, name: str) -> Any:
-    """Return an option: what is stated, else the class's default, which must be what tokenizer.json has."""
+def _option(options: JsonConfig, key: str, default: Any, part: Part, name: str) -> Any:
+    """Return a stated option, else the class's default; raise if tokenizer.json has another value."""
     if key in options.data:
         return options.data[key]
-    if found is not None and found.get(name) != default:
-        raise differs(str(found["type"]), f"{name} is {found.get(name)!r} there, and {CONFIG} has no {key!r}")
+    if part is not None and part.get(name) != default:
+        raise differs(str(part["type"]), f"{name} is {part.get(name)!r} there, and {CONFIG} has no {key!r}")
     return default
 
 
-def _bert_normalizer(options: JsonConfig, found: Part) -> Part:
-    if found is not None and (found["type"] != "BertNormalizer" or not found["clean_text"]):
+def _bert_normalizer(options: JsonConfig, part: Part) -> Part:
+    if part is not None and (part["type"] != "BertNormalizer" or not part["clean_text"]):
         raise differs("normalizer", "a BertNormalizer that cleans texts")
-    if found is not None and found["strip_accents"] == found["lowercase"]:
-        found = {**found, "strip_accents": None}  # which means the same
+    if part is not None and part["strip_accents"] == part["lowercase"]:
+        part = {**part, "strip_accents": None}  # means the same
     return {
         "type": "BertNormalizer",
         "clean_text": True,
-        "handle_chinese_chars": _option(options, "tokenize_chinese_chars", True, found, "handle_chinese_chars"),
-        "strip_accents": _option(options, "strip_accents", None, found, "strip_accents"),
-        "lowercase": _option(options, "do_lower_case", True, found, "lowercase"),
+        "handle_chinese_chars": _option(options, "tokenize_chinese_chars", True, part, "handle_chinese_chars"),
+        "strip_accents": _option(options, "strip_accents", None, part, "strip_accents"),
+        "lowercase": _option(options, "do_lower_case", True, part, "lowercase"),
     }
 
 
-def _bert_pre_tokenizer(_options: JsonConfig, found: Part) -> Part:
-    if found not in (None, {"type": "BertPreTokenizer"}):
+def _bert_pre_tokenizer(_options: JsonConfig, part: Part) -> Part:
+    if part not in (None, {"type": "BertPreTokenizer"}):
         raise differs("pre_tokenizer", "a BertPreTokenizer")
     return {"type": "BertPreTokenizer"}
 
 
-def _no_normalizer(_options: JsonConfig, found: Part) -> Part:
-    if found is not None:
+def _no_normalizer(_options: JsonConfig, part: Part) -> Part:
+    if part is not None:
         raise differs("normalizer", "none")
     return None
 
 
-def _bytes(options: JsonConfig, found: Part) -> Part:
-    if found is not None and (found["type"] != "ByteLevel" or not found["use_regex"]):
+def _bytes(options: JsonConfig, part: Part) -> Part:
+    if part is not None and (part["type"] != "ByteLevel" or not part["use_regex"]):
         raise differs("pre_tokenizer", "a ByteLevel that splits by its regular expression")
-    prefix = _option(options, "add_prefix_space", False, found, "add_prefix_space")
+    prefix = _option(options, "add_prefix_space", False, part, "add_prefix_space")
     return {**_BYTES, "add_prefix_space": prefix}
 
 
-def _steps(found: Part) -> list[dict[str, Any]]:
-    """Return the normalizers of a sequence, without those that change spaces alone: words are split at spaces next."""
-    if found is None:
+def _steps(part: Part) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer except changes of spaces: the next step splits at spaces."""
+    if part is None:
         return []
-    steps = found["normalizers"] if found["type"] == "Sequence" else [found]
+    steps = part["normalizers"] if part["type"] == "Sequence" else [part]
     spaces = ({"Regex": " {2,}"}, {"Regex": "\\s{2,}"})
     return [s for s in steps if s["type"] != "Strip" and not (s["type"] == "Replace" and s["pattern"] in spaces)]
 
 
-def _sentencepiece_normalizer(_options: JsonConfig, found: Part) -> Part:
-    if [step["type"] for step in _steps(found)] not in ([], ["Precompiled"]):
+def _sentencepiece_normalizer(_options: JsonConfig, part: Part) -> Part:
+    if [step["type"] for step in _steps(part)] not in ([], ["Precompiled"]):
         raise differs("normalizer", "the one of its sentencepiece model")
-    return found
+    return part
 
 
-def _canonical_text(options: JsonConfig, found: Part) -> Part:
+def _canonical_text(options: JsonConfig, part: Part) -> Part:
     """Return SigLIP's preparation of a text: lower case, no punctuation, single spaces, then its sentencepiece model's.
 
     Its class in transformers does so whatever tokenizer.json says.
     """
-    rest = [step for step in _steps(found) if step["type"] == "Precompiled"]
+    rest = [step for step in _steps(part) if step["type"] == "Precompiled"]
     dropped = ({"type": "Lowercase"}, _SINGLE_SPACES)
-    for step in _steps(found):
+    for step in _steps(part):
         if not (step in rest or step in dropped or (step["type"] == "Replace" and step["content"] == "")):
             raise differs("normalizer", "lower case, no punctuation, and the one of its sentencepiece model")
     lower = [{"type": "Lowercase"}] if options.flag("do_lower_case", True) else []
@@ -149,10 +151,10 @@ def _canonical_text(options: JsonConfig, found: Part) -> Part:
     return {"type": "Sequence", "normalizers": [*lower, marks, _SINGLE_SPACES, _STRIP, *rest]}
 
 
-def _albert_normalizer(options: JsonConfig, found: Part) -> Part:
-    steps = _steps(found)
-    lower = {"type": "Lowercase"} in steps if found is not None else True
-    accents = {"type": "StripAccents"} not in steps if found is not None else False
+def _albert_normalizer(options: JsonConfig, part: Part) -> Part:
+    steps = _steps(part)
+    lower = {"type": "Lowercase"} in steps if part is not None else True
+    accents = {"type": "StripAccents"} not in steps if part is not None else False
     given = {"type": "ALBERT's normalizer", "lower case": lower, "keeps accents": accents}
     wanted: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": quote}, "content": '"'} for quote in ("``", "''")
@@ -161,81 +163,81 @@ def _albert_normalizer(options: JsonConfig, found: Part) -> Part:
         wanted += [{"type": "NFKD"}, {"type": "StripAccents"}]
     if _option(options, "do_lower_case", True, given, "lower case"):
         wanted.append({"type": "Lowercase"})
-    known = ("Lowercase", "NFKD", "StripAccents")
-    if found is not None and [s for s in steps if s["type"] not in known][:2] != wanted[:2]:
-        raise differs("normalizer", "one that begins with two kinds of quotes")
+    other_steps = ("Lowercase", "NFKD", "StripAccents")
+    if part is not None and [s for s in steps if s["type"] not in other_steps][:2] != wanted[:2]:
+        raise differs("normalizer", "two kinds of quotes first")
     rest = [step for step in steps if step["type"] == "Precompiled"]
-    if len(rest) != len([s for s in steps if s["type"] not in known]) - 2 * (found is not None):
+    if len(rest) != len([s for s in steps if s["type"] not in other_steps]) - 2 * (part is not None):
         raise differs("normalizer", "quotes, accents, case, and the one of its sentencepiece model")
     return {"type": "Sequence", "normalizers": wanted + rest}
 
 
-def _words(options: JsonConfig, found: Part) -> Part:
-    """Return sentencepiece's splitting: at spaces, each of which is marked in front of its word."""
-    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else [found] if found else []
+def _words(options: JsonConfig, part: Part) -> Part:
+    """Return sentencepiece's splitting at spaces; each word begins with a mark."""
+    steps = part["pretokenizers"] if part is not None and part["type"] == "Sequence" else [part] if part else []
     mark = steps[-1] if steps else None
     if steps and (steps[:-1] not in ([], [_SPACES]) or (mark or {}).get("type") != "Metaspace"):
-        raise differs("pre_tokenizer", "one that splits at spaces and marks them")
+        raise differs("pre_tokenizer", "splits at spaces and marks them")
     if mark is not None and (mark["replacement"] != _MARK or not mark["split"]):
-        raise differs("pre_tokenizer", f"one that marks spaces with {_MARK!r}")
+        raise differs("pre_tokenizer", f"marks spaces with {_MARK!r}")
     given = {"type": "Metaspace", "prefix": mark["prepend_scheme"] == "always"} if mark is not None else None
     scheme = "always" if _option(options, "add_prefix_space", True, given, "prefix") else "never"
     marked = {"type": "Metaspace", "replacement": _MARK, "prepend_scheme": scheme, "split": True}
     return {"type": "Sequence", "pretokenizers": [_SPACES, marked]}
 
 
-def _nfc(_options: JsonConfig, found: Part) -> Part:
-    if found not in (None, {"type": "NFC"}):
+def _nfc(_options: JsonConfig, part: Part) -> Part:
+    if part not in (None, {"type": "NFC"}):
         raise differs("normalizer", "NFC")
     return {"type": "NFC"}
 
 
-def _qwen2_words(options: JsonConfig, found: Part) -> Part:
+def _qwen2_words(options: JsonConfig, part: Part) -> Part:
     if options.get("add_prefix_space", False):
         raise differs("pre_tokenizer", "one without a space in front")
     split = {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
-    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
+    steps = part["pretokenizers"] if part is not None and part["type"] == "Sequence" else []
     fits = len(steps) == 2 and steps[0] == split and steps[1]["type"] == "ByteLevel" and not steps[1]["use_regex"]
-    if found is not None and not (fits and not steps[1]["add_prefix_space"]):
-        raise differs("pre_tokenizer", "one that splits by its regular expression, then into bytes")
+    if part is not None and not (fits and not steps[1]["add_prefix_space"]):
+        raise differs("pre_tokenizer", "splits by its regular expression, then into bytes")
     return {"type": "Sequence", "pretokenizers": [split, {**_BYTES, "add_prefix_space": False, "use_regex": False}]}
 
 
-def _lower_nfc(_options: JsonConfig, found: Part) -> Part:
+def _lower_nfc(_options: JsonConfig, part: Part) -> Part:
     steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, _SINGLE_SPACES, {"type": "Lowercase"}]}
-    if found not in (None, steps):
+    if part not in (None, steps):
         raise differs("normalizer", "NFC, single spaces, lower case")
     return steps
 
 
-def _clip_words(_options: JsonConfig, found: Part) -> Part:
+def _clip_words(_options: JsonConfig, part: Part) -> Part:
     kept: dict[str, Any] = {"type": "Split", "behavior": "Removed", "invert": True}
     now, before = ({**kept, "pattern": {"Regex": words}} for words in (_CLIP_WORDS, _CLIP_OLD_WORDS))
-    steps = found["pretokenizers"] if found is not None and found["type"] == "Sequence" else []
+    steps = part["pretokenizers"] if part is not None and part["type"] == "Sequence" else []
     fits = len(steps) == 2 and steps[0] in (now, before) and steps[1]["type"] == "ByteLevel"
-    if found is not None and not (fits and not steps[1]["add_prefix_space"] and steps[1]["use_regex"]):
-        raise differs("pre_tokenizer", "one that keeps what its regular expression finds, then splits into bytes")
+    if part is not None and not (fits and not steps[1]["add_prefix_space"] and steps[1]["use_regex"]):
+        raise differs("pre_tokenizer", "keeps matches of its regular expression, then splits into bytes")
     return {"type": "Sequence", "pretokenizers": [now, {**_BYTES, "add_prefix_space": False}]}
 
 
-def _marked_spaces(_options: JsonConfig, found: Part) -> Part:
+def _marked_spaces(_options: JsonConfig, part: Part) -> Part:
     marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if found not in (None, marks):
-        raise differs("normalizer", f"one that marks spaces with {_MARK!r}")
+    if part not in (None, marks):
+        raise differs("normalizer", f"marks spaces with {_MARK!r}")
     return marks
 
 
-def _lower_marked_spaces(options: JsonConfig, found: Part) -> Part:
-    """Return SigLIP 2's: Gemma's, after lower case, which files from before its class do not have."""
-    lower, steps = {"type": "Lowercase"}, found["normalizers"] if found and found["type"] == "Sequence" else []
-    marks = _marked_spaces(options, steps[1] if len(steps) == 2 and steps[0] == lower else found)
+def _lower_marked_spaces(options: JsonConfig, part: Part) -> Part:
+    """Return SigLIP 2's normalizer: lower case, which older files lack, then Gemma's."""
+    lower, steps = {"type": "Lowercase"}, part["normalizers"] if part and part["type"] == "Sequence" else []
+    marks = _marked_spaces(options, steps[1] if len(steps) == 2 and steps[0] == lower else part)
     return {"type": "Sequence", "normalizers": [lower, marks]}
 
 
-def _whole_text(_options: JsonConfig, found: Part) -> Part:
-    """Return a splitting at spaces, of which a text has none once they are marked."""
-    if found is not None and (found["type"] != "Split" or found["pattern"] != {"String": " "}):
-        raise differs("pre_tokenizer", "one that splits at spaces alone")
+def _whole_text(_options: JsonConfig, part: Part) -> Part:
+    """Return no splitting: a text has no spaces after they are marked."""
+    if part is not None and (part["type"] != "Split" or part["pattern"] != {"String": " "}):
+        raise differs("pre_tokenizer", "splits at spaces alone")
     return None
 
 

@@ -1,8 +1,7 @@
 """Reads ranges of rows from pytorch_model.bin without PyTorch, and without running what a pickle may hold.
 
-Since PyTorch 1.6 such a file is an uncompressed ZIP archive: `data.pkl` says which tensor is which part of which
-storage, and each storage is a member of its own. Of the pickle only the names that describe tensors are understood; any
-other is refused, so that nothing of it is ever called.
+Since PyTorch 1.6 the file is an uncompressed ZIP archive: `data.pkl` names the storage and place of each tensor, and
+each storage is a member of its own. Names in the pickle that do not describe tensors are refused, so it runs no code.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class TorchFile(RowsFile):
     """One open file of PyTorch."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`; raises ModelError for what is no such archive, or holds anything but tensors."""
+        """Open `path`; raises ModelError for another format, or objects other than tensors."""
         super().__init__(path)
         try:
             with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -108,12 +107,12 @@ class TorchFile(RowsFile):
         if "byteorder" in members and archive.read(members["byteorder"]).strip() != b"little":
             raise zipfile.BadZipFile("its numbers are big-endian")
         with archive.open(members["data.pkl"]) as described:
-            found = _Unpickler(described).load()
-        if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-            found = found["state_dict"]
-        if not isinstance(found, Mapping):
+            loaded = _Unpickler(described).load()
+        if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+            loaded = loaded["state_dict"]
+        if not isinstance(loaded, Mapping):
             raise pickle.UnpicklingError("it holds no dictionary of tensors")
-        return {str(k): self._reader(str(k), t, members) for k, t in found.items() if isinstance(t, _Tensor)}
+        return {str(k): self._reader(str(k), t, members) for k, t in loaded.items() if isinstance(t, _Tensor)}
 
     def _reader(self, name: str, tensor: _Tensor, members: Mapping[str, zipfile.ZipInfo]) -> TensorReader:
         storage, size = tensor.storage, prod(tensor.shape)

@@ -195,7 +195,10 @@ def _model(sub: argparse.ArgumentParser) -> None:
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     make.add_argument("--seed", type=non_negative_int, default=0, help="seed of the weights (default 0)")
     make.add_argument("--layers", type=positive_int, help="fewer layers, or more, than KIND has")
-    for name, text in (("inspect", "print what a model directory holds"), ("verify", "load it and compute with it")):
+    for name, text in (
+        ("inspect", "print what a model directory holds"),
+        ("verify", "check a file of any size: compute a request with kernels and reference, an op's weights at a time"),
+    ):
         sub_action = actions.add_parser(name, help=text)
         sub_action.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face directory, or a GGUF file")
         quantise = "quantise a decoder's matrices, and say how far that moves them"

@@ -79,17 +79,17 @@ def _verify(args: argparse.Namespace, part: str) -> None:
     from hepti_mqtt.runtime.worker.executor import run_local
 
     with Checkpoint.open(args.directory, part=part, weights=args.weights) as checkpoint:
-        spec, tensors = checkpoint.spec, checkpoint.tensors()
+        spec, tensors = checkpoint.spec, checkpoint.tensors(banded=True)
         shape = models.representative_shape(spec, 32).with_want("hidden")
         if shape.session_rows and shape.size == 1:  # a decoder's step; its prompt says more
             shape = shape.decode_step(min(32, shape.session_rows))
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
-        got = run_local(device_program(spec, alone, shape, "here"), checkpoint.weights(), inputs)
+        got = run_local(device_program(spec, alone, shape, "here"), checkpoint.tiles(np.unique(inputs)), inputs)
         quantisation, cosine = checkpoint.quantisation, 0.0
         if quantisation is not None:
-            both = (tensors, checkpoint.tensors_as_stored())
+            both = (tensors, checkpoint.tensors_as_stored(banded=True))
             now, before = (models.reference(spec, each, inputs, shape.with_want("task"))[1] for each in both)
             cosine = float(np.sum(now * before) / np.linalg.norm(now) / np.linalg.norm(before))
     error = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
-from hepti_mqtt.models import largest_shape
+from hepti_mqtt.models import full_ref, largest_shape, tensor_sources
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered_for_longest, run_passes
+from hepti_mqtt.plan_programs import lowered_for_longest, resident_counts, run_passes
 from hepti_mqtt.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
-from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD
+from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD, grid
 from hepti_mqtt.schedule import make_template, stretches_of
 from hepti_mqtt.spec import Spec
 
@@ -25,6 +25,10 @@ KEPT_PROGRAMS: Final = 12  # request shapes with kept Programs per plan and devi
 # notes per column of a matrix (panel address, columns, and bias padded to the panel).
 OP_BYTES: Final = 3 << 10
 COLUMN_BYTES: Final = 8
+# Python objects of each tile, as measured: of the model in the manifest and its map, of a load in the tables of the
+# loader.
+MAP_BYTES: Final = 180
+LOADED_TILE_BYTES: Final = 480
 # Notes of a kernel that stores only each matrix's place, and the Program's reference to them.
 MATRIX_BYTES: Final = 256
 
@@ -60,8 +64,26 @@ def weights_bytes(refs: Iterable[WeightRef], held: Iterable[WeightRef] = ()) -> 
     return sum(weight_bytes(matrix) for matrix in set(matrices(refs, resident).values()) - resident)
 
 
-def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
-    """Return a bound of the bytes held besides the weights during a load: incomplete int8 blocks.
+def resident_bytes(spec: Spec, plan: Plan, device: str) -> int:
+    """Return the bytes of all weights of a device under a plan, as the kernels pack them."""
+    from hepti_mqtt.kernels import weight_bytes
+
+    counts = resident_counts(spec, plan, device)
+    times = {matrix: counts[ref] for ref, matrix in matrices(counts).items()}
+    return sum(weight_bytes(matrix) * count for matrix, count in times.items())
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def tile_map_bytes(spec: Spec) -> int:
+    """Return the bytes of a model's manifest and map of tiles on each of its devices."""
+    grids = (grid(s.shape, s.transposed, full_ref(spec, s.name).weight_dtype) for s in tensor_sources(spec))
+    return MAP_BYTES * sum(rows * columns for rows, columns in grids)
+
+
+def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
+    """Return a bound of the bytes of incomplete int8 blocks and of the loader's tables during a load.
+
+    counts: as `resident_counts` returns them.
 
     Tiles arrive nearly in order (`TILES_AHEAD`). A tile leaves at most the blocks that it touches, two of k by the
     panels of its width plus one. All tiles before the oldest missing one leave one panel of a matrix, or one row of
@@ -70,19 +92,23 @@ def loading_overhead_bytes(refs: Iterable[WeightRef]) -> int:
     from hepti_mqtt.kernels import loading_bytes
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
-    refs = tuple(refs)
-    if not any(map(loading_bytes, refs)):  # joining ranges takes several times as long
-        return 0
+    tables = LOADED_TILE_BYTES * sum(
+        times * -(-(ref.rows[1] - ref.rows[0]) // TILE) * -(-(ref.columns[1] - ref.columns[0]) // TILE)
+        for ref, times in counts.items()
+    )
+    if not any(map(loading_bytes, counts)):  # joining ranges takes several times as long
+        return tables
     staged, ahead, begun = 0, 0, 0
-    for ref in dict.fromkeys(matrices(refs).values()):
+    times = {matrix: counts[ref] for ref, matrix in matrices(counts).items()}
+    for ref, count in times.items():
         if not (nbytes := loading_bytes(ref)):
             continue
         width = PANELS[ref.weight_dtype].width
-        staged += nbytes
+        staged += nbytes * count
         ahead = max(ahead, TILES_AHEAD * 2 * BLOCK * (TILE + 2 * width) * 4)
         rows, columns = (stop - start for start, stop in (ref.rows, ref.columns))
         begun = max(begun, rows * width * 4, BLOCK * (columns + width) * 4)
-    return min(staged, ahead + begun)
+    return min(staged, ahead + begun) + tables
 
 
 def live_bytes(program: Program) -> int:

@@ -39,6 +39,8 @@ FORM: Final = "multipart/form-data"
 _SHOWN: Final = 40  # characters of a value in an error
 _EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # change nothing in any interface
 
+_PICTURES: Final = frozenset({"image", "images", "image_url"})  # keys of pictures in lists of inputs
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -57,6 +59,11 @@ def texts_of(value: Any, most: int = TEXTS_AT_ONCE) -> Any:
             raise ValueError(  # noqa: TRY004  # pydantic takes no other
                 "token ids belong to another tokenizer: send texts (LangChain: OpenAIEmbeddings(..., "
                 "check_embedding_ctx_length=False))"
+            )
+        if isinstance(one, dict) and not _PICTURES.isdisjoint(one):
+            raise ValueError(
+                f"element {place} is a picture, and this route reads texts; send a picture to POST /infer as "
+                '{"model", "image"}, with the image in base64'
             )
         if not isinstance(one, str):
             raise ValueError(f"element {place} is {shown(one)}; send texts")  # noqa: TRY004

@@ -681,19 +681,35 @@ class Lowered:
 
     def weight_refs(self, device: str) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges of a device's whole Program, from its tiles alone."""
+        whole: dict[WeightRef, None] = {}
+        for refs, is_repeated in self._weights_of_ops(device):
+            whole.update(dict.fromkeys(refs))
+            if is_repeated and self.repeat is not None:
+                for n in range(1, self.repeat.template_count):
+                    whole.update(dict.fromkeys(_move(self.full_graph, self.repeat, n, 0, 0).relocate_weights(refs)))
+        return tuple(whole)
+
+    def weight_counts(self, device: str) -> dict[WeightRef, int]:
+        """Return the weight ranges of a device's compact Program, each with the number of layers that have its like."""
+        counts: dict[WeightRef, int] = {}
+        for refs, is_repeated in self._weights_of_ops(device):
+            if is_repeated and self.repeat is not None:
+                moved, times = self.full_graph.repeated_tensors[1], self.repeat.template_count
+                counts |= {ref: times if moved.get(ref.tensor, ref.tensor) != ref.tensor else 1 for ref in refs}
+            else:
+                counts |= dict.fromkeys(refs, 1)
+        return counts
+
+    def _weights_of_ops(self, device: str) -> Iterator[tuple[tuple[WeightRef, ...], bool]]:
+        """Yield the distinct weight ranges of each op, and whether its block is the repeated one."""
         number = self.names.index(device)
-        refs: dict[WeightRef, None] = {}
-        repeat, template = self.repeat, range(0)
-        if repeat is not None:
-            template = range(*self.graph.block_range(repeat.first + TEMPLATE_BLOCK))
+        template = (
+            range(0) if self.repeat is None else range(*self.graph.block_range(self.repeat.first + TEMPLATE_BLOCK))
+        )
         for index, op in enumerate(self.graph.ops):
             regions = (t.region for t in self.tiles[op.name] if t.device == number and not t.relay)
-            own = () if op.is_view else dict.fromkeys(ref for region in regions for ref in op.weight_refs(region))
-            refs.update(dict.fromkeys(own))
-            if index in template and repeat is not None:
-                for n in range(1, repeat.template_count):
-                    refs.update(dict.fromkeys(_move(self.full_graph, repeat, n, 0, 0).relocate_weights(own)))
-        return tuple(refs)
+            refs = () if op.is_view else dict.fromkeys(ref for region in regions for ref in op.weight_refs(region))
+            yield tuple(refs), index in template
 
     def located(self, node: int) -> tuple[Op | None, int]:
         """Return the op of `graph` that stands for a tensor, and how many blocks after it the tensor lies.

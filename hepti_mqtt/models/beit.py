@@ -1,4 +1,4 @@
-"""BEiT (Bao et al., 2022): ViT whose scores have a bias by the step from patch to patch, and whose blocks are scaled.
+"""BEiT (Bao et al., 2022): ViT with scaled blocks and a bias of scores by the step between patches.
 
 The scales are in the matrices before them; keys have no bias. n patches, h hidden, a heads, W patches of a side.
 """

@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2019) and RoBERTa (Liu et al., 2019): encoders of text that norm after each residual.
 
-RoBERTa, XLM-RoBERTa and CamemBERT differ in names, in positions that begin behind the padding id, and in their heads.
+RoBERTa, XLM-RoBERTa and CamemBERT differ in names, in positions that begin after the padding id, and in their heads.
 m tokens, h hidden, f MLP width, V vocabulary, B sequences.
 """
 

@@ -34,7 +34,7 @@ def graph(net: GraphBuilder, spec: ModelSpec, shape: TokenBatch, refs: Mapping[s
     """Add the graph of one run.
 
     Of a model that generates: how many tokens came before, for each of B items, then ids, i32 [B + m] -> the next
-    token's logits [B, V], or the likeliest ones where they are wanted; of one that embeds: ids i32 [m] -> embeddings.
+    token's logits [B, V], or its candidates; of a model that embeds: ids i32 [m] -> embeddings.
     """
     ids = at = heat = rows = ""
     if spec.head.task == "generation":
@@ -55,17 +55,17 @@ def add_inputs(net: GraphBuilder, shape: TokenBatch, width: int) -> tuple[str, s
     A temperature for each row that it answers for by candidates, i32 [r] (the bits of f32), then the rows that are
     added to embeddings, i32 [m width]; no tensor without.
     """
-    items, behind = len(shape.lengths), len(shape.lengths) + shape.tokens
-    last = behind + shape.temperatures
+    items, ids_end = len(shape.lengths), len(shape.lengths) + shape.tokens
+    last = ids_end + shape.temperatures
     whole = last + (shape.tokens * width if shape.added else 0)
     tokens = net.input("tokens", (whole,), "i32")
-    at, ids = net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, behind)
-    heat = net.slice("temperatures", tokens, roles.SLICE, behind, last) if shape.temperatures else ""
+    at, ids = net.slice("at", tokens, roles.SLICE, 0, items), net.slice("ids", tokens, roles.SLICE, items, ids_end)
+    heat = net.slice("temperatures", tokens, roles.SLICE, ids_end, last) if shape.temperatures else ""
     return at, ids, heat, net.slice("rows_added", tokens, roles.SLICE, last, whole) if shape.added else ""
 
 
 def first_tokens(inputs: plain.Array, shape: TokenBatch) -> plain.Array:
-    """Return the ids of a run whose sessions begin with it; raises UnsupportedModelError for another one."""
+    """Return the ids of a run that begins its sessions; raises UnsupportedModelError for a later run."""
     items = len(shape.lengths)
     places, ids, _ = np.split(inputs, [items, items + shape.tokens])
     if places.any():

@@ -1,4 +1,4 @@
-"""CLIP (Radford et al., 2021): a tower for texts and one for pictures, whose vectors lie in one space.
+"""CLIP (Radford et al., 2021): towers for texts and pictures with vectors in one space.
 
 Both norm before each block. A text sees earlier tokens only, and its vector is read at the token that ends it; a
 picture is normed before the layers, and its vector is read at the class token. m tokens, h hidden, n patches, B items.
@@ -74,15 +74,15 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     part, projection = ARCHITECTURES[architecture]
     config = JsonConfig(config.file, {**(_TEXT if part == TEXT else _IMAGE), **config.data})
     outputs = config.positive("projection_dim") if projection else 0
-    made = tower_spec("clip", architecture, part, config, extras, PICTURE_CLASSES)
+    encoder = tower_spec("clip", architecture, part, config, extras, PICTURE_CLASSES)
     head = TaskHead("embedding", "last" if part == TEXT else "cls", outputs=outputs)
-    if made.text is None:
-        return replace(made, head=head)
+    if encoder.text is None:
+        return replace(encoder, head=head)
     end = config.require("eos_token_id")
-    if not isinstance(end, int) or not 0 <= end < made.text.vocab:
-        raise config.bad_value("eos_token_id", f"a token from 0 to {made.text.vocab - 1}", end)
-    stem = replace(made.text, end=made.text.vocab if end == OLD_END else end)
-    return replace(made, head=head, text=stem, block=BlockSpec(causal=True))
+    if not isinstance(end, int) or not 0 <= end < encoder.text.vocab:
+        raise config.bad_value("eos_token_id", f"a token from 0 to {encoder.text.vocab - 1}", end)
+    stem = replace(encoder.text, end=encoder.text.vocab if end == OLD_END else end)
+    return replace(encoder, head=head, text=stem, block=BlockSpec(causal=True))
 
 
 def tower_spec(
@@ -131,7 +131,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
 
 
 def stem_tensors(spec: ModelSpec, base: tuple[str, ...], prefix: int = 1) -> Iterator[TensorSource]:
-    """Yield the embeddings of tokens, or of patches behind `prefix` rows that have positions, and their positions."""
+    """Yield the embeddings of tokens, or of patches after `prefix` rows, and the positions of all rows."""
     h = spec.hidden
     if spec.text is not None:
         yield table("stem.word", prefixed(base, "embeddings.token_embedding.weight"), spec.text.vocab, h)
@@ -144,7 +144,7 @@ def stem_tensors(spec: ModelSpec, base: tuple[str, ...], prefix: int = 1) -> Ite
 
 
 def layer_tensors(spec: ModelSpec, base: tuple[str, ...]) -> Iterator[TensorSource]:
-    """Yield the tensors of all layers and of the norm behind them."""
+    """Yield the tensors of all layers and of the final norm."""
     for i in range(spec.layers):
         yield from text.layer_tensors(spec, f"layers.{i}.", base, f"encoder.layers.{i}.", LAYER)
     yield from norm("final_norm", base, "final_layer_norm" if spec.text else "post_layernorm", spec.hidden)
@@ -173,7 +173,7 @@ def reference(
 
 
 def preprocessor(side: int) -> dict[str, Any]:
-    """Return the preprocessor_config.json of pictures whose middle is taken."""
+    """Return the preprocessor_config.json for centre crops."""
     return {
         "crop_size": side, "do_center_crop": True, "do_normalize": True, "do_resize": True, "resample": 3,
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},

@@ -140,7 +140,7 @@ class JsonConfig:
         return value
 
     def activation(self, key: str = "hidden_act", default: str | None = None) -> Activation:
-        """Return the activation of the MLP; raise UnsupportedModelError for one that no kernel computes."""
+        """Return the activation of the MLP; raise UnsupportedModelError for an unsupported one."""
         value = self.require(key) if default is None else self.get(key, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UnsupportedModelError(
@@ -163,18 +163,18 @@ class JsonConfig:
         return tuple(numbers.get(i, f"LABEL_{i}") for i in range(count))
 
     def check_keys(self, table: KeyTable) -> None:
-        """Raise UnsupportedModelError for what this file says and what is not computed here."""
+        """Raise UnsupportedModelError for keys that may change answers and are not supported."""
         for key, value in self.data.items():
             if value is None or key in table.read or key in table.without_effect:
                 continue
             if key in table.only:
                 # By type as well: 1 is equal to true, and 0 to false.
-                known = any(value == v and type(value) is type(v) for v in table.only[key])
+                is_supported = any(value == v and type(value) is type(v) for v in table.only[key])
                 why = f"only {', '.join(map(repr, table.only[key]))} is" if table.only[key] else "it is not"
             else:
-                known = not table.closed
+                is_supported = not table.closed
                 why = "its meaning is not"
-            if not known:
+            if not is_supported:
                 raise UnsupportedModelError(
                     f"{self.file}: {key} {_short(value)} may change answers, and {why} supported; use a model without "
                     "it, or remove the key if it does not matter"
@@ -190,23 +190,23 @@ class JsonConfig:
     def rope_theta(self, default: float, key: str = "rope_theta", kind: str = "") -> float:
         """Return the base of rotary positions; raise UnsupportedModelError for positions that are scaled.
 
-        key: where older files have it. kind: of the layers, where several kinds have bases of their own.
+        key: its name in older files. kind: of the layers, if kinds of layers have different bases.
         """
         parts = self.get("rope_parameters", {})
         for place in ("rope_parameters", "rope_scaling"):
             if not isinstance(part := self.get(place, {}), Mapping):
                 raise self.bad_value(place, "an object", part)
         parts = parts.get(kind) or {} if kind and kind in (parts or {}) else parts
-        found = JsonConfig(f"{self.file}: rope_parameters", parts)
-        found.check_keys(_ROPE_KEYS)
+        rope = JsonConfig(f"{self.file}: rope_parameters", parts)
+        rope.check_keys(_ROPE_KEYS)
         JsonConfig(f"{self.file}: rope_scaling", self.get("rope_scaling", {})).check_keys(_ROPE_KEYS)
-        return found.number("rope_theta", self.number(key, default))
+        return rope.number("rope_theta", self.number(key, default))
 
-    def refuse_unknown_attention(self, *known: str) -> None:
-        """Raise UnsupportedModelError for a key about attention or positions that is neither usual nor `known`."""
+    def refuse_unknown_attention(self, *others: str) -> None:
+        """Raise UnsupportedModelError for unsupported keys of attention and positions; others: supported keys."""
         for key, value in self.data.items():
             about = any(word in key for word in ("attention", "attn", "causal", "window", "rope", "rotary"))
-            if about and value is not None and key not in _ATTENTION_KEYS and key not in known:
+            if about and value is not None and key not in _ATTENTION_KEYS and key not in others:
                 raise UnsupportedModelError(
                     f"{self.file}: {key} {_short(value)} may change what tokens see, and its meaning is not supported; "
                     "use a model without it, or remove the key if it does not matter"

@@ -1,7 +1,7 @@
-"""A decoder of text behind an encoder: norms before blocks, attention to its own text, then to the encoder's states.
+"""A decoder of text after an encoder: norms before blocks, attention to its own text, then to the encoder's states.
 
 m new tokens, C rows of the cache of the text, S states, h hidden, f MLP width, V words. A session keeps the keys and
-values of the text and of the states, which its first run computes. All of it but the logits has the role of a task.
+values of the text, and of the states from its first run. All of it but the logits has the role of a task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPS: Final = 1e-5
 
 
 def stored(spec: SpeechSpec, i: int) -> str:
-    """Return what the tensors of a layer of the decoder stand under: behind those of the encoder."""
+    """Return the prefix of a decoder layer's tensors; decoder layers follow the encoder's."""
     return f"layers.{spec.layers + i}."
 
 
@@ -34,7 +34,7 @@ def graph(
     refs: Mapping[str, WeightRef],
     extent: str = "",
 ) -> None:
-    """Add the decoder: ids [m] behind `at` others, in the first run the states [S, h] -> logits [1 or 2, V].
+    """Add the decoder: ids [m] after `at` earlier ones, in the first run the states [S, h] -> logits [1 or 2, V].
 
     extent: of the tokens that are aligned with the sound -> [m, 1] instead of logits, see `kernels.alignment`.
     """
@@ -48,8 +48,8 @@ def graph(
         net.begin_block()
         qkv = net.linear(f"{name}qkv", u, task, {f"{here}{part}": h for part in ("query", "key", "value")})  # [m, 3h]
         kv = net.append_to_cache(f"{name}kv", f"{here}kv", qkv, at, rows=shape.positions, start=h, role=task)  # [C, 2h]
-        seen = net.cached_attention(f"{name}attention", qkv, kv, at, heads=heads, columns=(0, 0, h), role=task)
-        out = net.linear(f"{name}o", seen, task, {f"{here}attention_out": h})  # [m, h]
+        attended = net.cached_attention(f"{name}attention", qkv, kv, at, heads=heads, columns=(0, 0, h), role=task)
+        out = net.linear(f"{name}o", attended, task, {f"{here}attention_out": h})  # [m, h]
         y = net.sum(f"{name}y", x, out, task)  # [m, h]
         w = net.norm(f"{name}w", y, task, f"{here}cross_norm", EPS)  # [m, h]
         q = net.linear(f"{name}q", w, task, {f"{here}cross_query": h})  # [m, h]
@@ -93,9 +93,9 @@ def _align(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, of: Mapping[in
 
 
 def reference(
-    spec: SpeechSpec, t: plain.Tensors, ids: plain.Array, states: plain.Array, asked: tuple[int, ...]
+    spec: SpeechSpec, t: plain.Tensors, ids: plain.Array, states: plain.Array, places: tuple[int, ...]
 ) -> plain.Array:
-    """Return the logits behind asked tokens of a first run from all ids [m] and the states [S, h], in plain NumPy."""
+    """Return the logits at `places` of a first run from all ids [m] and the states [S, h], in plain NumPy."""
     m = len(ids)
     x = t["stem.word"][ids] + t["stem.position"][:m]  # [m, h]
     for i in range(spec.decoder_layers):
@@ -108,5 +108,5 @@ def reference(
         x = x + plain.linear(t, f"{here}cross_out", plain.attention_over(q, k, v, spec.heads))
         up = plain.linear(t, f"{here}mlp_up", plain.norm(t, f"{here}mlp_norm", x, EPS))
         x = x + plain.linear(t, f"{here}mlp_down", plain.activate(spec.activation, up))
-    x = plain.norm(t, "decoder.norm", x[list(asked)], EPS)
+    x = plain.norm(t, "decoder.norm", x[list(places)], EPS)
     return np.asarray(x @ t["head.decoder.weight"])

@@ -1,7 +1,7 @@
-"""DeBERTa-v2 and v3 (He et al., 2021): BERT's layers, whose scores have terms of content and position.
+"""DeBERTa-v2 and v3 (He et al., 2021): BERT's layers with terms of content and position in scores.
 
 A query meets the keys of distances, and a key their queries: tables [2 k buckets, h] for each layer, which its matrices
-make of embeddings that all layers share. They are made when weights are read. m tokens, h hidden, V vocabulary.
+make of embeddings that all layers share. Reading the weights computes them. m tokens, h hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         classify=config.activation("pooler_hidden_act", "gelu"),
     )  # fmt: skip
     types = config.get("type_vocab_size", 0)
-    made = text.encoder_spec(
+    encoder = text.encoder_spec(
         "deberta", architecture, config, extras, head, types=types and config.positive("type_vocab_size"),
         eps=config.number("layer_norm_eps", 1e-7),
     )  # fmt: skip
-    config.require_one_of("attention_head_size", made.head_dim, made.head_dim)
+    config.require_one_of("attention_head_size", encoder.head_dim, encoder.head_dim)
     span, farthest = config.positive("position_buckets"), config.get("max_relative_positions", -1)
     if not isinstance(farthest, int) or isinstance(farthest, bool):
         raise config.bad_value("max_relative_positions", "an integer", farthest)
     farthest = rows if farthest < 1 else farthest
     if span < 2 or span // 2 >= farthest - 1:
         raise ModelError(f"{config.file}: position_buckets {span} must be from 2 to less than 2 x {farthest - 1}")
-    scale = (made.head_dim * (1 + len(_TERMS))) ** -0.5
+    scale = (encoder.head_dim * (1 + len(_TERMS))) ** -0.5
     block = BlockSpec(buckets=2 * span, farthest=farthest, shared_bias=False, disentangled=True, scale=scale)
-    return replace(made, block=block)
+    return replace(encoder, block=block)
 
 
 def _require_both_terms(config: JsonConfig) -> None:

@@ -48,7 +48,7 @@ class Gguf(NamedTuple):
 
     #: `general.architecture`
     name: str
-    #: What config.json says beside the metadata.
+    #: Keys of config.json that the metadata lacks.
     config: Mapping[str, Any] = {}
     #: Keys of config.json by those of the metadata, besides the common ones.
     keys: Mapping[str, str] = {}
@@ -56,7 +56,7 @@ class Gguf(NamedTuple):
     pairs_together: bool = False
     #: Names of parts of a layer that other architectures call otherwise.
     parts: Mapping[str, str] = {}
-    #: What config.json says of positions that are scaled by YaRN, beside the metadata.
+    #: Keys of positions scaled by YaRN that the metadata lacks.
     yarn: Mapping[str, Any] = {}
     #: Return what config.json says that follows from the rest of it.
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
@@ -108,7 +108,7 @@ class Decoder(NamedTuple):
 
 def _mistral_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
     positions = config.positive("max_position_embeddings")
-    # A window of null is none, but one that is missing is 4096.
+    # A null window is no window; a missing one is 4096.
     is_windowed = config.data.get("sliding_window", 0) is not None
     near = config.positive("sliding_window", 4096) if is_windowed else positions
     return (near - 1,) if near < positions else ()
@@ -147,7 +147,7 @@ def _gemma_windows(config: JsonConfig, causal: bool) -> tuple[int, ...]:
 
 
 def _alternating_windows(config: JsonConfig, _causal: bool) -> tuple[int, ...]:
-    """Return the windows of layers of which every second one sees all tokens."""
+    """Return the windows of layers; every second layer sees all tokens."""
     near = config.positive("sliding_window", 128) - 1
     kinds = config.layer_kinds(config.positive("num_hidden_layers"), lambda i: bool(i % 2))
     return tuple(-1 if sees_all else near for sees_all in kinds)
@@ -162,7 +162,7 @@ def _gemma_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
 
 
 def _smollm3_ropes(config: JsonConfig, d: int, of: Decoder) -> Sequence[Rope]:
-    """Every fourth layer has no positions, or those that the file says."""
+    """Every fourth layer has no positions, or the layers in the file."""
     layers, interval = config.positive("num_hidden_layers"), config.positive("no_rope_layer_interval", 4)
     named = config.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
     if not isinstance(named, list) or len(named) < layers or not set(named) <= {0, 1}:
@@ -503,13 +503,4 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     yield from causal.head_tensors(spec, words)
 
 
-__all__ = [
-    "ARCHITECTURES",
-    "MODEL_TYPES",
-    "READS",
-    "TOKENIZER_CLASSES",
-    "graph",
-    "reference",
-    "spec",
-    "tensors",
-]
+__all__ = ["ARCHITECTURES", "MODEL_TYPES", "READS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

@@ -34,7 +34,7 @@ ARCHITECTURES: Final[Mapping[str, Task]] = {
 
 @dataclass(frozen=True, slots=True)
 class DecoupledSpec(ModelSpec):
-    """An encoder of text or pictures in `groups` groups, whose decoupled layers have `parts` sub-blocks."""
+    """An encoder of text or pictures in `groups` groups, with `parts` sub-blocks in decoupled layers."""
 
     groups: int = 1
     parts: int = 1
@@ -50,23 +50,23 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> De
     if task == "embedding":
         head = text.task_head(task, config, extras, pooler=False)
         types = config.positive("type_vocab_size", 2)
-        made = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
+        encoder = text.encoder_spec("decoupled", architecture, config, extras, head, types=types)
     else:
         config.require_one_of("qkv_bias", True, True)
         image = patches.image_stem(config, extras, vit.PICTURE_CLASSES)
-        made = patches.encoder_spec("decoupled", architecture, config, image, patches.task_head(task, config))
+        encoder = patches.encoder_spec("decoupled", architecture, config, image, patches.task_head(task, config))
     groups, parts = config.positive("num_groups"), config.positive("num_parts")
-    if made.layers % groups or made.layers == groups:
+    if encoder.layers % groups or encoder.layers == groups:
         raise ModelError(
-            f"config.json: num_groups {groups} must divide num_hidden_layers {made.layers} and be less; it can be "
-            f"{_divisors(made.layers, made.layers - 1) or 'none: a decoupled model has two layers or more'}"
+            f"config.json: num_groups {groups} must divide num_hidden_layers {encoder.layers} and be less; it can be "
+            f"{_divisors(encoder.layers, encoder.layers - 1) or 'none: a decoupled model has two layers or more'}"
         )
-    if made.hidden % parts:
+    if encoder.hidden % parts:
         raise ModelError(
-            f"config.json: num_parts {parts} does not divide hidden_size {made.hidden}; it can be "
-            f"{_divisors(made.hidden, made.hidden)}"
+            f"config.json: num_parts {parts} does not divide hidden_size {encoder.hidden}; it can be "
+            f"{_divisors(encoder.hidden, encoder.hidden)}"
         )
-    fields = {name: getattr(made, name) for name in ModelSpec.__dataclass_fields__}
+    fields = {name: getattr(encoder, name) for name in ModelSpec.__dataclass_fields__}
     return DecoupledSpec(**fields, groups=groups, parts=parts)
 
 

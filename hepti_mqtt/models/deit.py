@@ -1,6 +1,6 @@
-"""DeiT (Touvron et al., 2021): ViT with a distillation token behind the class token.
+"""DeiT (Touvron et al., 2021): ViT with a distillation token after the class token.
 
-Its teacher's labels are learnt from that token: a second classifier, whose logits are averaged with the first one's.
+That token learns the teacher's labels with a second classifier; the answer is the mean of both logits.
 Models without that token are stored as ViT. n patches, h hidden, B images of a batch.
 """
 

@@ -1,4 +1,4 @@
-"""DINOv2 (Oquab et al., 2023; with registers: Darcet et al., 2024): ViT whose blocks are scaled before they are added.
+"""DINOv2 (Oquab et al., 2023; with registers: Darcet et al., 2024): ViT with scaled blocks.
 
 The scales are in the matrices before them. Positions are for the pictures of the training, and resized for others.
 Registers are rows without a position between the class token and the patches. n patches, h hidden.
@@ -45,8 +45,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         head = TaskHead("image_classification", "cls_patches", outputs=len(labels), labels=labels)
     if not config.flag("use_swiglu_ffn", False):
         return patches.encoder_spec("dinov2", architecture, config, image, head, mlp, 1e-6)
-    made = patches.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)
-    return replace(made, activation="silu", block=replace(made.block, gated=True))
+    encoder = patches.encoder_spec("dinov2", architecture, config, image, head, (int(mlp * 2 / 3) + 7) // 8 * 8, 1e-6)
+    return replace(encoder, activation="silu", block=replace(encoder.block, gated=True))
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:

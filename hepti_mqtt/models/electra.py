@@ -1,4 +1,4 @@
-"""ELECTRA (Clark et al., 2020): BERT's layers behind embeddings that may have fewer columns, without a pooler."""
+"""ELECTRA (Clark et al., 2020): BERT's layers after embeddings that may have fewer columns, without a pooler."""
 
 from __future__ import annotations
 

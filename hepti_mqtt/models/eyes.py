@@ -1,4 +1,4 @@
-"""Towers that see for a decoder: encoders of pictures whose rows take the place of tokens in its prompt.
+"""Towers that see for a decoder: encoders of pictures; their rows replace tokens in its prompt.
 
 SmolVLM and Idefics 3 (Laurençon et al., 2024) put the patches of each square side by side, Gemma 3 (2025) takes their
 mean and norms it; one matrix makes h columns of the decoder of them. n patches of p x p pixels, s patches of a side of
@@ -152,7 +152,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     channels, square = config.positive("num_channels"), config.positive("square")
     if channels != 3:
         raise UnsupportedModelError(f"config.json: num_channels {channels} is not supported; supported: 3 (RGB)")
-    seen = views(config, extras)
+    looks = views(config, extras)
     if side // patch % square:
         raise ModelError(f"config.json: squares of {square} patches do not fill pictures of {side // patch} a side")
     if joint.pooling == "shuffled" and not _keeps_places(side // patch):
@@ -160,7 +160,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
             f"config.json: pictures of {side // patch} patches a side have rounded positions in transformers, which "
             "are not supported"
         )
-    image = ImageStem(side // patch * patch, patch, channels, seen.mean, seen.std, classed=False)
+    image = ImageStem(side // patch * patch, patch, channels, looks.mean, looks.std, classed=False)
     return ModelSpec(
         family="eyes",
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""Every model family by name, and what is asked of any of them."""
+"""Every model family by name, and functions for all families."""
 
 from __future__ import annotations
 
@@ -60,14 +60,12 @@ Array = npt.NDArray[Any]
 class Family(Protocol):
     """What the module of a family has.
 
-    It may name the class of its specs, `SPEC`; by default it is `ModelSpec`. And how weights may be kept, `STORAGES`:
-    by default in every way, for which the matrices of its layers, `layers.<i>. ...`, are read by `linear` alone.
-    `TOWERS` are architectures of checkpoints that hold several models, each of one of its `ARCHITECTURES`.
-    `READS` are the keys of config.json that it checks itself, of those that are refused for all others. `KNOWN_CODE`
-    begins the names of code that checkpoints bring and that the family computes. And, by model_type, the classes of
-    transformers that make ids and pixels, `TOKENIZER_CLASSES` and `PICTURE_CLASSES`, where the model's files name none.
-    `MODEL_TYPES` are the types of its architectures, where their names do not tell. `translated` returns the files
-    that another library wrote in the words of Hugging Face's.
+    Optional members. `SPEC`: class of its specs, by default `ModelSpec`. `STORAGES`: storages of weights, by default
+    all; narrow ones need layers (`layers.<i>. ...`) with matrices for `linear` alone. `TOWERS`: architectures of
+    checkpoints with several models, each of one of its `ARCHITECTURES`. `READS`: keys of config.json that it checks
+    itself and other families refuse. `KNOWN_CODE`: prefixes of the names of code that it computes. `TOKENIZER_CLASSES`,
+    `PICTURE_CLASSES`: classes of transformers by model_type, for files that name none. `MODEL_TYPES`: types of its
+    architectures, if names do not tell. `translated`: return another library's files under Hugging Face's keys.
     """
 
     @property
@@ -121,7 +119,7 @@ _TOWERS: Final[Mapping[str, Towers]] = {
 _TYPES: Final = {kind.config["model_type"]: f for name, f in FAMILIES.items() for kind in kinds_of(name).values()}
 _ENCODERS: Final = [name for name, family in FAMILIES.items() if _spec_class(family) is ModelSpec]
 
-# What config.json may say of any model and would change its answers; its families refuse what is their own.
+# Keys of any model's config.json that would change its answers; families refuse further keys of their own.
 _KEYS: Final = KeyTable(
     frozenset(),
     only={
@@ -150,9 +148,9 @@ def without_missing_pooler(spec: Spec, stored: Container[str]) -> Spec:
 
 
 def without_false_tie(spec: Spec, stored: Mapping[str, object]) -> Spec:
-    """Return the spec of a decoder that is not tied where a checkpoint has a head beside the embeddings.
+    """Return the spec of a decoder, untied if the checkpoint has a head and embeddings.
 
-    stored: what the checkpoint has by name; what is tied may have two names there.
+    stored: the checkpoint's tensors by name; a tied tensor may have two names.
     """
     if not _has_one_table(spec) or not isinstance(spec, ModelSpec | SpeechSpec):
         return spec
@@ -177,9 +175,9 @@ def largest_shape(spec: Spec) -> RequestShape:
 
 
 def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> RequestShape:
-    """Return a representative request: a sequence of `tokens` where the model takes a text so long, or several of them.
+    """Return a representative request: a sequence of `tokens`, or less for shorter models, or several.
 
-    As many as fit into one run; a decoder generates one at a time.
+    At most as many as fit into one run; a decoder generates one at a time.
     """
     one = spec.input_spec.shape(tokens)
     several = 1 if one.session_rows else max(min(sequences, largest_shape(spec).size // one.size), 1)
@@ -187,7 +185,7 @@ def representative_shape(spec: Spec, tokens: int, sequences: int = 1) -> Request
 
 
 def is_planned_for(spec: Spec, shape: RequestShape) -> bool:
-    """Return whether plans are made for such runs: those of a session are for its steps or for its first run."""
+    """Return whether plans are priced for such runs: in a session, for steps or for its first run."""
     if shape.want == "alignment":
         return False
     return not shape.session_rows or (shape.size > 1) == (spec.input_spec.shape(shape.size).size > 1)
@@ -240,8 +238,8 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
         return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
     if isinstance(spec, ModelSpec) and spec.block.experts:
         return ("f32",)
-    found: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
-    return found
+    dtypes: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
+    return dtypes
 
 
 def layer_count(spec: Spec) -> int:
@@ -344,8 +342,8 @@ def _is_of_type(architecture: str, model_type: str) -> bool:
 
 def _is_known_code(family: Family, named: Any) -> bool:
     """Return whether all code that a config.json names, its `auto_map`, is of a family that is computed here."""
-    known = getattr(family, "KNOWN_CODE", ())
-    return isinstance(named, Mapping) and bool(known) and all(str(v).startswith(known) for v in named.values())
+    prefixes = getattr(family, "KNOWN_CODE", ())
+    return isinstance(named, Mapping) and bool(prefixes) and all(str(v).startswith(prefixes) for v in named.values())
 
 
 def tokenizer_class(model_type: str) -> str | None:
@@ -372,10 +370,10 @@ def _usual(table: str) -> Mapping[str, str]:
 def tensor_sources(spec: Spec) -> tuple[TensorSource, ...]:
     """Return every tensor of the model, from the stem to the head."""
     shared = head_tensors(spec) if isinstance(spec, ModelSpec) else ()
-    found = (*FAMILIES[spec.family].tensors(spec), *shared)
+    sources = (*FAMILIES[spec.family].tensors(spec), *shared)
     if not isinstance(spec, ModelSpec) or spec.storage_of(WORDS) is None:
-        return found
-    return tuple(transposed(source) if source.name == WORDS else source for source in found)
+        return sources
+    return tuple(transposed(source) if source.name == WORDS else source for source in sources)
 
 
 @lru_cache(maxsize=64)
@@ -399,8 +397,8 @@ def _storages(spec: Spec) -> Mapping[str, BlockStorage]:
     """Return the matrices that stay in the blocks of their file."""
     if not isinstance(spec, ModelSpec) or not spec.storages:
         return {}
-    found = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
-    return {name: storage for name, storage in found.items() if storage is not None}
+    storages = {source.name: spec.storage_of(source.name) for source in tensor_sources(spec)}
+    return {name: storage for name, storage in storages.items() if storage is not None}
 
 
 def usual_product(spec: Spec, weight_dtype: WeightDtype) -> Product:
@@ -410,12 +408,12 @@ def usual_product(spec: Spec, weight_dtype: WeightDtype) -> Product:
 
 
 def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
-    """Return the spec of a model of which these matrices, by name, are stored in blocks.
+    """Return the spec of a model with matrices in blocks; stored: their storages by name.
 
-    Those stay in them that kernels multiply by: all matrices of one product, and what devices divide between blocks.
+    A matrix stays in blocks if kernels multiply by it: with all matrices of its product, divided between blocks.
     """
     kept: dict[str, BlockStorage] = {
-        name: storage for name, found in stored.items() for storage in BLOCK_STORAGES if storage == found
+        name: storage for name, of in stored.items() for storage in BLOCK_STORAGES if storage == of
     }
     if not kept or not isinstance(spec, ModelSpec):
         return spec
@@ -431,7 +429,7 @@ def with_storages(spec: Spec, stored: Mapping[str, str]) -> Spec:
     layers: dict[str, set[BlockStorage | None]] = {}
     for source in tensor_sources(spec):
         layers.setdefault(any_layer(source.name), set()).add(kept.get(source.name))
-    alike = {name: found.pop() for name, found in layers.items() if len(found) == 1}
+    alike = {name: kinds.pop() for name, kinds in layers.items() if len(kinds) == 1}
     named = {name: storage for name, storage in kept.items() if any_layer(name) not in alike}
     return replace(spec, storages=tuple(sorted((n, s) for n, s in {**alike, **named}.items() if s is not None)))
 
@@ -443,7 +441,7 @@ def _may_be_in_blocks(spec: ModelSpec, source: TensorSource) -> bool:
 
 
 def _is_causal(spec: ModelSpec) -> bool:
-    """Return whether a model is a decoder with rotary positions, whose graph is that of `causal`."""
+    """Return whether a model is a decoder with rotary positions, by the graph of `causal`."""
     return FAMILIES[spec.family].graph is causal.graph
 
 
@@ -452,9 +450,9 @@ _ROUTER: Final = ".router.weight"  # few bytes, by which experts are chosen
 
 
 def quantised(spec: Spec, how: Quantised) -> Spec:
-    """Return the spec of a model whose matrices of whole blocks are quantised when its checkpoint is opened.
+    """Return the spec of a model that quantises matrices of whole blocks when its checkpoint is opened.
 
-    Raises UnsupportedModelError for a model without any, for one that is in blocks already, and for all but decoders.
+    Raises UnsupportedModelError for models without such matrices or with weights in blocks, and for encoders.
     """
     why = ""
     storage = QUANTISED[how]
@@ -468,9 +466,9 @@ def quantised(spec: Spec, how: Quantised) -> Spec:
             for s in tensor_sources(spec)
             if not s.matrix_shape[-1] % STORAGES[storage].block and not s.name.endswith(_ROUTER)
         }
-        made = with_storages(spec, whole)
-        if isinstance(made, ModelSpec) and made.storages:
-            return made
+        blocked = with_storages(spec, whole)
+        if isinstance(blocked, ModelSpec) and blocked.storages:
+            return blocked
         why = f"none of its matrices is in whole blocks of {STORAGES[storage].block}"
     raise UnsupportedModelError(f"{spec.architecture} cannot be quantised to {how}: {why}")
 

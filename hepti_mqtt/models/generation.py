@@ -55,14 +55,14 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.1, 10.0),
 }  # fmt: skip
 _KEYS: Final = KeyTable(frozenset({"eos_token_id", "do_sample", "top_k", *_RANGES}), _WITHOUT_EFFECT, _NEUTRAL)
-# Of a text whose tokens are drawn.
+# For sampled texts.
 _DRAWN: Final = KeyTable(
     frozenset(),
     only={"typical_p": (1, 1.0), "epsilon_cutoff": (0, 0.0), "eta_cutoff": (0, 0.0), "top_h": ()},
     closed=False,
 )
 _ONCE: Final[Mapping[str, tuple[Any, ...]]] = {**_NEUTRAL, "repetition_penalty": (1, 1.0)}
-_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # a request says what is forced
+_STEERING: Final = {"begin_suppress_tokens", "forced_decoder_ids", "suppress_tokens"}  # requests set these
 _SPEECH_KEYS: Final = KeyTable(
     frozenset(), only={key: values for key, values in _ONCE.items() if key not in _STEERING}, closed=False
 )
@@ -70,9 +70,11 @@ _OLD_KEYS: Final = KeyTable(frozenset(), only=_ONCE, closed=False)  # where conf
 
 
 class Verdict(NamedTuple):
-    """What a text is worth: whether another one should be tried, and how good it is beside others that were tried."""
+    """A judgement of a text."""
 
+    #: Try another temperature.
     again: bool
+    #: Compared between attempts; the largest wins.
     worth: tuple[float, ...]
 
 
@@ -87,69 +89,67 @@ class Likely(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens by the logits of a row, best first and of equal ones the first, and what is known of
-    the others: that none has a larger logit than the last of these.
+    """The likeliest next tokens of a row, best first, equal ones by id; other logits are not above the last."""
 
-    ids, values: [k]. vocab: V. sums: of exp(x - largest) over all tokens, at temperature 1 and at `temperature`.
-    """
-
+    #: Tokens [k], and their logits [k].
     ids: npt.NDArray[np.intp]
     values: npt.NDArray[np.float32]
     vocab: int
+    #: Of exp(x - largest) over all tokens, at temperature 1 and at `temperature`.
     sums: tuple[float, float]
     temperature: float
 
     @classmethod
     def read(cls, row: npt.NDArray[np.float32], vocab: int) -> Candidates:
-        """Return what a row of a run's answer says, as the kernel `candidates` has it."""
+        """Return the candidates in a row of a run's answer, as the kernel `candidates` writes it."""
         k = (len(row) - 3) // 2
         return cls(row[k : 2 * k].astype(np.intp), row[:k], vocab, (float(row[-3]), float(row[-2])), float(row[-1]))
 
     @classmethod
     def of(cls, logits: npt.NDArray[np.float32], count: int) -> Candidates:
-        """Return those of a row of all logits, without sums."""
+        """Return the candidates of a row of all logits, without sums."""
         best = np.argsort(-logits, kind="stable")[:count]
         return cls(best, logits[best], len(logits), (0.0, 0.0), 0.0)
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no token is missing."""
+        """Return whether it has all tokens."""
         return len(self.ids) == self.vocab
 
     def likely(self, place: int, count: int) -> tuple[Likely, ...]:
-        """Return one of them, and behind it the first `count` of all, with their probabilities."""
+        """Return the candidate at `place`, then the first `count`, with their probabilities."""
         whole = float(self.values[0]) + float(np.log(self.sums[0]))
         return tuple(Likely(int(self.ids[i]), float(self.values[i]) - whole) for i in (place, *range(count)))
 
 
 class _Ranked(NamedTuple):
-    """Candidates by their changed logits: places of those that are above all other tokens, and of the rest, best first.
+    """Candidates by their changed logits, best first."""
 
-    values: their changed logits. bounds: from above, of the changed logits of all others [V]. most: of them.
-    """
-
-    known: npt.NDArray[np.intp]
+    #: Places of candidates above all other tokens.
+    leading: npt.NDArray[np.intp]
+    #: Places of the other candidates.
     mixed: npt.NDArray[np.intp]
+    #: Changed logits of the candidates.
     values: npt.NDArray[np.float32]
+    #: Upper bounds of the changed logits of all other tokens [V], and the largest one.
     bounds: npt.NDArray[np.float32]
     most: float
 
 
 class Tail(NamedTuple):
-    """What is known of tokens that are no candidates: the most that a logit may be, and the bounds of their weights.
+    """Bounds of all tokens that are no candidates; a weight is exp((x - largest candidate) / temperature)."""
 
-    A weight is exp((x - largest candidate) / temperature).
-    """
-
+    #: Of a logit.
     most: float
+    #: Of the sum of weights.
     low: float
     high: float
 
 
 class Kept(NamedTuple):
-    """Which tokens may be drawn: the first `known` of those that are known, and others that weigh `high` at most."""
+    """Tokens that may be drawn: the `first` ones, and others with a sum of weights of at most `high`."""
 
-    known: int
+    first: int
     high: float
 
 
@@ -159,18 +159,18 @@ SLACK: Final = 2e-5  # relative, of sums that devices have added up in f32
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Tokens that say when something is said: from `first` on, one for each step of time; they come in pairs.
-
-    end: of a text; its words are below. plain: the token of texts without moments. latest: steps until the first one.
-    """
+    """Tokens of times: from `first` on, one for each step of time; they come in pairs."""
 
     first: int
+    #: The token that ends a text; words are below.
     end: int
+    #: The token of texts without times.
     plain: int
+    #: The most steps before the first time.
     latest: int
 
     def allow(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
-        """Set to -inf what may not follow the tokens of a text so far; row: logits [V]."""
+        """Set the logits [V] of tokens that may not follow to -inf; before: the tokens so far."""
         row[self.plain] = -np.inf
         after_moment = bool(before) and before[-1] >= self.first
         after_pair = after_moment and (len(before) < 2 or before[-2] >= self.first)
@@ -191,38 +191,40 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What changes the probabilities of tokens, in this order; as it is here, nothing does. Source: transformers.
+    """Changes of the tokens' probabilities, in this order; the defaults change nothing. Source: transformers."""
 
-    repetition: by which logits above 0 of tokens that were there are divided, and those below multiplied; of `prompt`,
-    too. presence, frequency: are taken from logits of the text's own tokens, once and for each time. bias: is added to
-    tokens' logits. Of the scaled logits the first `top_k` count (0: all), of those the likeliest that have `top_p`
-    together, and of those what has at least `min_p` of the likeliest one's probability.
-    """
-
+    #: Divides positive logits of tokens in the prompt and the text, and multiplies negative ones.
     repetition: float = 1.0
+    #: Subtracted from the logits of the text's tokens once.
     presence: float = 0.0
+    #: Subtracted for each time that a token stands in the text.
     frequency: float = 0.0
+    #: Added to tokens' logits.
     bias: tuple[tuple[int, float], ...] = ()
+    #: The likeliest tokens to draw from, 0 for all.
     top_k: int = 0
+    #: Of these the likeliest tokens with this probability together.
     top_p: float = 1.0
+    #: Of these the tokens with at least this part of the likeliest one's probability.
     min_p: float = 0.0
+    #: Tokens of the prompt, for `repetition`.
     prompt: tuple[int, ...] = ()
 
     def shift(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
-        """Change the logits [V] of what may follow the tokens of a text so far."""
+        """Change the logits [V] of the next token; before: the tokens so far."""
         if self.repetition != 1:
-            seen = np.unique([*self.prompt, *before]).astype(np.intp)
-            row[seen] = np.where(row[seen] < 0, row[seen] * self.repetition, row[seen] / self.repetition)
+            used = np.unique([*self.prompt, *before]).astype(np.intp)
+            row[used] = np.where(row[used] < 0, row[used] * self.repetition, row[used] / self.repetition)
         if before and (self.presence or self.frequency):
-            seen, counts = np.unique(np.asarray(before, np.intp), return_counts=True)
-            row[seen] -= self.presence + self.frequency * counts
+            used, counts = np.unique(np.asarray(before, np.intp), return_counts=True)
+            row[used] -= self.presence + self.frequency * counts
         for token, added in self.bias:
             row[token] += added
 
     def keep(self, values: npt.NDArray[np.float64], tail: Tail) -> Kept | None:
-        """Return which of the scaled logits, best first, may be drawn; None where that depends on the tail.
+        """Return which of the scaled logits, best first, may be drawn; None if that depends on the tail.
 
-        One at least may. tail: of tokens that are all below these.
+        It keeps at least one. tail: bounds of all tokens below these.
         """
         count, low, high = len(values), tail.low, tail.high
         if self.top_k:
@@ -233,12 +235,12 @@ class Sampling:
                 count = int((values >= values[self.top_k - 1]).sum())
         weights = np.exp(values[:count] - values[0])
         if self.top_p < 1:
-            sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each and those below it, but for the tail
+            sums = np.append(np.cumsum(weights[::-1])[::-1], 0.0)  # of each and all below it, without the tail
             left_out = [sums + t <= (1 - self.top_p) * (sums[0] + t) for t in (low, high)]
             if (left_out[0] != left_out[1]).any():
                 return None
             count = max(int((~left_out[0][:-1]).sum()), 1)
-            # Where it takes some of the tail, their weight and the next one's are as much as is wanted, or more.
+            # If it takes a part of the tail, that part and the next token reach `top_p`.
             high = (
                 self.top_p * (sums[0] + high) + np.exp(tail.most - values[0]) - sums[0] if not left_out[1][-1] else 0.0
             )
@@ -256,49 +258,53 @@ AS_THEY_ARE: Final = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Which token follows: the likeliest that is allowed, or one drawn by its probability.
+    """Choice of the next token: the likeliest allowed token, or a token drawn by its probability."""
 
-    end: of a text. likely: how many of the likeliest tokens are wanted beside each one, with their probabilities, -1
-    for none and not even its own. never: tokens that are left out everywhere; first_never: besides as the first of the
-    text. moments: the tokens of times, None for a text without. scored: probabilities are wanted. silent: the token
-    whose probability behind the prompt's first token is that nobody speaks, -1 without one. choices: before the text,
-    one of these ends the prompt; then `forced` follow, and `opening` comes before all.
-    temperatures: of the first text and of those that are tried after it, as long as the judge asks for another; 0 takes
-    the likeliest token. seed: of the draws. sampling: what changes the probabilities. stops: whether a text ends behind
-    its tokens so far. allowed: which tokens may follow those of a text so far [V], None for all; the logits of all
-    tokens are needed for that.
-    """
-
+    #: Tokens that end a text.
     end: tuple[int, ...] = ()
+    #: Tokens that never follow.
     never: tuple[int, ...] = ()
+    #: Tokens that a text does not begin with.
     first_never: tuple[int, ...] = ()
+    #: The likeliest of these ends the prompt.
     choices: tuple[int, ...] = ()
+    #: Tokens before the prompt, if it has choices.
     opening: tuple[int, ...] = ()
+    #: Tokens after the choice.
     forced: tuple[int, ...] = ()
+    #: Report probabilities.
     scored: bool = False
+    #: How many of the likeliest tokens to report with each token; -1 for none, without the token's own probability.
     likely: int = -1
+    #: The token of silence: its probability counts after the prompt's first token. -1 without one.
     silent: int = -1
+    #: Tokens of times, None for a text without times.
     moments: Moments | None = None
+    #: Of the first attempt and of later ones, if the judge asks for another; 0 takes the likeliest token.
     temperatures: tuple[float, ...] = (0.0,)
+    #: Of the draws.
     seed: int = 0
     judge: Judge | None = None
+    #: Changes of the probabilities.
     sampling: Sampling = AS_THEY_ARE
+    #: Return whether a text ends after its tokens so far.
     stops: Callable[[Sequence[int]], bool] | None = None
+    #: Return the tokens that may follow the tokens so far [V]; it needs all logits. None for all tokens.
     allowed: Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None = None
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether a text ends behind its tokens so far."""
+        """Return whether a text ends after its tokens so far."""
         return bool(tokens) and (tokens[-1] in self.end or (self.stops is not None and self.stops(tokens)))
 
     @property
     def before_text(self) -> int:
-        """Return how many tokens are put before the text, beside the prompt."""
+        """Return how many tokens stand before the text in addition to the prompt."""
         return len(self.opening) + len(self.forced) + 1 if self.choices else 0
 
     def choose(self, logits: npt.NDArray[Any], before: Sequence[int], temperature: float = 0.0) -> tuple[int, float]:
-        """Return the token behind those of a text so far and, if it is wanted, the logarithm of its probability.
+        """Return the next token and, if `scored`, the logarithm of its probability among allowed tokens.
 
-        logits: [r, V], of which the last row counts. The probability is that among the allowed tokens.
+        logits: [r, V]; the last row counts. before: the tokens so far.
         """
         raw = row = logits[-1]
         steered = self.moments is not None or self.allowed is not None
@@ -313,16 +319,16 @@ class TokenRules:
         if temperature:
             ids = np.argsort(-row, kind="stable")[: int(np.isfinite(row).sum())]
             first = len(ids)
-            if not steered:  # those that are known without the others come first
+            if not steered:  # candidates above all others come first
                 best = Candidates.of(raw, CANDIDATES)
-                known = best.ids[self._ranked(best, before).known]
-                ids, first = np.concatenate([known, ids[~np.isin(ids, known)]]), len(known)
+                leading = best.ids[self._ranked(best, before).leading]
+                ids, first = np.concatenate([leading, ids[~np.isin(ids, leading)]]), len(leading)
             drawn = self._draw(ids, row[ids], first, NO_TAIL, len(before), temperature)
             token = token if drawn is None else int(ids[drawn])
         return token, _log_probability(row, token) if self.scored else 0.0
 
     def likely_with(self, row: npt.NDArray[Any], token: int) -> tuple[Likely, ...]:
-        """Return a token and behind it the likeliest ones by all logits [V], as many as are wanted; none for -1."""
+        """Return a token, then the `likely` likeliest tokens by all logits [V]; nothing for -1."""
         if self.likely < 0:
             return ()
         best = np.argsort(-row, kind="stable")[: self.likely].tolist()
@@ -340,7 +346,7 @@ class TokenRules:
         return bool(self.choices) or self.scored or self.silent >= 0 or steered or self.judge is not None
 
     def draw(self, place: int, temperature: float) -> Draw | None:
-        """Return how the token at a place of a text is drawn; None where that depends on more than candidates."""
+        """Return how the token at a place of a text is drawn; None if that depends on more than candidates."""
         drawn = self.sampling
         changes = drawn != Sampling(top_k=drawn.top_k, top_p=drawn.top_p, min_p=drawn.min_p, prompt=drawn.prompt)
         if changes or self.needs_logits or self.never or self.first_never:
@@ -348,19 +354,19 @@ class TokenRules:
         return Draw(place, self.seed, temperature, drawn.top_k, drawn.top_p, drawn.min_p)
 
     def pick(self, row: Candidates, before: Sequence[int], temperature: float = 0.0) -> int | None:
-        """Return which of the candidates `choose` takes; None where that depends on tokens that are none."""
+        """Return the candidate that `choose` takes; None if that depends on other tokens."""
         if not temperature and not self._changes:
             return 0
-        known, mixed_in, values, bounds, most = self._ranked(row, before)
+        leading, mixed_in, values, bounds, most = self._ranked(row, before)
         least = row.values[-1]
-        if not len(known):
+        if not len(leading):
             return None
         if not temperature:
-            return int(known[0])
+            return int(leading[0])
         if not np.isclose(row.temperature, temperature, rtol=1e-6):
             return None
-        # Weights of what is not known, by the sum of all before anything was changed.
-        top = float(values[known[0]])
+        # Weights of all other tokens, from the sum before any change.
+        top = float(values[leading[0]])
         with np.errstate(over="ignore", invalid="ignore"):
             before_all = row.sums[1] * np.exp((float(row.values[0]) - top) / temperature)
             others = before_all - _weights(row.values, top, temperature)
@@ -374,8 +380,8 @@ class TokenRules:
         elif not np.isfinite([low, high]).all():
             return None
         tail = Tail(most / temperature, max(low, 0.0) + mixed, max(high, 0.0) + mixed)
-        drawn = self._draw(row.ids[known], values[known], len(known), tail, len(before), temperature)
-        return None if drawn is None else int(known[drawn])
+        drawn = self._draw(row.ids[leading], values[leading], len(leading), tail, len(before), temperature)
+        return None if drawn is None else int(leading[drawn])
 
     def _ranked(self, row: Candidates, before: Sequence[int]) -> _Ranked:
         """Return the candidates by their changed logits."""
@@ -394,7 +400,7 @@ class TokenRules:
         return bool(self.never or self.first_never) or self.sampling is not AS_THEY_ARE
 
     def _change(self, row: npt.NDArray[Any], before: Sequence[int]) -> None:
-        """Change logits [V], or bounds of them, by what is left out and by the request."""
+        """Change logits [V], or bounds of them, by suppressed tokens and the request."""
         row[[*self.never, *(() if before else self.first_never)]] = -np.inf
         self.sampling.shift(row, before)
 
@@ -411,29 +417,29 @@ class TokenRules:
         place: int,
         temperature: float,
     ) -> int | None:
-        """Return which of some tokens is drawn by seed, temperature and place, whatever else was drawn.
+        """Return the token drawn by seed, temperature and place, independent of other draws.
 
-        values: their logits, best first, of the first ones and then of the rest; all others are in the tail. None where
-        it depends on those.
+        values: logits, best first, of the first tokens and then of the rest; all others are in the tail. None if the
+        draw depends on the tail.
         """
         scaled = values.astype(np.float64) / temperature
         draws = np.random.Generator(np.random.Philox(key=[self.seed, round(temperature * 1000)], counter=place))
         share = draws.random()
         if (kept := self.sampling.keep(scaled, tail)) is None:
             return None
-        weights, within = np.exp(scaled[: kept.known] - scaled[0]), draws.random()
-        if kept.high <= 0 and kept.known <= first:
-            order = np.argsort(ids[: kept.known])
+        weights, within = np.exp(scaled[: kept.first] - scaled[0]), draws.random()
+        if kept.high <= 0 and kept.first <= first:
+            order = np.argsort(ids[: kept.first])
             sums = np.cumsum(weights[order])
             return int(order[np.searchsorted(sums, share * sums[-1], "right")])
-        # First whether it is one of the first tokens, then which, for which the others need not be known.
+        # First draw whether it is one of the first tokens, then which one: that needs no other tokens.
         own, rest = np.cumsum(weights[:first]), np.cumsum(weights[first:])
         if len(own) and share * (own[-1] + (rest[-1] if len(rest) else kept.high)) < own[-1]:
             return int(np.searchsorted(own, within * own[-1], "right"))
         return first + int(np.searchsorted(rest, within * rest[-1], "right")) if len(rest) else None
 
     def silence(self, logits: npt.NDArray[Any]) -> float | None:
-        """Return the probability that nobody speaks by the logits [r, V] of the first run, None if it is not wanted."""
+        """Return the probability of silence by the logits [r, V] of the first run, None without `silent`."""
         return None if self.silent < 0 else float(np.exp(_log_probability(logits[0], self.silent)))
 
 
@@ -441,12 +447,12 @@ LIKELIEST: Final = TokenRules()
 
 
 def drawn_token(draw: Draw, row: npt.NDArray[np.float32], vocab: int) -> int | None:
-    """Return the token that is drawn by a row of an answer; None where its candidates leave it open."""
+    """Return the token drawn from a row of an answer; None if its candidates do not decide it."""
     sampling = Sampling(top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p)
     rules = TokenRules(seed=draw.seed, sampling=AS_THEY_ARE if sampling == AS_THEY_ARE else sampling)
-    found = Candidates.read(row, vocab)
-    chosen = rules.pick(found, range(draw.place), draw.temperature)
-    return None if chosen is None else int(found.ids[chosen])
+    candidates = Candidates.read(row, vocab)
+    chosen = rules.pick(candidates, range(draw.place), draw.temperature)
+    return None if chosen is None else int(candidates.ids[chosen])
 
 
 def _weights(logits: npt.NDArray[Any], top: float, temperature: float) -> float:
@@ -460,7 +466,7 @@ def _log_probability(row: npt.NDArray[Any], token: int) -> float:
 
 
 def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the options of requests that say nothing of them, by generation_config.json, as transformers reads it.
+    """Return the default options of requests by generation_config.json, as transformers reads it.
 
     Without a temperature the likeliest token follows. Raises ModelError, UnsupportedModelError.
     """
@@ -479,8 +485,7 @@ def sampling_defaults(extras: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
-    """Return the file that says which tokens of speech are left out; raises UnsupportedModelError for what else would
-    change the likeliest text."""
+    """Return the file that suppresses tokens of speech; raises UnsupportedModelError for keys that change texts."""
     rules = JsonConfig(FILE, extras[FILE]) if FILE in extras else config
     rules.check_keys(_SPEECH_KEYS)
     return rules
@@ -489,8 +494,8 @@ def speech_rules(config: JsonConfig, extras: Mapping[str, Any]) -> JsonConfig:
 def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
     """Return the tokens after which a text ends, none if no file names one.
 
-    generation_config.json counts where it is there, else config.json. Raises UnsupportedModelError for what would
-    change the most likely text, ModelError for end tokens that are no tokens.
+    generation_config.json counts, else config.json. Raises UnsupportedModelError for keys that would change the
+    likeliest text, ModelError for end tokens outside the vocabulary.
     """
     if FILE in extras:
         config = JsonConfig(FILE, extras[FILE])
@@ -499,7 +504,7 @@ def end_tokens(config: JsonConfig, extras: Mapping[str, Any], vocab: int) -> tup
     else:
         config.check_keys(_OLD_KEYS)
     named = config.get("eos_token_id", [])
-    found = named if isinstance(named, list) else [named]
-    if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < vocab for v in found):
+    tokens = named if isinstance(named, list) else [named]
+    if not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < vocab for v in tokens):
         raise config.bad_value("eos_token_id", f"a token from 0 to {vocab - 1}, or a list of them", named)
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(tokens)))

@@ -27,7 +27,7 @@ _NAMES: Final = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
-# The reference's cache forgets by these, though the model has no windows; its mask is made by `is_causal`.
+# The model has no windows, but the reference's cache forgets by these keys; `is_causal` gives the mask.
 _WINDOWS: Final = KeyTable(
     frozenset(),
     only=dict.fromkeys(("attention_chunk_size", "layer_types", "sliding_window"), ()) | {"is_causal": (True,)},

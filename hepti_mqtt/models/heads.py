@@ -1,4 +1,4 @@
-"""Task heads: from the final rows of the hidden states to what the user asked for, as a graph and in plain NumPy."""
+"""Task heads: from the final rows of the hidden states to the answer, as a graph and in plain NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STORED: Final = {"token_classification": "classifier", "question_answering": "q
 
 
 def head_tensors(spec: ModelSpec) -> Iterator[TensorSource]:
-    """Yield the tensors of heads that are alike in all families: those of rows, and the layers behind a pooling."""
+    """Yield the tensors of heads that all families share: heads of rows, and the layers after a pooling."""
     head = spec.head
     if (stored := _STORED.get(head.task)) is not None:
         yield from dense("head.classifier", ("",), stored, spec.hidden, head.outputs)
@@ -39,7 +39,7 @@ def _projection(i: int) -> str:
 def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef]) -> str:
     """Add final norm, pooling and head on the last layer's x [m, h]; return the output.
 
-    It has the spec's `output_shape`. Only the rows that the task reads are asked for.
+    It has the spec's `output_shape`. It needs only the rows that the task reads.
     """
     x = net.rows("rows", x, TASK, needed_rows(spec, shape))  # [r, h]
     if "final_norm.weight" in refs:
@@ -74,7 +74,7 @@ def add_head(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, ref
 
 
 def add_candidates(net: GraphBuilder, spec: ModelSpec, logits: str, temperatures: str) -> str:
-    """Add what is sent instead of logits [r, V] where the likeliest next tokens are enough; return the output."""
+    """Add the candidates, a shorter answer than the logits [r, V]; return the output."""
     return net.candidates("candidates", logits, temperatures, roles.CANDIDATES, candidate_count(spec))
 
 

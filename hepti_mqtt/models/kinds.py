@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """A model that can be made from a seed."""
+    """A model to write from a seed."""
 
     #: config.json; its initializer_range, if any, is the spread of the weights. Real models spread 0.02 over hundreds
     #: of columns; a few dozen need more for attention and GELU to bend at all.
@@ -25,18 +25,18 @@ class Kind:
 
 @cache
 def _all() -> Mapping[str, Any]:
-    """Return what kinds.json has: by family, then by name."""
+    """Return kinds.json: by family, then by name."""
     data: Mapping[str, Any] = json.loads(resources.files(__package__).joinpath("kinds.json").read_text("utf-8"))
     return data
 
 
 def kinds_of(family: str) -> Mapping[str, Kind]:
     """Return the kinds of a family by name; labels: how many classes a task has."""
-    found = {}
+    kinds = {}
     for name, kind in _all()[family].items():
         labels = [f"LABEL_{i}" for i in range(kind.get("labels", 0))]
         numbered = {str(i): label for i, label in enumerate(labels)}
         of_labels = {"id2label": numbered, "label2id": {label: i for i, label in enumerate(labels)}} if labels else {}
         rest = {key: kind[key] for key in ("extras", "depth") if key in kind}
-        found[name] = Kind({**kind["config"], **of_labels}, **rest)
-    return found
+        kinds[name] = Kind({**kind["config"], **of_labels}, **rest)
+    return kinds

@@ -71,10 +71,10 @@ def log_mel(samples: Floats, bands: int) -> Floats:
     padded = np.pad(samples.astype(np.float64), _WINDOW // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:count]  # [n, 400]
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_WINDOW) / _WINDOW)
-    found = np.empty((count, bands), np.float64)
+    logs = np.empty((count, bands), np.float64)
     for first in range(0, count, _BLOCK):
         block = slice(first, first + _BLOCK)
         spectrum = np.fft.rfft(windows[block] * hann)
         power = spectrum.real**2 + spectrum.imag**2  # [frames, 201]
-        found[block] = np.log10(np.maximum(power @ filters(bands), _FLOOR))
-    return np.asarray((np.maximum(found, found.max() - _RANGE) + 4) / 4, np.float32)
+        logs[block] = np.log10(np.maximum(power @ filters(bands), _FLOOR))
+    return np.asarray((np.maximum(logs, logs.max() - _RANGE) + 4) / 4, np.float32)

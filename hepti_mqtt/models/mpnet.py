@@ -1,4 +1,4 @@
-"""MPNet (Song et al., 2020): BERT's layers, whose scores have a bias by the distance of two tokens.
+"""MPNet (Song et al., 2020): BERT's layers with a bias of scores by the distance of two tokens.
 
 The table of the bias, [32 buckets, a heads], is shared by all layers. m tokens, h hidden, V vocabulary.
 """
@@ -33,8 +33,8 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     """Return the spec of an MPNet; raises ModelError, UnsupportedModelError."""
     config.require_one_of("relative_attention_num_buckets", _BUCKETS, _BUCKETS)
     head = text.task_head(ARCHITECTURES[architecture], config, extras, pooler=True)
-    made = text.encoder_spec("mpnet", architecture, config, extras, head, offset=_PADDING + 1)
-    return replace(made, block=BlockSpec(buckets=_BUCKETS, farthest=_FARTHEST))
+    encoder = text.encoder_spec("mpnet", architecture, config, extras, head, offset=_PADDING + 1)
+    return replace(encoder, block=BlockSpec(buckets=_BUCKETS, farthest=_FARTHEST))
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:

@@ -73,17 +73,17 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     fill = config.activation() if nomic else "gelu"
     head = text.task_head(task, config, extras, pooler=task == "classification", fill=fill)
     types = config.get("type_vocab_size", 2 if nomic else 1)
-    made = text.encoder_spec(
+    encoder = text.encoder_spec(
         "nomic_bert", architecture, config, extras, head, types=types and config.positive("type_vocab_size", types),
         positions="rope",
     )  # fmt: skip
     block = BlockSpec(
         biases=() if nomic else ("qkv", "attention_out", "mlp_down"),
         gated=True,
-        head_dim=config.positive("head_dim", made.head_dim) if nomic else 0,
-        thetas=(config.rope_theta(1e3 if nomic else 160e3),) * made.layers,
+        head_dim=config.positive("head_dim", encoder.head_dim) if nomic else 0,
+        thetas=(config.rope_theta(1e3 if nomic else 160e3),) * encoder.layers,
     )
-    return replace(made, block=block)
+    return replace(encoder, block=block)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:

@@ -18,16 +18,7 @@ from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, pictures, plain
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.tensors import (
-    Resized,
-    TensorSource,
-    dense,
-    norm,
-    prefixed,
-    table,
-    vector,
-    weight,
-)
+from hepti_mqtt.models.tensors import Resized, TensorSource, dense, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import MATRICES, BlockSpec, ImageStem, ModelSpec, add_layers
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import Task, TaskHead
@@ -104,7 +95,7 @@ def image_stem(
     """Return the stem; the preprocessor's scale goes into mean and std: the kernel computes (pixel/255 - mean)/std.
 
     classes: of transformers that make pixels, by model_type. registers: rows between class token and patches. any_size:
-    pictures may have another size than those that positions were trained for.
+    pictures may have another size than the stored positions.
     """
     size, patch = config.square("image_size"), config.square("patch_size")
     channels = config.positive("num_channels", 3)
@@ -114,13 +105,13 @@ def image_stem(
         raise ModelError(f"config.json: patch_size {patch} does not divide image_size {size}")
     pre = pictures.Preprocessor(classes.get(str(config.get("model_type", ""))), extras)
     mean, std = pre.pixel_scale()
-    seen = pre.crop(None if any_size else size)
-    if seen.size % patch:
+    crop = pre.crop(None if any_size else size)
+    if crop.size % patch:
         raise UnsupportedModelError(
-            f"{pre.config.file}: pictures become {seen.size} x {seen.size}, which is no multiple of patch_size {patch}"
+            f"{pre.config.file}: pictures become {crop.size} x {crop.size}, which is no multiple of patch_size {patch}"
         )
-    grid = size // patch if size != seen.size else 0
-    return ImageStem(seen.size, patch, channels, mean, std, seen.shortest, seen.square, registers, grid)
+    grid = size // patch if size != crop.size else 0
+    return ImageStem(crop.size, patch, channels, mean, std, crop.shortest, crop.square, registers, grid)
 
 
 def stem_of(spec: ModelSpec) -> ImageStem:
@@ -134,8 +125,8 @@ def stem_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the tensors of the stem.
 
-    registers: what a checkpoint calls the rows behind the class token. placed: rows before the patches that have
-    positions, by default all. smooth: of positions for other pictures, see `Resized`.
+    registers: stored name of the rows after the class token. placed: rows before the patches with positions, by default
+    all. smooth: of positions for other pictures, see `Resized`.
     """
     image, h = stem_of(spec), spec.hidden
     channels, p = image.channels, image.patch
@@ -162,7 +153,7 @@ def scaled(sources: Iterable[TensorSource], factors: Mapping[str, tuple[str, ...
 
 
 def task_tensors(spec: ModelSpec, base: tuple[str, ...]) -> Iterator[TensorSource]:
-    """Yield the tensors behind the layers."""
+    """Yield the tensors after the layers."""
     h = spec.hidden
     yield from norm("final_norm", base, "layernorm", h)
     if spec.head.pooler:

@@ -38,13 +38,13 @@ KEYS: Final = KeyTable(
 
 
 class Crop(NamedTuple):
-    """What a model sees of a picture: the middle S x S after its shorter side was made `shortest`, 0: all of it.
+    """The part of a picture that a model reads: the middle S x S of the resized picture."""
 
-    square: both sides are made so long.
-    """
-
+    #: S in pixels.
     size: int
+    #: Pixels of the resized shorter side, 0 to read the whole picture.
     shortest: int
+    #: Both sides are resized to `shortest`.
     square: bool = False
 
 
@@ -57,7 +57,7 @@ class _Class:
     square: bool = False  # what an integer as size means
     crop: int | None = 0  # 0: no cropping
     by_part: bool = False  # crops a part of the picture, not a size
-    cut: int = 224  # what it crops to where it is asked to crop and not told to what
+    cut: int = 224  # size of a crop without `crop_size`
     scales_twice: bool = False  # divides by the deviation a second time where `include_top`, and knows `rescale_offset`
 
 
@@ -85,7 +85,7 @@ def processor_file(extras: Mapping[str, Any]) -> JsonConfig:
     if FILE in extras:
         return JsonConfig(FILE, extras[FILE])
     raise ModelError(
-        f"{FILE} is missing, so it is not known how pictures become pixels; copy it from where the model is, "
+        f"{FILE} is missing, and it says how pictures become pixels; copy it from the original, "
         'or write it: {"size": {"height": S, "width": S} or {"shortest_edge": S}, "do_center_crop", '
         '"crop_size", "resample", "image_mean", "image_std"}'
     )
@@ -116,7 +116,7 @@ def _factor(file: JsonConfig) -> float:
 
 
 class Preprocessor:
-    """The file that describes a model's pictures, and the class of transformers that it is for, if any."""
+    """The file that describes a model's pictures, and its class of transformers, if any."""
 
     def __init__(self, usual: str | None, extras: Mapping[str, Any]) -> None:
         """Read and check the file; usual: the class of models of this type, if they have one.
@@ -138,9 +138,9 @@ class Preprocessor:
         for end in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(end)
         if kind not in _CLASSES:
-            known = ", ".join(f"{name}ImageProcessor" for name in _CLASSES)
+            names = ", ".join(f"{name}ImageProcessor" for name in _CLASSES)
             raise UnsupportedModelError(
-                f"{self.config.file}: image_processor_type {named!r} is not supported; supported: {known}"
+                f"{self.config.file}: image_processor_type {named!r} is not supported; supported: {names}"
             )
         return _CLASSES[kind]
 
@@ -165,17 +165,17 @@ class Preprocessor:
         return tuple(v / factor for v in means), tuple(v / factor for v in stds)
 
     def crop(self, own: int | None) -> Crop:
-        """Return what of a picture a model sees; own: the size that it reads, where it has one.
+        """Return the part of a picture that a model reads; own: the model's size, if it has one.
 
         Raises ModelError, and UnsupportedModelError where pictures would not all become squares of one size.
         """
         pre = self.config
         if not pre.flag("do_resize", True):
             raise UnsupportedModelError(f"{pre.file}: do_resize false is not supported: pictures come in any size")
-        found = self._by_part() if self._class is not None and self._class.by_part else self._by_size()
-        if own not in (None, found.size):
-            raise ModelError(f"{pre.file}: pictures become {found.size} x {found.size}, and the model reads {own}")
-        return found
+        crop = self._by_part() if self._class is not None and self._class.by_part else self._by_size()
+        if own not in (None, crop.size):
+            raise ModelError(f"{pre.file}: pictures become {crop.size} x {crop.size}, and the model reads {own}")
+        return crop
 
     def _by_part(self) -> Crop:
         """Return the crop of ConvNeXT's class: a part of the shorter side."""
@@ -190,13 +190,13 @@ class Preprocessor:
 
     def _by_size(self) -> Crop:
         """Return the crop of all other classes: pictures become squares, or their middle is cut out."""
-        pre, known = self.config, self._class
+        pre, usual = self.config, self._class
         if "crop_pct" in pre.data:
             raise UnsupportedModelError(f"{pre.file}: crop_pct is for ConvNextImageProcessor alone; name that type")
-        side, square = self._side(pre.get("size", known.size) if known and known.size else pre.require("size"))
-        if known is not None and known.crop is None:
+        side, square = self._side(pre.get("size", usual.size) if usual and usual.size else pre.require("size"))
+        if usual is not None and usual.crop is None:
             pre.require("do_center_crop")
-        if not pre.flag("do_center_crop", known is not None and bool(known.crop)):
+        if not pre.flag("do_center_crop", usual is not None and bool(usual.crop)):
             if not square:
                 raise UnsupportedModelError(
                     f"{pre.file}: size {pre.get('size', None)!r} without do_center_crop is not supported: pictures "
@@ -204,7 +204,7 @@ class Preprocessor:
                 )
             return Crop(side, 0)
         cut, whole = self._side(
-            pre.get("crop_size", known.crop or known.cut) if known else pre.require("crop_size"), True
+            pre.get("crop_size", usual.crop or usual.cut) if usual else pre.require("crop_size"), True
         )
         if not whole or cut > side:
             raise UnsupportedModelError(

@@ -1,6 +1,6 @@
-"""Plain NumPy functions that the families' references are made of: no kernels, no Programs.
+"""Plain NumPy functions for the families' references: no kernels, no Programs.
 
-They compute in the dtype of what they are given (float32 or float64). m packed tokens, h hidden, f MLP width, a heads,
+They compute in the dtype of their arguments (float32 or float64). m packed tokens, h hidden, f MLP width, a heads,
 d = h / a, t tokens of one sequence. Tensors have canonical names and are in [in, out] orientation.
 """
 
@@ -58,7 +58,7 @@ def attention(
 ) -> Array:
     """Return the attention of packed sequences: q [m, a d], k, v [m, * d] -> [m, a d].
 
-    causal: no token sees a later one; window: nor one that is farther away, -1 for any. bias: of the score of each
+    causal: no token sees a later one; window: the largest distance, -1 for any. bias: of the score of each
     query and key, [L, L, a] for sequences of up to L tokens. positions: keys and queries of buckets, [buckets, a d]
     each, which meet queries and keys, and the bucket of each query and key [L, L]. sinks: logits [a] that count like
     those of keys without a value.
@@ -74,8 +74,8 @@ def attention(
                 z @ table.reshape(len(table), heads, d).transpose(1, 2, 0)  # [a, t, buckets] each
                 for z, table in zip((qs, ks), positions[:2], strict=True)
             ]
-            found = positions[2][: len(t), : len(t)]
-            scores = scores + met[0][:, t[:, None], found] + met[1][:, t, found]
+            bucket = positions[2][: len(t), : len(t)]
+            scores = scores + met[0][:, t[:, None], bucket] + met[1][:, t, bucket]
         scores = scores * (scale or 1 / math.sqrt(d))
         away = t - t[:, None]  # [t, t]
         if bias is not None:
@@ -117,15 +117,15 @@ def distance_bias(table: Array, farthest: int, longest: int) -> Array:
     """Return what distances add to scores (T5): a table [buckets, a] -> [longest queries, keys, a]."""
     half = len(table) // 2
     exact = half // 2
-    found = []
+    bucket_of = []
     for away in range(1 - longest, longest):
         near = abs(away)
         if near >= exact:
             wide = np.log(np.float32(near) / np.float32(exact)) / np.float32(math.log(farthest / exact))
             near = min(exact + int(wide * np.float32(half - exact)), half - 1)
-        found.append(near + (half if away > 0 else 0))
+        bucket_of.append(near + (half if away > 0 else 0))
     t = np.arange(longest)
-    return np.asarray(table[found][t - t[:, None] + longest - 1])
+    return np.asarray(table[bucket_of][t - t[:, None] + longest - 1])
 
 
 def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
@@ -135,27 +135,27 @@ def log_buckets(buckets: int, farthest: int, longest: int) -> Array:
     """
     span = buckets // 2
     middle = span // 2
-    found = []
+    bucket_of = []
     for away in range(1 - longest, longest):
         near = abs(away)
         if near > middle:
             wide = np.log(np.float32(near) / np.float32(middle)) / np.log(np.float32((farthest - 1) / middle))
             near = math.ceil(wide * np.float32(middle - 1)) + middle
-        found.append(min(max(span + (near if away > 0 else -near), 0), buckets - 1))
+        bucket_of.append(min(max(span + (near if away > 0 else -near), 0), buckets - 1))
     t = np.arange(longest)
-    return np.asarray(np.asarray(found)[t[:, None] - t + longest - 1])
+    return np.asarray(np.asarray(bucket_of)[t[:, None] - t + longest - 1])
 
 
 def grid_bias(table: Array, side: int) -> Array:
     """Return what steps on a grid add to scores (BEiT): a table [(2 side - 1)^2 + 3, a] -> [n + 1, n + 1, a].
 
-    Row 0 is the class token, whose numbers are the last three: to patches, from patches, and its own.
+    Row 0 is the class token. The last three rows of the table are its biases: to patches, from patches, to itself.
     """
     y, x = np.divmod(np.arange(side**2), side)
-    found = np.full((side**2 + 1,) * 2, len(table) - 1)
-    found[0, 1:], found[1:, 0] = len(table) - 3, len(table) - 2
-    found[1:, 1:] = (y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1
-    return np.asarray(table[found])
+    rows = np.full((side**2 + 1,) * 2, len(table) - 1)
+    rows[0, 1:], rows[1:, 0] = len(table) - 3, len(table) - 2
+    rows[1:, 1:] = (y[:, None] - y + side - 1) * (2 * side - 1) + x[:, None] - x + side - 1
+    return np.asarray(table[rows])
 
 
 def softmax(x: Array) -> Array:
@@ -165,7 +165,7 @@ def softmax(x: Array) -> Array:
 
 
 def post_norm(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
-    """Return a layer that norms behind each residual (BERT): x [m, h] -> [m, h]."""
+    """Return a layer that norms after each residual (BERT): x [m, h] -> [m, h]."""
     y = norm(tensors, f"{here}attention_norm", x + _attention(tensors, here, x, n), n.norm)  # [m, h]
     return norm(tensors, f"{here}mlp_norm", y + _mlp(tensors, here, y, n), n.norm)
 

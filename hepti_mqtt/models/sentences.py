@@ -41,7 +41,7 @@ _FLAGS: Final = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Modules of PyTorch behind a dense layer or a score, by dotted name.
+# Modules of PyTorch after a dense layer or a score, by dotted name.
 _ACTIVATIONS: Final[Mapping[str, HeadActivation | None]] = {
     "torch.nn.modules.linear.Identity": None,
     "torch.nn.modules.activation.Tanh": "tanh",
@@ -51,7 +51,7 @@ _ACTIVATIONS: Final[Mapping[str, HeadActivation | None]] = {
 _SCORES: Final = {"torch.nn.modules.linear.Identity": False, "torch.nn.modules.activation.Sigmoid": True}
 _OLD_ACTIVATION: Final = "sbert_ce_default_activation_function"  # before version 4
 SIMILARITIES: Final = ("cosine", "dot", "euclidean", "manhattan")
-# Prompts for what is looked for, and for what it is looked for in: the first that is there.
+# Names of prompts for queries and for documents; the first that the model has counts.
 QUERY_PROMPTS: Final = ("query",)
 DOCUMENT_PROMPTS: Final = ("document", "passage", "corpus")
 
@@ -63,15 +63,11 @@ _TRANSFORMER_KEYS: Final = KeyTable(
     read=frozenset({"do_lower_case", "max_seq_length", "processor_kwargs", "processing_kwargs", "tokenizer_args"})
     | {"modality_config", "module_output_name", "transformer_task"},
     without_effect=frozenset({"model_args", "model_kwargs", "unpad_inputs"}),
-    only={
-        "config_args": ({},),
-        "config_kwargs": ({},),
-    },
+    only={"config_args": ({},), "config_kwargs": ({},)},
 )
 _CALL_KEYS: Final = KeyTable(read=frozenset({"max_length"}), only={"truncation": (True, "longest_first")})
 _PROCESSOR_KEYS: Final = KeyTable(
-    read=frozenset({"model_max_length"}),
-    without_effect=frozenset({"padding_side", "use_fast", "trust_remote_code"}),
+    read=frozenset({"model_max_length"}), without_effect=frozenset({"padding_side", "use_fast", "trust_remote_code"})
 )
 _POOLING_KEYS: Final = KeyTable(
     read=frozenset({"include_prompt", "pooling_mode", *_FLAGS}),
@@ -86,24 +82,23 @@ _DENSE_KEYS: Final = KeyTable(
     },
 )
 _NORMALIZE_KEYS: Final = KeyTable(
-    read=frozenset(),
-    only={"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)},
+    read=frozenset(), only={"module_input_name": ("sentence_embedding",), "module_output_name": ("sentence_embedding",)}
 )
 
 
 class TextRules(NamedTuple):
-    """What is done with a text before its tokens are looked up, and with vectors behind the model.
+    """Changes of a text before the tokenizer, and rules for the model's vectors."""
 
-    prompt: put before it where a request names none of `prompts`, which have names. strip: spaces at both ends are
-    dropped. lower: before the tokenizer (`text`), as its first step (`normalizer`), or not at all. similarity: how
-    vectors are compared. pools_prompt: whether the tokens of a prompt are pooled as all others.
-    """
-
+    #: Prefix of texts if a request names none of `prompts`.
     prompt: str = ""
+    #: Drop spaces at both ends.
     strip: bool = False
+    #: Lower case before the tokenizer (`text`), as its first step (`normalizer`), or never.
     lower: Literal["", "text", "normalizer"] = ""
     prompts: Mapping[str, str] = {}
+    #: How vectors are compared.
     similarity: str = "cosine"
+    #: Tokens of a prompt are pooled like all others.
     pools_prompt: bool = True
 
     def prompt_for(self, names: Sequence[str]) -> str:
@@ -225,7 +220,7 @@ def _pooling(pooling: JsonConfig) -> Pooling:
 
 
 def _projection(path: str, config: JsonConfig) -> Projection:
-    """Return a dense layer behind the pooling; raises UnsupportedModelError for an activation that is not computed."""
+    """Return a dense layer after the pooling; raises UnsupportedModelError for an unsupported activation."""
     config.check_keys(_DENSE_KEYS)
     named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     if named not in _ACTIVATIONS:
@@ -237,7 +232,7 @@ def _projection(path: str, config: JsonConfig) -> Projection:
 
 
 def check_cross_encoder(extras: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a cross-encoder with modules behind its transformer."""
+    """Raise UnsupportedModelError for a cross-encoder with modules after its transformer."""
     if MODULES in extras and is_cross_encoder(extras) and (names := _modules(extras)[0]) != ["Transformer"]:
         raise UnsupportedModelError(
             f"{MODULES}: modules {names} are not supported for scores of pairs; supported: Transformer alone"
@@ -256,7 +251,7 @@ class CrossEncoder(NamedTuple):
 
 
 def cross_encoder(config: JsonConfig, extras: Mapping[str, Any], outputs: int) -> CrossEncoder:
-    """Return how the scores of pairs are made: as the directory says, else by a sigmoid where there is one output."""
+    """Return how pairs are scored: as the directory says, else by a sigmoid if there is one output."""
     settings, own = extras.get(SETTINGS, {}), config.get("sentence_transformers", {})
     stated = (
         settings.get("activation_fn") if is_cross_encoder(extras) else None,
@@ -304,7 +299,7 @@ def _version(settings: JsonConfig) -> tuple[int, ...]:
 
 
 def _prompts(settings: JsonConfig) -> Mapping[str, str]:
-    """Return the prompts by name, without those that are null; raises ModelError."""
+    """Return the prompts by name, without null ones; raises ModelError."""
     prompts = settings.get("prompts", {})
     if not isinstance(prompts, Mapping) or not all(isinstance(p, str | None) for p in prompts.values()):
         raise settings.bad_value("prompts", "an object of names and texts", prompts)
@@ -312,13 +307,13 @@ def _prompts(settings: JsonConfig) -> Mapping[str, str]:
 
 
 def _default_prompt(settings: JsonConfig) -> str:
-    """Return what is put before every text; raises ModelError."""
+    """Return the prefix of every text; raises ModelError."""
     name, prompts = settings.get("default_prompt_name", None), _prompts(settings)
     if name is None:
         return ""
-    found = prompts.get(name) if isinstance(name, str) else None
-    if found is None:
+    prompt = prompts.get(name) if isinstance(name, str) else None
+    if prompt is None:
         raise ModelError(
             f"{settings.file}: default_prompt_name {name!r} is not one of its prompts {[*prompts]}; restore the file"
         )
-    return found
+    return prompt

@@ -118,7 +118,7 @@ class TokenBatch:
         return len(self.mask_rows) or len(self.lengths) if self.want == "candidates" else 0
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
-        """Return the batch of these sequences and of others behind them, which want the same."""
+        """Return the batch of these sequences and then others of the same want."""
         shapes = (self, *others)
         starts = _starts([shape.tokens for shape in shapes])
         masks = (start + row for start, shape in zip(starts, shapes, strict=True) for row in shape.mask_rows)
@@ -193,7 +193,7 @@ class ImageBatch:
 
     @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return nothing: no place of an image is asked for."""
+        """Return nothing: requests name no places of an image."""
         return ()
 
     def with_want(self, want: Want) -> ImageBatch:
@@ -209,7 +209,7 @@ class ImageBatch:
         raise ValueError(f"images have no session that could answer for {rows} rows")
 
     def concatenate(self, others: Sequence[ImageBatch]) -> ImageBatch:
-        """Return the batch of these images and of others behind them, which want the same."""
+        """Return the batch of these images and then others of the same want."""
         return replace(self, count=self.count + sum(other.count for other in others))
 
     def slice_items(self, first: int, stop: int) -> tuple[ImageBatch, slice]:
@@ -222,12 +222,12 @@ class ImageBatch:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What requests bring: token ids, token ids behind a cache, or pictures.
+# Inputs of requests: token ids, token ids after a cache, or pictures.
 
 
 CACHE_ROWS: Final = 64  # of the smallest cache; others are twice, four times ... as large
-# Of a session's largest run; the others have powers of two below it. From 32 rows on a row takes as long in runs of any
-# size, and what runs beside a long prompt waits for one of its runs at a time.
+# Of a session's largest run; others are smaller powers of two. From 32 rows on, time per row is constant, and other
+# requests wait for a single run of a long prompt at a time.
 CHUNK_ROWS: Final = 128
 OVERLAP_ROWS: Final = 16  # that are computed again at most: about what one more run costs
 
@@ -241,7 +241,7 @@ def cache_rows(tokens: int, longest: int) -> int:
 
 
 def next_rows(cached: int, total: int) -> tuple[int, int]:
-    """Return which rows the next run of a session computes, of `total` of which the first ones are cached.
+    """Return the rows of a session's next run; the first `cached` of `total` rows are in the cache.
 
     The last run may begin over rows that are cached already: they give the same keys and values again, and no Program
     is needed but those of powers of two.
@@ -291,7 +291,7 @@ class TextInput:
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
-        """Return the shape whose Program computes this one, too: itself."""
+        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
@@ -331,7 +331,7 @@ class DecoderInput(TextInput):
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows, plain.added)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
-        """Return the shape whose Program computes this one, too: with room for the longest text."""
+        """Return the shape of the Program for a shape: with room for the longest text."""
         return replace(shape, cache=self.longest)
 
     def cache(self, tokens: int) -> int:
@@ -347,9 +347,9 @@ class DecoderInput(TextInput):
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A request brings pictures u8 [B, channels, size, size], each of which has `rows` rows in the net.
+    """A request brings pictures u8 [B, channels, size, size] with `rows` rows each in the net.
 
-    shortest: pixels of the shorter side of a picture whose middle is taken; 0: all of it, made square. square: the
+    shortest: pixels of the resized shorter side before the centre crop; 0: the whole picture, made square. square: the
     longer side gets as many.
     """
 
@@ -373,14 +373,14 @@ class ImageInput:
         return ImageBatch(count, self.rows, want)
 
     def shape_of(self, plain: PlainShape) -> ImageBatch:
-        """Return the shape that travelled; raises ValueError for one that is not of whole pictures alone."""
-        made = self.batch(len(plain.sizes), plain.want)
-        if made.plain() != plain or plain.want not in ("task", "hidden"):
+        """Return the shape that travelled; raises ValueError unless it is whole pictures."""
+        batch = self.batch(len(plain.sizes), plain.want)
+        if batch.plain() != plain or plain.want not in ("task", "hidden"):
             raise ValueError(f"pictures of this model have {self.rows} rows each, no marks and no session")
-        return made
+        return batch
 
     def program_shape(self, shape: ImageBatch) -> ImageBatch:
-        """Return the shape whose Program computes this one, too: itself."""
+        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:

@@ -1,7 +1,7 @@
 """SigLIP (Zhai et al., 2023; SigLIP 2, Tschannen et al., 2025): CLIP's towers, trained so that each pair has its score.
 
 A text is filled up to the longest, sees itself whole, and its vector is read at its last token, mostly padding. Of a
-picture all patches are read by one learnt query, with an MLP behind it. m rows, h hidden, f MLP width, B pictures.
+picture all patches are read by one learnt query, followed by an MLP. m rows, h hidden, f MLP width, B pictures.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
     """Return the spec of a tower; raises ModelError, UnsupportedModelError."""
     part = ARCHITECTURES[architecture]
     config = JsonConfig(config.file, {**(_TEXT if part == TEXT else _IMAGE), **config.data})
-    made = clip.tower_spec("siglip", architecture, part, config, extras, PICTURE_CLASSES)
-    if made.text is not None:
-        outputs = config.positive("projection_size", made.hidden)
-        head, stem = TaskHead("embedding", "last", outputs=outputs), replace(made.text, padded=True)
+    encoder = clip.tower_spec("siglip", architecture, part, config, extras, PICTURE_CLASSES)
+    if encoder.text is not None:
+        outputs = config.positive("projection_size", encoder.hidden)
+        head, stem = TaskHead("embedding", "last", outputs=outputs), replace(encoder.text, padded=True)
         # What texts are filled up to.
-        longest = JsonConfig(TOKENIZER, extras.get(TOKENIZER, {})).positive("model_max_length", made.max_tokens)
-        return replace(made, head=head, text=stem, max_tokens=min(made.max_tokens, longest))
+        longest = JsonConfig(TOKENIZER, extras.get(TOKENIZER, {})).positive("model_max_length", encoder.max_tokens)
+        return replace(encoder, head=head, text=stem, max_tokens=min(encoder.max_tokens, longest))
     if not config.flag("vision_use_head", True):
         raise UnsupportedModelError("config.json: vision_use_head false is not supported: there would be no vector")
-    assert made.image is not None
-    image = replace(made.image, classed=False)
-    return replace(made, head=TaskHead("embedding", "attention"), image=image, max_tokens=image.rows)
+    assert encoder.image is not None
+    image = replace(encoder.image, classed=False)
+    return replace(encoder, head=TaskHead("embedding", "attention"), image=image, max_tokens=image.rows)
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
@@ -103,12 +103,14 @@ def _pool(net: GraphBuilder, spec: ModelSpec, shape: ImageBatch, x: str, refs: M
     """Add the head: the final hidden states x [m, h] -> vectors [B, h]."""
     h = spec.hidden
     probe = net.opaque("probe", (x,), TASK, "repeat_row", net.shape_of(x), (refs["head.probe"],))  # [m, h]
-    q = net.linear("head.q", probe, TASK, {"head.query": h})  # [m, h], of which some rows are computed
+    q = net.linear("head.q", probe, TASK, {"head.query": h})  # [m, h], a few rows computed
     kv = net.linear("head.kv", x, TASK, {"head.key": h, "head.value": h})  # [m, 2 h]
-    seen = net.attention(
+    pooled = net.attention(
         "head.seen", q, kv, TASK, heads=spec.heads, width=h, columns=(0, 0, h), lengths=shape.lengths
     )  # [m, h]
-    y = net.linear("head.o", net.rows("head.rows", seen, TASK, shape.starts), TASK, {"head.attention_out": h})  # [B, h]
+    y = net.linear(
+        "head.o", net.rows("head.rows", pooled, TASK, shape.starts), TASK, {"head.attention_out": h}
+    )  # [B, h]
     up = net.linear(
         "head.up", net.norm("head.n", y, TASK, "head.mlp_norm", spec.norm), TASK, {"head.mlp_up": spec.mlp},
         activation=spec.activation,
@@ -130,7 +132,7 @@ def reference(
     q = plain.linear(tensors, "head.query", tensors["head.probe"][None])  # [1, h]
     k, v = (plain.linear(tensors, f"head.{part}", x) for part in ("key", "value"))  # [m, h] each
     items = plain.sequence_slices(shape.lengths)
-    seen = np.concatenate([plain.attention_over(q, k[rows], v[rows], spec.heads) for rows in items])  # [B, h]
-    y = plain.linear(tensors, "head.attention_out", seen)
+    pooled = np.concatenate([plain.attention_over(q, k[rows], v[rows], spec.heads) for rows in items])  # [B, h]
+    y = plain.linear(tensors, "head.attention_out", pooled)
     up = plain.linear(tensors, "head.mlp_up", plain.norm(tensors, "head.mlp_norm", y, spec.norm))
     return x, y + plain.linear(tensors, "head.mlp_down", plain.activate(spec.activation, up))

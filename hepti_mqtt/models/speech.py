@@ -18,7 +18,7 @@ from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S
 PROMPT: Final = 4  # tokens of the usual prompt: start, language, task, no timestamps
-EXTENT: Final = 3  # numbers behind the tokens of a run that aligns them: their first and last one, and rows of sound
+EXTENT: Final = 3  # inputs after the tokens of a run that aligns them: first and last token, rows of sound
 LEAST_ALIGNED: Final = 16  # tokens of the smallest run that aligns, so that few Programs serve all texts
 
 
@@ -26,8 +26,8 @@ LEAST_ALIGNED: Final = 16  # tokens of the smallest run that aligns, so that few
 class SpeechRun:
     """A run of a session: the first one encodes `rows` rows of sound before its tokens, the others have tokens alone.
 
-    tokens: m. rows: S, whose keys and values the session keeps. positions: C. start: the token of the first run whose
-    logits say whether there is speech; what was said before comes before it.
+    tokens: m. rows: S; the session keeps their keys and values. positions: C. start: the token of the first run with
+    the logits of silence; earlier text comes before it.
     """
 
     tokens: int
@@ -59,7 +59,7 @@ class SpeechRun:
 
     @property
     def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return the token beside the last one that is asked for, unless it is the first."""
+        """Return the place of `start`, unless it is the first token."""
         return ((0, self.start),) if self.start else ()
 
     def with_want(self, want: Want) -> SpeechRun:
@@ -134,26 +134,26 @@ class SpeechInput:
         return SpeechRun(tokens, rows, self.positions, want=want, start=start)
 
     def shape_of(self, plain: PlainShape) -> SpeechRun:
-        """Return the shape that travelled; raises ValueError for one that no recording has."""
+        """Return the shape that travelled; raises ValueError for an impossible one."""
         rows, size = plain.session_rows - self.positions, plain.size
         tokens = size - rows if size > rows else size
         start = plain.mask_rows[0] if size > rows and plain.mask_rows else 0
-        made = SpeechRun(tokens, rows, self.positions, size > rows, plain.want, start)
+        run = SpeechRun(tokens, rows, self.positions, size > rows, plain.want, start)
         fits = self.positions <= rows <= self.longest and 0 <= start < tokens <= self.positions
-        fits &= plain.want != "candidates" and not (plain.want == "alignment" and made.encodes)
-        if not fits or made.plain() != plain:
+        fits &= plain.want != "candidates" and not (plain.want == "alignment" and run.encodes)
+        if not fits or run.plain() != plain:
             raise ValueError(f"{size} rows of {plain.session_rows} are no sound of at most {self.longest} and its text")
-        return made
+        return run
 
     def program_shape(self, shape: SpeechRun) -> SpeechRun:
-        """Return the shape whose Program computes this one, too: itself."""
+        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         """Return shape and dtype of what a request brings."""
         rows = shape.session_rows - self.positions
-        behind = EXTENT if shape.want == "alignment" else 2 * rows * self.bands if shape.size > rows else 0
-        return (1 + shape.new_rows + behind,), "i32"
+        others = EXTENT if shape.want == "alignment" else 2 * rows * self.bands if shape.size > rows else 0
+        return (1 + shape.new_rows + others,), "i32"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class SpeechInput:
 
 
 def answered(run: SpeechRun) -> tuple[int, ...]:
-    """Return the tokens behind which a run gives logits: the last, and of the first run `start`, for silence."""
+    """Return the tokens of a run with logits: the last one, and `start` in the first run, for silence."""
     return (run.start, run.tokens - 1) if run.encodes and run.start < run.tokens - 1 else (run.tokens - 1,)
 
 
@@ -169,7 +169,7 @@ def answered(run: SpeechRun) -> tuple[int, ...]:
 class SpeechSpec:
     """The sizes of a model; rows: S of the longest sound. positions: C of the longest text.
 
-    alignment: heads (layer of the decoder, head) whose attention says when a token is said.
+    alignment: heads (layer of the decoder, head) with attention that gives the times of tokens.
     """
 
     family: str
@@ -209,13 +209,13 @@ class SpeechSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> SpeechSpec:
         """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
         alignment = tuple((int(layer), int(head)) for layer, head in data.get("alignment", ()))
-        made = cls(**{**data, "head": TaskHead.from_dict(data["head"]), "alignment": alignment})
-        sizes = (made.decoder_layers, made.heads)
+        spec = cls(**{**data, "head": TaskHead.from_dict(data["head"]), "alignment": alignment})
+        sizes = (spec.decoder_layers, spec.heads)
         if not all(0 <= at < size for pair in alignment for at, size in zip(pair, sizes, strict=True)):
-            raise ValueError(f"alignment {alignment}: not heads of {made.decoder_layers} layers of {made.heads}")
-        if made.hidden % made.heads or not 1 <= made.positions <= made.rows:
-            raise ValueError(f"{made.heads} heads of {made.hidden} columns, {made.positions} of {made.rows} rows")
-        return made
+            raise ValueError(f"alignment {alignment}: not heads of {spec.decoder_layers} layers of {spec.heads}")
+        if spec.hidden % spec.heads or not 1 <= spec.positions <= spec.rows:
+            raise ValueError(f"{spec.heads} heads of {spec.hidden} columns, {spec.positions} of {spec.rows} rows")
+        return spec
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ def speech_tokens(
 ) -> SpeechTokens:
     """Return the tokens of a model by the ids of its tokenizer; raises ModelError where one is missing.
 
-    What is left out is named by generation_config.json, else by config.json, in either program's words.
+    generation_config.json, else config.json, names the suppressed tokens, by either program's keys.
     """
 
     def named(*tokens: str) -> int:
-        found = next((ids[token] for token in tokens if token in ids), -1)
-        if not 0 <= found < vocab:
+        number = next((ids[token] for token in tokens if token in ids), -1)
+        if not 0 <= number < vocab:
             raise ModelError(f"tokenizer.json has no token {tokens[0]} of {vocab}; copy the model's own file")
-        return found
+        return number
 
     rules = speech_rules(JsonConfig("config.json", config), extras)
     several = rules.get("is_multilingual", vocab >= _MULTILINGUAL)
@@ -320,11 +320,11 @@ def speech_tokens(
 
 
 def _left_out(rules: JsonConfig, vocab: int, *keys: str) -> tuple[int, ...]:
-    """Return a list of tokens under the first of some keys that is there."""
-    found: Any = next((rules.data[key] for key in keys if rules.data.get(key) is not None), [])
-    fits = isinstance(found, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and -1 <= i < vocab for i in found
+    """Return the list of tokens under the first key that the file has."""
+    listed: Any = next((rules.data[key] for key in keys if rules.data.get(key) is not None), [])
+    fits = isinstance(listed, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and -1 <= i < vocab for i in listed
     )
     if not fits:
-        raise rules.bad_value(keys[0], f"a list of tokens below {vocab}", found)
-    return tuple(i for i in found if i >= 0)
+        raise rules.bad_value(keys[0], f"a list of tokens below {vocab}", listed)
+    return tuple(i for i in listed if i >= 0)

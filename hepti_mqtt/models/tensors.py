@@ -21,7 +21,7 @@ HEAD: Final = "head.decoder.weight"  # the matrix to the logits
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """A batch norm behind a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint.
+    """A batch norm after a convolution: (x - mean) / sqrt(variance + eps) * weight + bias; names in a checkpoint.
 
     Of a mere factor of each channel (layer scale) there is weight alone: all other names are empty.
     """
@@ -92,7 +92,7 @@ class Projected:
     eps: float
 
     def rows(self, table: npt.NDArray[Any], read: Callable[[tuple[str, ...]], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Return rows [n, in] of the table behind norm and layer, [n, out]; read: what returns a tensor of a name."""
+        """Return rows [n, in] of the table after norm and layer, [n, out]; read: returns a tensor by names."""
         x = table.astype(np.float64)
         x = x - x.mean(axis=1, keepdims=True)
         x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self.eps) * read(self.gamma) + read(self.beta)
@@ -117,8 +117,8 @@ class Place(NamedTuple):
 class TensorSource:
     """One tensor: its canonical name and shape, and how a checkpoint stores it.
 
-    shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint, of which the
-    first found counts; without any it is zeros. stored_shape: as the checkpoint has it, with `shape`'s elements in the
+    shape: (in, out), (rows, columns) of a table, or (n,). stored: alternative names in a checkpoint; the
+    first one counts; zeros without a name. stored_shape: as the checkpoint has it, with `shape`'s elements in the
     same order, or in the order of its transpose where `transposed` ([out, in]). layout: how kernels use it.
     created_name: the name in a new checkpoint where that is not the first; two tensors that are tied have one.
     channels_first: of a stored row, what it is there, [C, ...], while its channels come last here. norm: folded in at
@@ -163,16 +163,21 @@ class TensorSource:
         return next((place for place in self.places if place.name in stored), next(iter(self.places), None))
 
     def folded_shapes(self, stored: Container[str] = ()) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the other tensors that it is made of in a checkpoint, which has those of `stored`."""
+        """Return the shapes of the other stored tensors that are folded into it; stored: names in the checkpoint."""
         names = [self.factor_name(stored), self.convolution_bias]
         if self.norm is not None:
             names += [self.norm.weight, self.norm.mean, self.norm.variance]
-        found = {name: self.stored_shape[:1] for name in names if name}
+        shapes = {name: self.stored_shape[:1] for name in names if name}
         if (layer := self.projected) is not None:
-            width, made = self.stored_shape[1], self.shape[1]
-            sizes = {layer.matrix: (made, width), layer.bias: (made,), layer.gamma: (width,), layer.beta: (width,)}
-            found |= {chosen(names, stored): size for names, size in sizes.items()}
-        return found
+            width, columns = self.stored_shape[1], self.shape[1]
+            sizes = {
+                layer.matrix: (columns, width),
+                layer.bias: (columns,),
+                layer.gamma: (width,),
+                layer.beta: (width,),
+            }
+            shapes |= {chosen(names, stored): size for names, size in sizes.items()}
+        return shapes
 
 
 def chosen(names: Iterable[str], stored: Container[str]) -> str:
@@ -192,7 +197,7 @@ def vector(name: str, stored: tuple[str, ...], n: int, stored_shape: tuple[int, 
 
 
 def table(name: str, stored: tuple[str, ...], rows: int, columns: int, leading: tuple[int, ...] = ()) -> TensorSource:
-    """Return the source of a table [rows, columns] whose rows are looked up."""
+    """Return the source of a table [rows, columns] for look-ups of rows."""
     return TensorSource(name, (rows, columns), stored, (*leading, rows, columns))
 
 
@@ -243,7 +248,7 @@ def norm(name: str, prefixes: Iterable[str], stored: str, n: int, bias: bool = T
 
 
 def transposed(source: TensorSource) -> TensorSource:
-    """Return a table [rows, columns] as the matrix of which rows are columns; stored it is the same."""
+    """Return a table [rows, columns] as a matrix [columns, rows]; it is stored alike."""
     return replace(source, shape=source.shape[::-1], transposed=True, layout="packed")
 
 

@@ -80,7 +80,7 @@ def encoder_spec(
     config.require_one_of("is_decoder", False, False)
     rows = config.positive("max_position_embeddings")
     if rows <= offset:
-        raise ModelError(f"config.json: max_position_embeddings {rows} leaves no position behind offset {offset}")
+        raise ModelError(f"config.json: max_position_embeddings {rows} leaves no position after offset {offset}")
     hidden = config.positive(keys.hidden)
     return ModelSpec(
         family=family,
@@ -192,11 +192,11 @@ def layer_tensors(
         elif part == "sinks":
             yield vector(f"{here}{part}", prefixed(base, stored + name, f"{stored}{name}.weight"), spec.heads)
         else:
-            made = matrix(f"{here}{part}", base, stored + name, *sizes[part])
-            made = made if of_bias.get(part, part) in biases else tuple(made)[:1]
+            sources = matrix(f"{here}{part}", base, stored + name, *sizes[part])
+            sources = sources if of_bias.get(part, part) in biases else tuple(sources)[:1]
             if len(together) > 1:
-                made = (fused(source, before, sum(together)) for source in made)
-            yield from made
+                sources = (fused(source, before, sum(together)) for source in sources)
+            yield from sources
 
 
 def mask_head_tensors(
@@ -210,9 +210,9 @@ def mask_head_tensors(
 ) -> Iterator[TensorSource]:
     """Yield the head for mask tokens: a dense layer, a norm, and a decoder to the vocabulary.
 
-    decoder: what a checkpoint calls it; bias: another name of its bias. As transformers 5 does (`tie_weights`), what
-    is stored as the decoder's own counts, even where config.json says that it is tied to something else. What is not
-    stored is what it is tied to: the matrix to the word embeddings, stored [V, e] like it. An untied bias without a
+    decoder: what a checkpoint calls it; bias: another name of its bias. As in transformers 5 (`tie_weights`), a
+    stored decoder counts even if config.json ties it. A missing matrix is tied to the word embeddings, stored [V, e]
+    alike. An untied bias without a
     name of its own was written by transformers 4, for which both names were one tensor. words: what a checkpoint calls
     the word embeddings.
     """

@@ -1,6 +1,6 @@
-"""Checkpoints that hold several models: towers for texts and pictures, each of which is an ordinary model.
+"""Checkpoints that hold several models: towers for texts and pictures, each an ordinary model.
 
-A tower's config.json is made of the checkpoint's; its weights are in the same files.
+A tower's config.json comes from the checkpoint's; its weights are in the same files.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Towers:
     overruled: bool = False
     #: return what else each model's config.json takes from the whole file; null takes a key out
     taken: Callable[[JsonConfig], Mapping[str, Mapping[str, Any]]] = lambda _: {}
-    #: of each model, how stored names begin, and how its family has them
+    #: by model, prefixes of stored names and their canonical prefixes
     renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    #: the first model reads rows that the second one makes of pictures
+    #: the first model reads rows of pictures from the second
     sees: bool = False
 
     def configs(self, whole: JsonConfig) -> dict[str, dict[str, Any]]:
@@ -69,14 +69,14 @@ class Towers:
     def _config(self, whole: JsonConfig, name: str) -> dict[str, Any]:
         architecture, usual = self.models[name]
         section = _SECTIONS[name]
-        found = {**usual, **_section(whole, section)}
+        values = {**usual, **_section(whole, section)}
         # As transformers reads them: a second section is complete, and overrules the first.
         if self.overruled and (over := _section(whole, f"{section}_dict")):
-            found |= {**usual, **over}
-        found |= {key: whole.get(key, usual[key]) for key in self.shared if key in usual}
-        found |= self.taken(whole).get(name, {})
-        found = {key: value for key, value in found.items() if value is not None}
-        return found | {"architectures": [architecture], "model_type": usual["model_type"]}
+            values |= {**usual, **over}
+        values |= {key: whole.get(key, usual[key]) for key in self.shared if key in usual}
+        values |= self.taken(whole).get(name, {})
+        values = {key: value for key, value in values.items() if value is not None}
+        return values | {"architectures": [architecture], "model_type": usual["model_type"]}
 
 
 def _section(whole: JsonConfig, key: str) -> Mapping[str, Any]:

@@ -19,11 +19,10 @@ from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 class TextStem:
     """Token embeddings: word + position + type, then a layer norm.
 
-    types: 0 where there is no table of token types; with several, an id has its type x vocab added. width: columns of
-    the tables where a dense layer takes them to h, 0 where they have h themselves. scale: of the word's row. positions:
-    for which there are rows of a table, or so many as a text may have. end: the token behind whose first place a text
-    is cut, as its vector is read there; `vocab` for the highest of a text's. padded: a text is filled to the longest
-    with the tokenizer's padding token, which the model reads.
+    types: 0 without a table of token types; with several, ids are id + type x vocab. width: columns of the tables
+    before a dense layer to h, 0 if they have h columns. scale: of a word's row. positions: rows of the table of
+    positions, or the longest text. end: the first such token ends a text and has its vector; `vocab` for a text's
+    highest token. padded: texts are filled to the longest with the padding token, and the model reads it.
     """
 
     vocab: int
@@ -43,7 +42,7 @@ MATRICES: Final = ("qkv", "attention_out", "mlp_up", "mlp_down")
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What of a model's layers is not as in BERT.
+    """Deviations of a model's layers from the BERT block.
 
     biases: the matrices that have one: `MATRICES`, and what a family calls those of its head. norm_bias, rms,
     gamma_offset: see `lowering.Norm`. bare: how many layers begin without a norm before attention. added_norms: what a
@@ -99,9 +98,9 @@ class BlockSpec:
 class ImageStem:
     """Patch embeddings of square images; pixels arrive as uint8 [B, channels, size, size].
 
-    shortest: of a picture's shorter side before its middle is taken; 0: all of it is made square. square: the longer
-    side is made so long, too. registers: rows between the class token and the patches. grid: patches of a side that the
-    stored positions are for, where pictures have others. positions: rows have any. classed: there is a class token.
+    shortest: of the resized shorter side before the centre crop; 0: the whole picture, made square. square: the longer
+    side is resized to it too. registers: rows between the class token and the patches. grid: patches of a side of the
+    stored positions, if pictures have another number. positions: rows have any. classed: there is a class token.
     """
 
     size: int
@@ -163,10 +162,10 @@ class ModelSpec:
     cache: CacheDtype = "f32"
 
     def storage_of(self, name: str) -> BlockStorage | None:
-        """Return the storage of a tensor, None for one that is kept as numbers."""
-        found = dict(self.storages)
-        own = found.get(name)
-        return own if own is not None else found.get(any_layer(name))
+        """Return the storage of a tensor, None for numbers."""
+        storages = dict(self.storages)
+        own = storages.get(name)
+        return own if own is not None else storages.get(any_layer(name))
 
     @property
     def head_dim(self) -> int:
@@ -206,8 +205,8 @@ class ModelSpec:
         if self.head.square:
             return shape.size // self.head.square**2, self.head.outputs
         columns = 2 * candidate_count(self) + 3 if shape.want == "candidates" else self.head.columns(self.hidden)
-        asked = len(shape.mask_positions)  # of a generation's run, the last one where it names none
-        counts = {"mask": asked, "none": shape.size, "last": asked or len(shape.sizes)}
+        masks = len(shape.mask_positions)  # a generation's run without any answers for the last row
+        counts = {"mask": masks, "none": shape.size, "last": masks or len(shape.sizes)}
         return counts.get(self.head.pooling, len(shape.sizes)), columns
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,10 +229,10 @@ class ModelSpec:
         fields["storages"] = tuple((str(name), _block_storage(of)) for name, of in fields.get("storages", ()))
         if fields.get("cache", "f32") not in get_args(CacheDtype):
             raise ValueError(f"keys and values in {fields['cache']!r}")
-        made = cls(**fields)
-        if made.text is not None and made.max_tokens + made.text.position_offset > made.text.positions:
-            raise ValueError(f"{made.max_tokens} tokens do not fit into a table of {made.text.positions} positions")
-        return made
+        spec = cls(**fields)
+        if spec.text is not None and spec.max_tokens + spec.text.position_offset > spec.text.positions:
+            raise ValueError(f"{spec.max_tokens} tokens do not fit into a table of {spec.text.positions} positions")
+        return spec
 
 
 def _frozen(value: Any) -> Any:
@@ -264,7 +263,7 @@ def needed_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[int, ...] | None:
 
 
 def sees_picture(spec: ModelSpec, shape: PackedBatch) -> bool:
-    """Return whether a run is of one picture whose rows see each other."""
+    """Return whether a run is of one picture with rows that see each other."""
     return spec.block.picture_rows > 0 and isinstance(shape, TokenBatch) and shape.added
 
 
@@ -291,7 +290,7 @@ def patch_rows(spec: ModelSpec, shape: PackedBatch) -> tuple[tuple[int, ...], tu
 class Layer(NamedTuple):
     """Sizes of a transformer layer, and what the packed sequences are.
 
-    h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: what is not as in BERT;
+    h, a heads of d columns (h / a by default) of which `group` share keys and values, f. block: deviations from BERT;
     theta, window, divisors: of this layer, 0, -1 and none without. bare: no norm before its attention. bias: the tables
     by distance. cache, at: rows of a session's keys and values, and the tensor that says how many each has already.
     kept: how they are kept.
@@ -359,7 +358,7 @@ def add_layers(
 
 
 def post_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
-    """Add a layer that norms behind each residual (BERT): x [m, h] -> [m, h]."""
+    """Add a layer that norms after each residual (BERT): x [m, h] -> [m, h]."""
     attention = _attention(net, name, stored, x, n)  # [m, h]
     total = net.sum(f"{name}r", x, attention, roles.ATTENTION_SUM)
     y = _norm(net, f"{name}y", total, roles.AFTER_ATTENTION, f"{stored}attention_norm", n)
@@ -370,7 +369,7 @@ def post_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> st
 def pre_norm(net: GraphBuilder, name: str, stored: str, x: str, n: Layer) -> str:
     """Add a layer that norms before each block (ViT): x [m, h] -> [m, h].
 
-    A block of the graph begins behind its first norm, which one kernel computes with the residual sum before it.
+    A block of the graph begins after its first norm; one kernel computes the norm with the residual sum before it.
     """
     u = x if n.bare else _norm(net, f"{name}u", x, roles.BEFORE_ATTENTION, f"{stored}attention_norm", n)
     net.begin_block()

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
     #: sizes that the whole picture gets, one after the other: width, height
     sizes: tuple[tuple[int, int], ...]
-    #: parts of the picture in its last size; those of another size than a view are made as large as one
+    #: parts of the picture in its last size; parts of another size are resized to a view
     boxes: tuple[Box, ...]
     #: of the parts, 0 where there are none
     rows: int = 0
@@ -80,15 +80,15 @@ class Views(Protocol):
 def read_views(extras: Mapping[str, Any], side: int, rows: int) -> Views:
     """Return how pictures are looked at by a tower that reads `side` pixels a side and gives `rows` rows a view.
 
-    Raises ModelError, and UnsupportedModelError for what is not understood.
+    Raises ModelError, and UnsupportedModelError for unsupported options.
     """
     file = processor_file(extras)
     kind = str(file.require("image_processor_type"))
     for end in ("Fast", "Pil", "ImageProcessor"):
         kind = kind.removesuffix(end)
     if kind not in _READ:
-        known = ", ".join(f"{name}ImageProcessor" for name in _READ)
-        raise UnsupportedModelError(f"{file.file}: image_processor_type {kind!r} is not supported; supported: {known}")
+        names = ", ".join(f"{name}ImageProcessor" for name in _READ)
+        raise UnsupportedModelError(f"{file.file}: image_processor_type {kind!r} is not supported; supported: {names}")
     on = {k: v for k, v in file.data.items() if not (k.startswith("do_") and v is False and k not in _READ[kind][1])}
     JsonConfig(file.file, on).check_keys(KeyTable(_COMMON | _READ[kind][1], _NO_EFFECT))
     if not file.flag("do_resize", True):
@@ -215,7 +215,7 @@ class _Whole(NamedTuple):
 
 
 def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the size of a picture whose longer side gets `longest` pixels; the other one is even."""
+    """Return a picture's size after its longer side becomes `longest` pixels; the other side is even."""
     aspect = width / height
     if width >= height:
         w, h = longest, int(longest / aspect)

@@ -1,8 +1,8 @@
 """Whisper (Radford et al., 2022): an encoder of sound and a decoder of text, both with norms before each block.
 
 2 S frames of b bands, S rows of the encoder, m new tokens, h hidden, f MLP width, V words. The decoder is the task
-behind the encoder's layers: a session keeps the keys and values of all S rows, which its first run computes, and those
-of the text. Weights of what makes rows of frames, and of the logits, stay f32.
+after the encoder's layers. A session keeps the keys and values of all S rows, from its first run, and of the text.
+Weights of the frames' convolutions and of the logits stay f32.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def graph(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, refs: Mapping[s
 
 
 def _frames(net: GraphBuilder, spec: SpeechSpec, shape: SpeechRun, sound: str) -> str:
-    """Add two convolutions over time, of which the second halves it, then positions: [n] -> [S, h]."""
+    """Add two convolutions over time (the second halves it), then positions: [n] -> [S, h]."""
     rows, h = shape.rows, spec.hidden
     dims, source = (2 * rows, 1, spec.bands), spec.bands
     x = net.opaque("frames", (sound,), roles.FRAMES, "frames", dims, step=STEP)

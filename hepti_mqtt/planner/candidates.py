@@ -11,7 +11,7 @@ from math import inf, log2
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, weights_bytes
+from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, resident_bytes, weights_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
 from hepti_mqtt.errors import ConfigError, PlanError, UnsupportedModelError
 from hepti_mqtt.lowering.passes import narrow_weight
@@ -278,7 +278,7 @@ def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[s
 def _another_device(question: Question, closest: Candidate) -> str:
     """Say how much memory another device needs: what the others lack, and what a device has beside weights."""
     price, plan = closest.price, closest.plan
-    rest = min(price.needs[d] - weights_bytes(resident_weights(question.spec, plan, d)) for d in price.missing)
+    rest = min(price.needs[d] - resident_bytes(question.spec, plan, d) for d in price.missing)
     return f"add a device with {(sum(price.missing.values()) + rest) / 2**20:.0f} MiB"
 
 

@@ -9,7 +9,13 @@ from math import inf, prod
 from typing import Final, NamedTuple
 
 from hepti_mqtt.cost.loads import Mask, TileMap
-from hepti_mqtt.cost.memory import loading_overhead_bytes, max_live_bytes, programs_bytes, weights_bytes
+from hepti_mqtt.cost.memory import (
+    loading_overhead_bytes,
+    max_live_bytes,
+    programs_bytes,
+    resident_bytes,
+    tile_map_bytes,
+)
 from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
@@ -25,7 +31,7 @@ from hepti_mqtt.cost.simulator import (
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
 from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_weights, searched_program
+from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_counts, searched_program
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.program import DTYPE_BYTES
@@ -250,10 +256,9 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
 
     While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
     """
-    refs = resident_weights(spec, plan, device)
     live = max_live_bytes(spec, plan, device, in_flight)
-    kept = weights_bytes(refs) + programs_bytes(spec, plan, device)
-    return kept + max(live, loading_overhead_bytes(refs))
+    kept = resident_bytes(spec, plan, device) + programs_bytes(spec, plan, device) + tile_map_bytes(spec)
+    return kept + max(live, loading_overhead_bytes(resident_counts(spec, plan, device)))
 
 
 SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
@@ -274,7 +279,7 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
         memory = [question.cluster.devices[device].memory_bytes for device in plan.devices]
         bounds = dict.fromkeys(plan.devices, whole + rest)
         if min(memory) < PLENTY * (whole + rest):  # the weights of a part tell more, and take longer
-            bounds = {d: weights_bytes(resident_weights(question.spec, plan, d)) + rest for d in plan.devices}
+            bounds = {d: resident_bytes(question.spec, plan, d) + rest for d in plan.devices}
         if all(most >= PLENTY * need for most, need in zip(memory, bounds.values(), strict=True)):
             return Memory(bounds, {})
     needs = {}
@@ -289,7 +294,7 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
 def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> tuple[int, int]:
     """Return bounds of what a device's part of any plan needs: its weights, and all else."""
     alone = plan_alone(storage)
-    weights = weights_bytes(resident_weights(spec, alone, ""))
+    weights = resident_bytes(spec, alone, "")
     rest = peak_bytes(spec, alone, "", in_flight) - weights
     return int(MORE * weights), int(MORE * rest) + MORE_BYTES
 

@@ -10,12 +10,12 @@ from functools import cache, lru_cache, partial
 from itertools import accumulate, count, pairwise, permutations
 from typing import Final
 
-from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.cost.memory import resident_bytes
 from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
-from hepti_mqtt.plan_programs import make_plan, resident_weights
+from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
 from hepti_mqtt.spec import Spec
@@ -157,7 +157,7 @@ def with_shares(question: Question, plan: Plan, weights: Sequence[float]) -> Pla
 @lru_cache(maxsize=8)
 def whole_bytes(spec: Spec, storage: WeightDtype) -> int:
     """Return the bytes of all weights: devices that divide them hold no less together."""
-    return weights_bytes(resident_weights(spec, plan_alone(storage), ""))
+    return resident_bytes(spec, plan_alone(storage), "")
 
 
 def with_memory(question: Question, guess: Draft | Candidate) -> Draft:
@@ -491,7 +491,7 @@ def _is_worth_it(question: Question, before: Plan, after: Plan, gain: float) -> 
 
     gain: how many times as fast the longest run is.
     """
-    held = [[weights_bytes(resident_weights(question.spec, p, d)) for d in p.devices] for p in (before, after)]
+    held = [[resident_bytes(question.spec, p, d) for d in p.devices] for p in (before, after)]
     if held[1] > held[0] and gain < WORTH_WEIGHTS:
         return False
     needs, times = memory_needs(question, after, exactly=True).needs, ROOMY if held[1] > held[0] else 1.0

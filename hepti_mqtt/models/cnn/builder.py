@@ -1,4 +1,4 @@
-"""Writes nodes one behind the other, as architectures are described: every method adds to what was added last."""
+"""Writes nodes one after the other, as papers describe architectures: each method reads the last node."""
 
 from __future__ import annotations
 
@@ -124,18 +124,18 @@ class NodeBuilder:
 
 
 def round_channels(channels: float, by: int = 8, least: int = 8) -> int:
-    """Return channels as a multiple, no less than nine tenths of what was asked for."""
+    """Return channels as a multiple, no less than nine tenths of the request."""
     whole = max(least, int(channels + by / 2) // by * by)
     return whole + by if whole < 0.9 * channels else whole
 
 
 def stages(config: JsonConfig, *usual: tuple[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return lists of integers of one length, one for each stage; usual: keys, with what they are by default."""
-    found = [tuple(integers(config, key, values, 1)) for key, values in usual]
-    for (key, _), values in zip(usual, found, strict=True):
-        if not values or len(values) != len(found[0]):
-            raise config.bad_value(key, f"{len(found[0])} integers, one for each of {usual[0][0]}", list(values))
-    return found
+    columns = [tuple(integers(config, key, values, 1)) for key, values in usual]
+    for (key, _), values in zip(usual, columns, strict=True):
+        if not values or len(values) != len(columns[0]):
+            raise config.bad_value(key, f"{len(columns[0])} integers, one for each of {usual[0][0]}", list(values))
+    return columns
 
 
 def integers(config: JsonConfig, key: str, usual: tuple[int, ...], least: int) -> Sequence[int]:

@@ -64,8 +64,8 @@ class _EfficientNet:
         if expand > 1:
             self.conv(f"{here}.expansion", "expand_conv", "expand_bn", wide)
         before = (kernel - 1) // 2 if stride == 1 else middle if self.done in self.even else middle - 1
-        behind = kernel - 1 - before if stride == 1 else middle
-        pad = (before, before, behind, behind)
+        after = kernel - 1 - before if stride == 1 else middle
+        pad = (before, before, after, after)
         self.conv(
             f"{here}.depthwise_conv", "depthwise_conv", "depthwise_norm", wide, kernel, stride, groups=wide, pad=pad
         )

@@ -1,4 +1,4 @@
-"""Convolutional nets for images, from a list of nodes: those of well-known names, and whatever config.json lists.
+"""Convolutional nets for images, from a list of nodes: of well-known names, or listed in config.json.
 
 One image a request. S the image's side, Y and X rows and columns of a map, C its channels, n outputs. Maps are
 [Y, X, C]; a convolution's matrix has rows in the order (ky, kx, c).
@@ -65,16 +65,16 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Cn
     head = TaskHead("image_classification", "cls", outputs=len(labels), labels=labels)
     if not labels:
         head = TaskHead("feature_map", "cls")
-    made = CnnSpec("cnn", architecture, frame.size, frame.shortest, mean, std, nodes, head, frame.square)
-    if labels and made.shapes[nodes[-1].name] != (1, len(labels)):
-        found = list(made.shapes[nodes[-1].name])
-        raise ModelError(f"config.json: the last node gives {found}, and there are {len(labels)} labels in id2label")
-    if nodes[-1].name in made.flattened:
+    net = CnnSpec("cnn", architecture, frame.size, frame.shortest, mean, std, nodes, head, frame.square)
+    if labels and net.shapes[nodes[-1].name] != (1, len(labels)):
+        dims = list(net.shapes[nodes[-1].name])
+        raise ModelError(f"config.json: the last node gives {dims}, and there are {len(labels)} labels in id2label")
+    if nodes[-1].name in net.flattened:
         raise ModelError(
-            f"the last node {nodes[-1].name!r} is a flattened map, whose channels come last here and first in a "
+            f"the last node {nodes[-1].name!r} is a flattened map with channels last here and first in a "
             "checkpoint; leave out the flattening: then the map is the answer"
         )
-    return made
+    return net
 
 
 def _nodes(architecture: str, config: JsonConfig, size: int, labels: int) -> tuple[Node, ...]:
@@ -93,7 +93,7 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
     listed = config.require("nodes")
     if not isinstance(listed, list) or not listed:
         raise config.bad_value("nodes", "a list of nodes", listed)
-    found = []
+    nodes: list[Node] = []
     for place, data in enumerate(listed):
         try:
             node = node_from_dict(data)
@@ -101,8 +101,8 @@ def _listed(config: JsonConfig) -> tuple[Node, ...]:
             raise ModelError(f"config.json: node {place} of `nodes` is invalid ({error}): {data}") from error
         if isinstance(node, Activation) and node.function not in ACTIVATIONS:
             raise ModelError(f"config.json: function {node.function!r} is not supported; supported: {ACTIVATIONS}")
-        found.append(node)
-    return tuple(found)
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def tensors(spec: CnnSpec) -> Iterator[TensorSource]:

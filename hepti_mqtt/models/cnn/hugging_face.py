@@ -11,7 +11,7 @@ from hepti_mqtt.models.cnn.nodes import GlobalAverage, Pad
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
 
-# MobileNetV2's inverted residual blocks behind the stem: channels and stride.
+# MobileNetV2's inverted residual blocks after the stem: channels and stride.
 _BLOCKS: Final = (
     *((24, 2), (24, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1), (64, 1)),
     *((96, 1), (96, 1), (96, 1), (160, 2), (160, 1), (160, 1), (320, 1)),
@@ -87,7 +87,7 @@ class _MobileNet:
 
 
 def _around(side: int, kernel: int, stride: int) -> int:
-    """Return how many rows TensorFlow adds around so many, the odd one behind them, before dilation."""
+    """Return how many rows TensorFlow pads a side with, the odd one at its end, before dilation."""
     return max(kernel - (side % stride or stride), 0)
 
 

@@ -78,36 +78,36 @@ def add_graph(net: GraphBuilder, spec: CnnSpec, shape: RequestShape) -> None:
 
 def _needed(spec: CnnSpec, last: str) -> list[Node]:
     """Return the nodes that a tensor is computed from, itself last."""
-    wanted, found = {last}, []
+    wanted, needed = {last}, []
     for node in reversed(spec.nodes):
         if node.name in wanted:
             wanted.update(node.inputs)
-            found.append(node)
-    return found[::-1]
+            needed.append(node)
+    return needed[::-1]
 
 
 def _begins(needed: list[Node]) -> list[bool]:
-    """Return which nodes begin a layer: where nothing but one tensor is read behind, and real work begins."""
+    """Return the nodes that begin a layer: later nodes read a single earlier tensor, and real work begins."""
     read = {x: i for i, node in enumerate(needed) for x in node.inputs}  # where each is read last
     out, open_until, last = [], -1, IMAGE
     for i, node in enumerate(needed):
         alone = open_until < i and read[last] >= i
         out.append(alone and isinstance(node, _HEAVY))
-        # What was there before this node, itself left out, is still read behind it.
+        # Earlier tensors that this node or later ones read.
         open_until = max(open_until, read[last])
         last = node.name
     return out
 
 
 def _squeezed(spec: CnnSpec) -> frozenset[str]:
-    """Return the rows that maps are scaled by, and those that they are computed from."""
-    found: set[str] = set()
+    """Return the rows that scale maps, and the rows that they depend on."""
+    rows: set[str] = set()
     for node in reversed(spec.nodes):
         if isinstance(node, nodes.Scale):
-            found.add(node.inputs[0])
-        elif node.name in found:
-            found.update(x for x in node.inputs if len(spec.shapes[x]) == 2)
-    return frozenset(found)
+            rows.add(node.inputs[0])
+        elif node.name in rows:
+            rows.update(x for x in node.inputs if len(spec.shapes[x]) == 2)
+    return frozenset(rows)
 
 
 def _map(dims: tuple[int, ...]) -> tuple[int, int, int]:
@@ -116,7 +116,7 @@ def _map(dims: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 class _NodeLowering:
-    """Adds nodes to a graph in the making; last: the one that is asked for."""
+    """Adds nodes to a graph; last: the answer."""
 
     def __init__(self, net: GraphBuilder, spec: CnnSpec, last: str) -> None:
         self.net, self.spec, self.last = net, spec, last
@@ -149,7 +149,7 @@ class _NodeLowering:
         self.net.add_op(maps.GlobalAverage(name=node.name, inputs=node.inputs, **what))
 
     def sum(self, node: nodes.Add) -> None:
-        """Add a sum: what is computed last comes last, so that its kernel adds the other."""
+        """Add a sum: the tensor computed last comes last, so that its kernel adds the other."""
         first, second = sorted(node.inputs, key=lambda x: self.order.get(x, -1))
         self.net.sum(node.name, first, second, self.role(node))
 
@@ -179,7 +179,7 @@ class _NodeLowering:
         self.net.add_op(maps.Flatten(name=node.name, inputs=node.inputs, **what))
 
     def linear(self, node: Linear) -> None:
-        """Add a dense layer, with the activation behind it."""
+        """Add a dense layer with its activation."""
         role = roles.TASK if node is self.spec.nodes[-1] else roles.DENSE
         role = roles.SQUEEZE if node.name in self.squeezed else role
         act = self.activation_of(node)

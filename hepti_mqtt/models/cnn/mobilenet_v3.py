@@ -60,10 +60,10 @@ def _torchvision(blocks: tuple[_Block, ...]) -> _Names:
     convs, squeezes, narrow = [], [], _STEM
     for place, block in enumerate(blocks):
         here = f"features.{place + 1}.block"
-        behind = 2 if block.wide != narrow else 1  # the convolutions before what squeezes
-        parts = [*range(behind), behind + block.squeezed]
+        convolutions = 2 if block.wide != narrow else 1  # the convolutions before what squeezes
+        parts = [*range(convolutions), convolutions + block.squeezed]
         convs.append([(f"{here}.{part}.0", f"{here}.{part}.1") for part in parts])
-        squeezes.append((f"{here}.{behind}.fc1", f"{here}.{behind}.fc2"))
+        squeezes.append((f"{here}.{convolutions}.fc1", f"{here}.{convolutions}.fc2"))
         narrow = block.channels
     last = f"features.{len(blocks) + 1}"
     return _Names(

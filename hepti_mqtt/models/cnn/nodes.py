@@ -1,4 +1,4 @@
-"""What a convolutional net is made of: nodes that name the nodes they read, plain data that JSON can say.
+"""Nodes of a convolutional net, by names of the nodes that they read: plain data for JSON.
 
 Maps are [Y, X, C] and rows [1, C]. `image` is the picture that every net begins with. Two numbers are rows and columns;
 four of a pad are top, left, bottom, right. weight, bias: names of tensors in a checkpoint, none where empty.
@@ -28,7 +28,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A tensor of a net, and the tensors that it is computed from."""
+    """A tensor of a net, and its inputs."""
 
     name: str
     inputs: tuple[str, ...]
@@ -36,7 +36,7 @@ class Node:
     op: ClassVar[str] = ""
 
     def shape(self, *sources: Dims) -> Dims:
-        """Return the shape of the result; raises ValueError for sources of which there is none."""
+        """Return the shape of the result; raises ValueError for sources of wrong shapes."""
         return sources[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Node):
-    """A window that moves over a map by `stride`, whose places are `dilation` apart."""
+    """A window that moves over a map by `stride`, with places `dilation` apart."""
 
     kernel: Pair
     stride: Pair = (1, 1)
@@ -70,7 +70,7 @@ class Window(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv(Window):
-    """Convolution to `channels` channels, of which each group reads its own; norm: a batch norm behind it.
+    """Convolution to `channels` channels, in groups with input channels of their own; norm: a batch norm after it.
 
     stored_dense: of one pixel, stored [n, C] as a dense layer is.
     """
@@ -90,12 +90,12 @@ class Conv(Window):
         if source[2] % self.groups or self.channels % self.groups:
             raise ValueError(f"{self.groups} groups do not divide {source[2]} channels into {self.channels}")
         if self.stored_dense and (self.kernel != (1, 1) or self.groups != 1):
-            raise ValueError("what is stored as a dense layer has a window of 1 x 1 and one group")
+            raise ValueError("a convolution stored as a dense layer must have a window of 1 x 1 and one group")
         return (*sides, self.channels)
 
     @property
     def has_bias(self) -> bool:
-        """Return whether anything is added, by itself or by the norm."""
+        """Return whether it or its norm adds a bias."""
         return bool(self.bias) or (self.norm is not None and self.norm.bias != "")
 
 
@@ -171,7 +171,7 @@ class LayerNorm(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Concat(Node):
-    """Maps behind each other along their channels."""
+    """Maps joined along their channels."""
 
     op = "concat"
 
@@ -278,20 +278,20 @@ def infer_shapes(nodes: Iterable[Node], image: Dims) -> dict[str, Dims]:
     return extend_shapes(nodes, {IMAGE: image})
 
 
-def extend_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str, Dims]:
-    """Return the known shapes and those of nodes that read them; raises ModelError as `shapes` does."""
-    found = dict(known)
+def extend_shapes(nodes: Iterable[Node], before: Mapping[str, Dims]) -> dict[str, Dims]:
+    """Return earlier shapes and the shapes of further nodes; raises ModelError as `shapes` does."""
+    shapes = dict(before)
     for node in nodes:
         try:
             _check(node)
-            if node.name in found or node.name in _TAKEN:
+            if node.name in shapes or node.name in _TAKEN:
                 raise ValueError("its name is taken; give it another one")
-            found[node.name] = node.shape(*(found[x] for x in node.inputs))
+            shapes[node.name] = node.shape(*(shapes[x] for x in node.inputs))
         except KeyError as error:
             raise ModelError(f"node {node.name!r} reads {error}, which no node before it computes") from error
         except (ValueError, IndexError) as error:
             raise ModelError(f"node {node.name!r} ({node.op}) cannot be computed: {error}") from error
-    return found
+    return shapes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def extend_shapes(nodes: Iterable[Node], known: Mapping[str, Dims]) -> dict[str,
 class CnnSpec:
     """One picture a run, S x S after the preprocessor; the last node is the answer.
 
-    shortest: S x S is the middle of a picture whose shorter side was made so long; 0: it is all of it. square: the
-    longer side, too. mean, std: of pixels from 0 to 1, per channel.
+    shortest: pixels of the resized shorter side before the centre crop; 0: the whole picture. square: the longer side
+    too. mean, std: of pixels from 0 to 1, per channel.
     """
 
     family: str
@@ -337,24 +337,24 @@ class CnnSpec:
     def flattened(self) -> Mapping[str, Dims]:
         """Return the map [C, Y, X] that each row was flattened from, as a checkpoint has it; of others nothing.
 
-        Raises ModelError for a sum of rows whose numbers stand in different orders.
+        Raises ModelError for a sum of rows in different orders.
         """
-        found: dict[str, Dims] = {}
+        orders_of: dict[str, Dims] = {}
         for node in self.nodes:
             source = self.shapes[node.inputs[0]]
             if isinstance(node, Flatten) and len(source) == 3:
                 y, x, c = source
                 if c > 1 and y * x > 1:  # with either of them 1 channels come first and last alike
-                    found[node.name] = (c, y, x)
+                    orders_of[node.name] = (c, y, x)
             elif isinstance(node, Flatten | Activation | Add | LayerNorm):
-                orders = {found.get(name, ()) for name in node.inputs}
+                orders = {orders_of.get(name, ()) for name in node.inputs}
                 if len(orders) > 1:
                     raise ModelError(
                         f"node {node.name!r} adds rows in different orders: a flattened map has its channels last "
-                        "here and first in a checkpoint; flatten behind the sum"
+                        "here and first in a checkpoint; flatten after the sum"
                     )
-                found.update((node.name, order) for order in orders if order)
-        return found
+                orders_of.update((node.name, order) for order in orders if order)
+        return orders_of
 
     @cached_property
     def hidden(self) -> str:
@@ -383,13 +383,13 @@ class CnnSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CnnSpec:
         """Return the spec that `to_dict` described; raises KeyError, TypeError or ValueError on other data."""
-        made = {
+        parsed = {
             "mean": tuple(data["mean"]),
             "std": tuple(data["std"]),
             "nodes": tuple(node_from_dict(node) for node in data["nodes"]),
             "head": TaskHead.from_dict(data["head"]),
         }
-        return cls(**{**data, **made})
+        return cls(**{**data, **parsed})
 
     def readers(self, name: str) -> Sequence[Node]:
         """Return the nodes that read a tensor."""
@@ -397,8 +397,8 @@ class CnnSpec:
 
     @cached_property
     def _readers(self) -> Mapping[str, list[Node]]:
-        found: dict[str, list[Node]] = {IMAGE: []}
+        readers: dict[str, list[Node]] = {IMAGE: []}
         for node in self.nodes:
             for x in dict.fromkeys(node.inputs):
-                found.setdefault(x, []).append(node)
-        return found
+                readers.setdefault(x, []).append(node)
+        return readers

@@ -17,13 +17,13 @@ def reference(spec: CnnSpec, tensors: Tensors, pixels: Array, shape: RequestShap
     """Return (hidden states, the output), a row or the rows of a map for each of the pixels [B, 3, S, S]."""
     dtype = next(iter(tensors.values())).dtype
     mean, std = (np.array(v, dtype)[:, None, None] for v in (spec.mean, spec.std))
-    found = []
+    parts = []
     for picture in pixels:
         values = {IMAGE: ((picture.astype(dtype) / 255 - mean) / std).transpose(1, 2, 0)}
         for node in spec.nodes:
             values[node.name] = _COMPUTES[type(node)](tensors, node, *(values[x] for x in node.inputs))
-        found.append([_rows(values[name]) for name in (spec.hidden, spec.nodes[-1].name)])
-    hidden, output = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        parts.append([_rows(values[name]) for name in (spec.hidden, spec.nodes[-1].name)])
+    hidden, output = (np.concatenate(rows) for rows in zip(*parts, strict=True))
     return hidden, hidden if shape.want == "hidden" else output
 
 
@@ -43,14 +43,14 @@ def _places(node: nodes.Window, x: Array, beyond: float) -> Iterator[Array]:
 
 
 def _conv(tensors: Tensors, node: nodes.Conv, x: Array) -> Array:
-    seen = np.stack([*_places(node, x, 0.0)], axis=2)  # [y, x, ky kx, C]
+    windows = np.stack([*_places(node, x, 0.0)], axis=2)  # [y, x, ky kx, C]
     weight = tensors[f"{node.name}.weight"]  # [ky kx C/groups, n]
-    by_group = seen.reshape(*seen.shape[:3], node.groups, -1)  # [y, x, ky kx, groups, C/groups]
-    of_group = weight.reshape(seen.shape[2], -1, node.groups, node.channels // node.groups)
+    by_group = windows.reshape(*windows.shape[:3], node.groups, -1)  # [y, x, ky kx, groups, C/groups]
+    of_group = weight.reshape(windows.shape[2], -1, node.groups, node.channels // node.groups)
     if node.groups == 1:
-        total = seen.reshape(*seen.shape[:2], -1) @ weight
+        total = windows.reshape(*windows.shape[:2], -1) @ weight
     else:
-        total = np.einsum("yxkgc,kcgn->yxgn", by_group, of_group).reshape(*seen.shape[:2], -1)
+        total = np.einsum("yxkgc,kcgn->yxgn", by_group, of_group).reshape(*windows.shape[:2], -1)
     return total + tensors[f"{node.name}.bias"] if node.has_bias else total
 
 

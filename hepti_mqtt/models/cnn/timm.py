@@ -16,7 +16,7 @@ _FILTERS: Final = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # P
 def translated(config: Mapping[str, Any], extras: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return (config.json, the other files) as Hugging Face's libraries write them; as they are if timm wrote none.
 
-    Raises ModelError, UnsupportedModelError for what is not computed here.
+    Raises ModelError, UnsupportedModelError for unsupported files.
     """
     if "architecture" not in config or "architectures" in config or not isinstance(config.get("pretrained_cfg"), dict):
         return config, extras
@@ -36,7 +36,7 @@ def translated(config: Mapping[str, Any], extras: Mapping[str, Any]) -> tuple[Ma
     names = read.get("label_names", None) or [f"LABEL_{i}" for i in range(labels)]
     if not isinstance(names, list) or len(names) != labels:
         raise read.bad_value("label_names", f"a list of {labels} names", names)
-    made = {
+    preprocessor = {
         "size": {"shortest_edge": floor(side / cfg.number("crop_pct", 0.875))},
         "do_center_crop": True,
         "crop_size": side,
@@ -50,4 +50,4 @@ def translated(config: Mapping[str, Any], extras: Mapping[str, Any]) -> tuple[Ma
         "image_size": side,
         "id2label": {str(i): str(name) for i, name in enumerate(names)},
     }
-    return new, {FILE: made, **extras}
+    return new, {FILE: preprocessor, **extras}

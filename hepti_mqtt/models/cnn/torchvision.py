@@ -18,13 +18,8 @@ from hepti_mqtt.models.tensors import BatchNorm
 
 IMAGE_SIZE: Final = 224
 
-# Convolutions of each stage of a VGG, whose maps have 1, 2, 4, 8 and 8 times the width; blocks of those of a ResNet.
-_VGG: Final = {
-    "vgg11": (1, 1, 2, 2, 2),
-    "vgg13": (2, 2, 2, 2, 2),
-    "vgg16": (2, 2, 3, 3, 3),
-    "vgg19": (2, 2, 4, 4, 4),
-}
+# Convolutions of each stage of a VGG (1, 2, 4, 8 and 8 times the width); blocks of each stage of a ResNet.
+_VGG: Final = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
 _BASIC: Final = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 _BOTTLENECK: Final = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}
 
@@ -107,9 +102,9 @@ def _joined(stack: NodeBuilder, here: str, x: str, y: str, n: int, stride: int) 
 
 
 def mobilenet_v2(_name: str, config: JsonConfig, stack: NodeBuilder, labels: int) -> None:
-    """Add a MobileNetV2, all of whose channels are `width_mult` (1.0) times as many, `last_channel` (1280) at the end.
+    """Add a MobileNetV2 with `width_mult` (1.0) times the channels and `last_channel` (1280) at the end.
 
-    What comes behind a depthwise convolution has no activation.
+    The node after a depthwise convolution has no activation.
     """
     by = config.number("width_mult", 1.0)
 

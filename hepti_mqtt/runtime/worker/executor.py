@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
 from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
-from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.jit import JIT, release_compiler
 from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
 from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.program import (
@@ -37,7 +37,7 @@ from hepti_mqtt.program import (
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.worker.transfers import KnownTransfer, Sockets, StretchTransfers
 from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, is_direct, make_template, stretches_of
-from hepti_mqtt.storage import StoredRows
+from hepti_mqtt.storage import StoredRows, Tiles
 
 Array = NDArray[Any]
 DeliveryResult = Literal["filled"] | DropReason
@@ -539,35 +539,61 @@ class Executor:
 # Run one Program in this process: for `model verify`, benchmarks and tests.
 
 
-def pack(tensors: Mapping[str, NDArray[Any] | StoredRows], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:
-    """Return weight ranges as the loader packs them, from whole canonical tensors [in, out] or [n], or blocks."""
-    held = {}
+def pack(
+    tensors: Mapping[str, NDArray[Any] | StoredRows | Tiles], refs: Iterable[WeightRef]
+) -> dict[WeightRef, Weight]:
+    """Return weight ranges as the loader packs them.
+
+    tensors: by canonical name, whole ([in, out] or [n], or in blocks) or as tiles; elements without a tile are zero.
+    """
+    packed = {}
     for ref in refs:
-        buffer = allocate(ref)
-        tensor = tensors[ref.tensor]
-        buffer.put(tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and tensor.ndim == 1 else tensor, 0, 0)
-        held[ref] = buffer.finish()
-    return held
+        buffer, tensor = allocate(ref), tensors[ref.tensor]
+        if isinstance(tensor, np.ndarray | StoredRows):
+            buffer.put(tensor.reshape(1, -1) if isinstance(tensor, np.ndarray) and tensor.ndim == 1 else tensor, 0, 0)
+            packed[ref] = buffer.finish()
+        else:
+            for tile, row, column in tensor:
+                buffer.put(tile, row, column)
+            packed[ref] = buffer.weight()
+    return packed
 
 
 def run_local(
     program: Program,
-    tensors: Mapping[str, NDArray[Any] | StoredRows],
+    tensors: Mapping[str, NDArray[Any] | StoredRows | Tiles],
     inputs: NDArray[Any],
     workers: Workers | None = None,
 ) -> NDArray[Any]:
-    """Return the output of a Program without peers; raises ValueError if it waits for a peer or has no output."""
-    bound = bind(program, pack(tensors, program.weights()), workers or Workers(1))
-    executor = Executor()
-    states = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in program.slots if spec.state}
-    executor.admit(1, bound, states)
-    for key in bound.template.inputs:
-        executor.deliver(1, key, inputs)
-    parts: list[tuple[int, NDArray[Any]]] = []
-    while (step := executor.next_step()) is not None:
-        outgoing = step.run()
-        if outgoing is not None and outgoing.op.to == (PLANNER,):
-            parts.append((outgoing.op.row, np.array(outgoing.array)))
-    if not parts or not executor.finish_if_done(1):
+    """Return the answer of a Program without peers; only the weights of the running op are in memory.
+
+    tensors: as `pack` takes them. Raises ValueError if the Program has peers or sends nothing to the planner.
+    """
+    pool, template = workers or Workers(1), make_template(program)
+    exchanges = [op for op in program.ops if not isinstance(op, Compute)]
+    peers = {p for op in exchanges for p in (op.to if isinstance(op, Send) else [key[2] for key in op.keys])}
+    if peers != {PLANNER} or not any(isinstance(op, Send) for op in exchanges):
         raise ValueError(f"the Program of {program.device} cannot run alone")
-    return np.concatenate([part for _, part in sorted(parts, key=lambda entry: entry[0])])
+    states = {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None}
+    sessions = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in program.slots if spec.state}
+    slots: list[Array | None] = [None] * len(program.slots)
+    for slot, name in states.items():
+        slots[slot] = sessions[name]
+    parts: list[tuple[int, Array]] = []
+    for place, op in enumerate(program.ops):
+        if isinstance(op, Recv):
+            slots[op.slot] = inputs
+        elif isinstance(op, Send):
+            parts.append((op.row, np.array(view_of_slot(program, op.slot).of(slots))))
+        else:
+            stretch = _stretch(template, (place,), pack(tensors, op.weights), pool, states)
+            for slot in stretch.fills:
+                slots[slot] = np.empty(program.slots[slot].shape, NUMPY_DTYPE[program.slots[slot].dtype])
+            arrays: list[Any] = [slots[slot] for slot in stretch.tape.slots]
+            stretch.tape.run(arrays, np.empty(stretch.tape.nbytes, np.uint8))
+            del stretch  # its weights, before the next op's
+            release_compiler()
+        for slot in template.effects[place].freed_slots:
+            if slot not in states:
+                slots[slot] = None
+    return np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])

@@ -23,6 +23,7 @@ from hepti_mqtt.cost.memory import (
     max_live_bytes,
     programs_bytes,
     session_rows,
+    tile_map_bytes,
     weights_bytes,
 )
 from hepti_mqtt.errors import BadNameError, PlanError, WireError
@@ -30,7 +31,7 @@ from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import largest_shape, spec_from_dict
 from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import programs_digest, resident_weights, sources_of
+from hepti_mqtt.plan_programs import programs_digest, resident_counts, resident_weights, sources_of
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import Peer, Prepare
@@ -254,7 +255,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         refs=refs,
         working_bytes=live,
         in_flight=message.in_flight,
-        loading_bytes=loading_overhead_bytes(refs),
+        loading_bytes=loading_overhead_bytes(resident_counts(spec, plan, device)),
         programs_bytes=programs,
         sources=sources,
         filters=filters,
@@ -317,18 +318,19 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
     places: set[Place] = set()
     live: dict[str, int] = {}
     running: dict[str, int] = {}
-    loading, programs = 0, 0
+    loading, programs, maps = 0, 0, dict[str, int]()
     for r in residents:
         programs += r.programs_bytes
         model = r.plan.model
         places.update(r.places)
+        maps[model] = tile_map_bytes(r.spec)
         live[model] = max(live.get(model, 0), r.working_bytes)
         if r.weights is None:
             loading = max(loading, r.loading_bytes)
         else:
             running[model] = max(running.get(model, 0), r.working_bytes)
     working = max(sum(live.values()), sum(running.values()) + loading)
-    return places_bytes(places) + programs + working
+    return places_bytes(places) + programs + sum(maps.values()) + working
 
 
 def places_bytes(places: Iterable[Place]) -> int:

@@ -405,7 +405,7 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
 def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage):
     # Ranges that no block and no panel begins with: every tile leaves blocks of which a part is missing.
     ref = WeightRef("up", (10, 3990), (5, 2985), "packed", storage)
-    bound = loading_overhead_bytes([ref])
+    bound = loading_overhead_bytes({ref: 1})
     assert bound < 0.4 * loading_bytes(ref)
     digests = [tile.hash for tile in WIDE.manifest.tiles(ref)]
     for digest in digests[::2]:

@@ -24,7 +24,7 @@ def test_probabilities_are_those_of_transformers(case):
     sampling.shift(row, GOLDEN["before"])
     found = np.exp((row.astype(np.float64) - row.max()) / temperature)
     order = np.argsort(-found, kind="stable")
-    found[order[sampling.keep(np.log(found[order]), NO_TAIL).known :]] = 0
+    found[order[sampling.keep(np.log(found[order]), NO_TAIL).first :]] = 0
     assert found / found.sum() == pytest.approx(case["probabilities"], abs=2e-6)
     rules = replace(LIKELIEST, sampling=sampling, seed=3)
     drawn = [replace(rules, seed=seed).choose(ROW[None], GOLDEN["before"], temperature)[0] for seed in range(50)]

@@ -1,0 +1,41 @@
+"""`hepti model verify` keeps the weights of one op in memory, whatever the size of the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mixture_file import Shape, write_mixture
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from hepti_mqtt.cli.main import main
+code = main(["model", "--json", "verify", sys.argv[1]])
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+sys.exit(code)
+"""
+
+
+def peak_bytes(model: Path) -> int:
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(model)], text=True, capture_output=True, check=True)
+    return int(done.stdout.split()[-1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
+def test_more_layers_take_no_more_memory(tmp_path: Path) -> None:
+    shape = Shape(1, hidden=512, heads=8, experts=32, chosen=2, width=512, vocabulary=1000)
+    small = write_mixture(tmp_path / "small.gguf", shape)
+    large = write_mixture(tmp_path / "large.gguf", shape._replace(layers=8))
+    more = large.stat().st_size - small.stat().st_size
+    assert peak_bytes(large) - peak_bytes(small) < more / 4
+
+
+def test_a_wide_table_of_words_takes_no_more_memory(tmp_path: Path) -> None:
+    shape = Shape(1, hidden=256, heads=2, kv_heads=1, experts=4, chosen=2, width=64, vocabulary=30_000)
+    small = write_mixture(tmp_path / "small.gguf", shape)
+    large = write_mixture(tmp_path / "large.gguf", shape._replace(hidden=8192))
+    more = large.stat().st_size - small.stat().st_size
+    assert peak_bytes(large) - peak_bytes(small) < more / 4
