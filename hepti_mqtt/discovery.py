@@ -1,8 +1,8 @@
-"""A site and its broker, found and announced by mDNS (DNS-SD); needs the extra `discovery`.
+"""Discovery and announcement of sites and brokers by mDNS (DNS-SD); needs the extra `discovery`.
 
-A planner and a gateway announce `_hepti._tcp` with the site's name and the broker's URL, which holds no password. Other
-programs announce brokers as `_mqtt._tcp`. Nothing is believed but a URL to try: a broker that wants a password or
-another certificate refuses us there.
+A planner and a gateway announce `_hepti._tcp` with the site's name and the broker's URL without a password. Other
+programs announce brokers as `_mqtt._tcp`. An announcement is only a URL to try: passwords and certificates still
+protect the broker.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hepti_mqtt.transport.broker_limits import is_loopback
 from hepti_mqtt.transport.url import BrokerUrl
 
 SITES: Final = "_hepti._tcp.local."
-SPEECH: Final = "_wyoming._tcp.local."  # where Home Assistant looks for speech-to-text
+SPEECH: Final = "_wyoming._tcp.local."  # Home Assistant's service for speech-to-text
 BROKERS: Final = "_mqtt._tcp.local."
-LOOK_S: Final = 3.0  # answers come within a second; a lost one is asked for again
+LOOK_S: Final = 3.0  # answers arrive within a second; the rest is for a repeated question
 RESOLVE_MS: Final = 1500
 GIVE: Final = "give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER"
 CLOSE_S: Final = 2.0
-FOLLOW_S: Final = 5.0  # between two looks at this machine's addresses
+FOLLOW_S: Final = 5.0  # between checks of this machine's addresses
 INTERFACES: Final = Path("/sys/class/net")
 SHOWN: Final = 8
 EVERYWHERE: Final = ("0.0.0.0", "::")
-_NO_PORT: Final = 0  # a planner listens nowhere
+_NO_PORT: Final = 0  # a planner does not listen
 
 Addresses = tuple[str, ...]  # of one interface
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Found:
-    """A broker that somebody announces; site: whose, "" for a broker alone."""
+    """An announced broker."""
 
-    broker: str
-    site: str = ""
+    broker: str  #: URL
+    site: str = ""  #: "" for a broker without a site
 
     def __str__(self) -> str:
         return f"{self.broker} (site {self.site})" if self.site else self.broker
@@ -53,7 +53,7 @@ class Found:
 def read_announcement(
     kind: str, addresses: Sequence[str], port: int, texts: Mapping[bytes, bytes | None]
 ) -> Found | None:
-    """Return what an announcement says, None for one that cannot be used: anybody in the network can send one."""
+    """Return the broker of an announcement; None if it is invalid, because anybody on the network can send one."""
     try:
         if kind == SITES:
             broker = (texts.get(b"broker") or b"").decode()
@@ -68,61 +68,63 @@ def read_announcement(
 
 
 def choose(found: Iterable[Found], site: str | None) -> Found:
-    """Return the broker to take: a site's before one that is announced alone. site: wanted, None for any.
+    """Return the only broker of a site or, without sites, the only broker. site: wanted name, None for any.
 
-    Raises ConfigError where there is none, or none that is alone.
+    Raises ConfigError for none or several.
     """
     brokers = sorted(set(found))
-    sites = [one for one in brokers if one.site and site in (None, one.site)]
-    known = {one.broker for one in brokers if one.site}
-    fitting = sites or [one for one in brokers if not one.site and one.broker not in known]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not fitting:
+    of_sites = {announced.broker for announced in brokers if announced.site}
+    matching = [announced for announced in brokers if announced.site and site in (None, announced.site)]
+    matching = matching or [other for other in brokers if not other.site and other.broker not in of_sites]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
         raise ConfigError(f"no broker: mDNS found none; {GIVE}")
-    names = ", ".join(map(str, fitting[:SHOWN]))
+    names = ", ".join(map(str, matching[:SHOWN]))
     raise ConfigError(f"mDNS found several brokers: {names}. Choose one with --broker, or a site with --site")
 
 
 def look(seconds: float = LOOK_S, interfaces: Sequence[str] | None = None) -> list[Found]:
-    """Return what is announced in the network, after some seconds; raises ConfigError without the extra.
+    """Return the brokers announced on the network within some seconds. Raises ConfigError without the extra.
 
-    interfaces: addresses to look at, None for all.
+    interfaces: addresses of the networks to search, None for all.
     """
     with requires_extra("discovery", f"{GIVE}; looking for a broker"):
         from zeroconf import DNSQuestionType, InterfaceChoice, ServiceBrowser, ServiceStateChange, Zeroconf
     names: set[tuple[str, str]] = set()
 
-    def heard(**event: Any) -> None:  # it is called by keywords
-        gone = event["state_change"] is ServiceStateChange.Removed
-        (names.discard if gone else names.add)((event["service_type"], event["name"]))
+    def on_change(**event: Any) -> None:  # zeroconf passes keywords
+        is_removed = event["state_change"] is ServiceStateChange.Removed
+        (names.discard if is_removed else names.add)((event["service_type"], event["name"]))
 
-    # Answers by multicast: of several programs on port 5353 of a machine only one gets a unicast answer. So the first
-    # question was in vain beside Avahi, Home Assistant or another Hepti, and the second one is asked a second later.
-    asks = DNSQuestionType.QM
+    # Multicast answers (QM): only one of several programs on port 5353 of a machine gets a unicast answer. With Avahi,
+    # Home Assistant or another Hepti the first, unicast question is lost, and zeroconf repeats it after a second.
+    question_type = DNSQuestionType.QM
     try:
         with Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All) as network:
-            browser = ServiceBrowser(network, [SITES, BROKERS], handlers=[heard], question_type=asks)
+            browser = ServiceBrowser(network, [SITES, BROKERS], handlers=[on_change], question_type=question_type)
             time.sleep(seconds)
-            told = [(kind, network.get_service_info(kind, name, RESOLVE_MS, asks)) for kind, name in sorted(names)]
+            infos = [
+                (kind, network.get_service_info(kind, name, RESOLVE_MS, question_type)) for kind, name in sorted(names)
+            ]
             browser.cancel()
     except OSError:  # a network without multicast
         return []
-    usable: dict[tuple[str, str, int], Found] = {}
-    for kind, info in told:
+    brokers: dict[tuple[str, str, int], Found] = {}
+    for kind, info in infos:
         if info is None:
             continue
-        read = read_announcement(kind, info.parsed_scoped_addresses(), info.port or 0, info.properties)
-        if read is not None:  # a broker on two interfaces of one network is announced twice
-            host = info.server if kind == BROKERS else read.broker
-            usable.setdefault((read.site, host or read.broker, info.port or 0), read)
-    return sorted(set(usable.values()))
+        announced = read_announcement(kind, info.parsed_scoped_addresses(), info.port or 0, info.properties)
+        if announced is not None:  # a broker on two interfaces of one network is announced twice
+            host = info.server if kind == BROKERS else announced.broker
+            brokers.setdefault((announced.site, host or announced.broker, info.port or 0), announced)
+    return sorted(set(brokers.values()))
 
 
 class Announcement:
-    """Announces a site from a thread until it is closed: registering takes a second.
+    """Announces a site until `close`, on a thread because registration takes a second.
 
-    who: planner or gateway; port: where it listens, on this machine's `address`.
+    who: planner or gateway. port, address: of its listener.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Announcement:
             self._closing.wait()
 
     def close(self) -> None:
-        """Take it back; it is forgotten in any case after two minutes."""
+        """Withdraw the announcement; it expires after two minutes in any case."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -148,42 +150,42 @@ class Announcement:
 def announced(
     who: str, site: str, broker: BrokerUrl, port: int = _NO_PORT, interfaces: Sequence[str] | None = None
 ) -> Iterator[bool]:
-    """Announce a site while the block runs; yield whether that works.
+    """Announce a site while the block runs; yield whether it is announced.
 
-    Nothing is announced without the extra, in a network without multicast, and of a broker on this machine's loopback.
+    False without the extra, without multicast, and for a broker on this machine's loopback.
     """
     if is_loopback(broker.host) and (interfaces is None or not all(map(is_loopback, interfaces))):
         yield False
         return
-    told = {"site": site, "broker": broker.address, "role": who}
-    with registered(SITES, f"Hepti {site} {who}", port, told, interfaces) as works:
-        yield works
+    properties = {"site": site, "broker": broker.address, "role": who}
+    with registered(SITES, f"Hepti {site} {who}", port, properties, interfaces) as is_announced:
+        yield is_announced
 
 
 @contextlib.contextmanager
 def announced_broker(address: str, port: int) -> Iterator[bool]:
-    """Announce a broker without TLS while the block runs; yield whether that works: not on this machine's loopback.
+    """Announce a broker without TLS while the block runs; yield whether it is announced (not on loopback).
 
-    address: on which it listens, 0.0.0.0 or :: for all.
+    address: of its listener, 0.0.0.0 or :: for all.
     """
     if is_loopback(address):
         yield False
         return
     interfaces = None if address in EVERYWHERE else (address,)
-    with registered(BROKERS, "Hepti broker", port, {}, interfaces) as works:
-        yield works
+    with registered(BROKERS, "Hepti broker", port, {}, interfaces) as is_announced:
+        yield is_announced
 
 
 @contextlib.contextmanager
 def registered(
-    kind: str, name: str, port: int, told: Mapping[str, str], interfaces: Sequence[str] | None = None
+    kind: str, name: str, port: int, properties: Mapping[str, str], interfaces: Sequence[str] | None = None
 ) -> Iterator[bool]:
-    """Announce a service while the block runs; yield whether that works: not without the extra, or multicast.
+    """Announce a service while the block runs; yield whether it is announced (not without the extra or multicast).
 
-    name: of the service, to which this machine's is added. interfaces: addresses to announce, each on its own network;
-    None for those of all networks of this machine, also when they change.
+    name: of the service; the machine's name is appended. interfaces: addresses to announce, each on its own network;
+    None for this machine's current addresses.
     """
-    announcer = _Announcer(kind, f"{name} on {socket.gethostname()}"[:63] + f".{kind}", port, told, interfaces)
+    announcer = _Announcer(kind, f"{name} on {socket.gethostname()}"[:63] + f".{kind}", port, properties, interfaces)
     try:
         yield announcer.is_announced
     finally:
@@ -191,13 +193,13 @@ def registered(
 
 
 class _Announcer:
-    """Announces one service on each network, with the addresses that this machine has there."""
+    """Announces one service on each network with this machine's addresses there."""
 
     def __init__(
-        self, kind: str, name: str, port: int, told: Mapping[str, str], interfaces: Sequence[str] | None
+        self, kind: str, name: str, port: int, properties: Mapping[str, str], interfaces: Sequence[str] | None
     ) -> None:
-        self._kind, self._name, self._port, self._told = kind, name, port, told
-        self._open: dict[Addresses, Any] = {}  # a Zeroconf for each network
+        self._kind, self._name, self._port, self._properties = kind, name, port, properties
+        self._open: dict[Addresses, Any] = {}  # Zeroconf by the addresses of a network
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mdns", daemon=True)
         self._announce(own_addresses() if interfaces is None else {(address,) for address in interfaces})
@@ -210,7 +212,7 @@ class _Announcer:
         return bool(self._open)
 
     def close(self) -> None:
-        """Take the announcements back."""
+        """Withdraw the announcements."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -221,7 +223,7 @@ class _Announcer:
             self._announce(own_addresses())
 
     def _announce(self, networks: AbstractSet[Addresses]) -> None:
-        """Announce the service on these networks alone."""
+        """Announce the service on exactly these networks."""
         for addresses in self._open.keys() - networks:
             self._open.pop(addresses).close()
         for addresses in networks - self._open.keys():
@@ -230,7 +232,7 @@ class _Announcer:
                 self._open[addresses] = network
 
     def _register(self, addresses: Addresses) -> Any:
-        """Return the Zeroconf that announces the service at some addresses; None if that does not work."""
+        """Return a Zeroconf that announces the service at some addresses, None after an error."""
         try:
             from zeroconf import Error, ServiceInfo, Zeroconf
 
@@ -241,7 +243,7 @@ class _Announcer:
             self._kind,
             self._name,
             port=self._port,
-            properties=dict(self._told),
+            properties=dict(self._properties),
             server=f"{socket.gethostname().partition('.')[0]}.local.",
             parsed_addresses=list(addresses),
         )
@@ -254,23 +256,23 @@ class _Announcer:
 
 
 def own_addresses(interfaces: Path = INTERFACES) -> set[Addresses]:
-    """Return this machine's IPv4 addresses by interface, without those of bridges between containers.
+    """Return the IPv4 addresses of each hardware interface; of all interfaces if there is none, as in a container.
 
-    interfaces: Linux's directory of network interfaces. A machine that has no others, as a container, has all.
+    interfaces: Linux's directory of network interfaces.
     """
     import psutil
 
-    found = {
+    by_interface = {
         name: tuple(a.address for a in addresses if a.family == socket.AF_INET and not is_loopback(a.address))
         for name, addresses in psutil.net_if_addrs().items()
     }
-    own = {name: addresses for name, addresses in found.items() if addresses}
+    own = {name: addresses for name, addresses in by_interface.items() if addresses}
     reaching = {addresses for name, addresses in own.items() if reaches_devices(interfaces / name)}
     return reaching or set(own.values())
 
 
 def reaches_devices(interface: Path) -> bool:
-    """Return whether an interface is, or stands for, hardware: a port, or a bridge, bond or VLAN over one."""
+    """Return whether an interface uses hardware: a port, or a bridge, bond or VLAN over a port."""
     below = [*interface.glob("lower_*"), *interface.glob("brif/*")]
     return (interface / "device").exists() or any((each / "device").exists() for each in below)
 

@@ -1,7 +1,4 @@
-"""Numbers for Prometheus: what a device says in its heartbeats, and the port at which they are read.
-
-It needs the extra `metrics`; nothing imports it without `--metrics`.
-"""
+"""Prometheus metrics of devices, from their heartbeats, and their HTTP server; needs the extra `metrics`."""
 
 from __future__ import annotations
 
@@ -24,20 +21,20 @@ _TILES: Final = "tile_bytes_received"
 
 
 class Collected(Collector):
-    """Metrics that are made when they are read; collect: makes them."""
+    """Metrics that `collect` computes for each request."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of now."""
+        """Return the current metrics."""
         return self._collect()
 
 
 class MetricsServer:
-    """Serves `/metrics` on threads of its own until it is closed; port: where.
+    """Serves `/metrics` on its own threads until `close`.
 
-    namespace: begins the names of the process's own metrics. Raises NetworkError if the address is not free.
+    namespace: prefix of the process's own metrics. Raises NetworkError if the address is in use.
     """
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry, namespace: str) -> None:
@@ -51,18 +48,17 @@ class MetricsServer:
         except OSError as error:
             why = error.strerror or error
             raise NetworkError(f"cannot serve metrics on {host} port {port}: {why}; choose another --metrics") from None
-
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        """Free the address."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def serve_device(address: tuple[str, int], device: str, last: Callable[[], Heartbeat | None]) -> MetricsServer:
-    """Serve an agent's metrics; last: returns its last heartbeat, None before there was one. Raises NetworkError."""
+    """Serve an agent's metrics; last: returns its last heartbeat, None before the first. Raises NetworkError."""
 
     def collect() -> Iterator[Metric]:
         heartbeat = last()
@@ -74,7 +70,7 @@ def serve_device(address: tuple[str, int], device: str, last: Callable[[], Heart
 
 
 def device_metrics(heartbeats: Mapping[str, Heartbeat]) -> Iterator[Metric]:
-    """Yield what devices say of themselves, by device; from the agent itself and from the planner alike."""
+    """Yield the metrics of devices; agents and the planner use it."""
     yield from _gauges(heartbeats)
     packets = _counter("mqtt_packets", "PUBLISH packets to and from the broker", "plane", "direction")
     nbytes = _counter("mqtt_bytes", "Bytes of PUBLISH packets to and from the broker", "plane", "direction")
@@ -109,8 +105,8 @@ def _gauges(heartbeats: Mapping[str, Heartbeat]) -> Iterator[Metric]:
     for name, about, value in values:
         metric = GaugeMetricFamily(f"hepti_device_{name}", about, labels=("device",))
         for device, heartbeat in heartbeats.items():
-            if (found := value(heartbeat)) is not None:
-                metric.add_metric((device,), found)
+            if (number := value(heartbeat)) is not None:
+                metric.add_metric((device,), number)
         yield metric
 
 

@@ -20,7 +20,7 @@ CacheDtype = Literal["f32", "f16"]
 Range = tuple[int, int]
 #: Exchanges between devices go over the site's broker, or directly from each sender to its receivers.
 Route = Literal["broker", "mesh"]
-#: What a plan minimises: latency of one request, time per request of several (throughput), memory of any device.
+#: A plan minimises the latency of one request, the time per request of several (throughput), memory of any device.
 Objective = Literal["latency", "throughput", "memory"]
 DevicePair = tuple[str, str]  # (source, target)
 

@@ -179,7 +179,7 @@ def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape,
 
 
 def handover_moves(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int) -> list[Move]:
-    """Return what devices send each other if a run continues under another plan from a block on.
+    """Return the moves between devices if a run continues under another plan from a block on.
 
     Raises HandoverError if a device cannot continue there.
     """

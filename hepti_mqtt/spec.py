@@ -172,7 +172,7 @@ class Spec(Hashable, Protocol):
 
     @property
     def head(self) -> TaskHead:
-        """Return what follows the last layer."""
+        """Return the ops after the last layer."""
 
     @property
     def input_spec(self) -> InputSpec:

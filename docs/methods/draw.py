@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from leasing import LEASED, found
+from leasing import LEASED, leased_request
 from sites import EVERY_FAMILY, FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
@@ -41,7 +41,7 @@ class Picture(NamedTuple):
     changes: tuple[tuple[str, int], ...] = ()  # of the model's spec
 
 
-# Methods whose first variant on four devices, one layer and one sequence do not say what they are.
+# Methods that need more than their first variant on four devices, one layer and one sequence.
 CHOSEN = (
     Picture("grid", {"nt": "2"}),
     Picture("two_d", {"x": "2"}),
@@ -106,13 +106,13 @@ def time_line(method: str, options: dict[str, str]) -> str:
 
 
 def leases() -> str:
-    """Return the time line of a request whose tiles are leased, of which one device becomes slower meanwhile."""
-    made = found("vgg16", "mixed-four", {"cut": "3", **LEASED}, {"pi1": 2.0})
+    """Return the time line of a request with leased tiles while one device becomes slower."""
+    drawn = leased_request("vgg16", "mixed-four", {"cut": "3", **LEASED}, {"pi1": 2.0})
     title = (
-        f"{made.plan.method}: VGG-16 on mixed-four, pi1 at half its speed from 50 ms on, simulated: "
-        f"{made.slower.seconds * 1e3:.0f} ms, {made.steady.seconds * 1e3:.0f} ms otherwise"
+        f"{drawn.plan.method}: VGG-16 on mixed-four, pi1 at half its speed from 50 ms on, simulated: "
+        f"{drawn.slower.seconds * 1e3:.0f} ms, {drawn.steady.seconds * 1e3:.0f} ms otherwise"
     )
-    return timeline_svg(made.slower.events, made.plan.devices, made.slower.seconds, title)
+    return timeline_svg(drawn.slower.events, drawn.plan.devices, drawn.slower.seconds, title)
 
 
 def spec_of(method: str) -> Spec | None:
@@ -136,7 +136,7 @@ def pictures() -> dict[str, str]:
 
 
 def draw(picture: Picture) -> str:
-    """Return one picture: devices with equal shares, all hidden states asked for."""
+    """Return one picture: devices with equal shares, for a request of all hidden states."""
     spec = spec_of(picture.method)
     assert spec is not None
     if STRATEGIES[picture.method].groups is not None:
@@ -145,17 +145,17 @@ def draw(picture: Picture) -> str:
     devices = min(picture.devices, STRATEGIES[picture.method].max_devices or DEVICES)
     chosen = plan(spec, (picture.method, picture.options), (1.0,) * devices)
     if isinstance(spec, ModelSpec):
-        made = lower_plan(spec, chosen, request(spec, picture.lengths, "hidden")[0])
+        drawn = lower_plan(spec, chosen, request(spec, picture.lengths, "hidden")[0])
         what, layers = f"{sum(picture.lengths)} tokens", picture.layers
     else:
-        made = lower_plan(spec, chosen, request(spec, (1,))[0])
-        what, layers = "one request", tuple(range(made.full_graph.layer_count()))
+        drawn = lower_plan(spec, chosen, request(spec, (1,))[0])
+        what, layers = "one request", tuple(range(drawn.full_graph.layer_count()))
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-    return layout_svg(made, layers, f"{chosen.method}: a small model, {what}, {which}")
+    return layout_svg(drawn, layers, f"{chosen.method}: a small model, {what}, {which}")
 
 
 def draw_requests(picture: Picture) -> str:
-    """Return the time line of eight requests on replicas, of which the first is three times as fast as the last."""
+    """Return the time line of eight requests on replicas; the first is three times as fast as the last."""
     spec, naming = replace(FAMILIES["bert-embedding"], layers=1), TopicNames("home", "m")
     chosen = plan(spec, (picture.method, picture.options), (1.0,) * picture.devices)
     speeds = dict(zip(chosen.devices, (3.0, 2.0, 2.0, 1.0), strict=True))
@@ -165,20 +165,20 @@ def draw_requests(picture: Picture) -> str:
     }
     cluster = Cluster(profiles, {d: Link(1e-3, 3e7, 3e7) for d in chosen.devices})
     shape, _ = request(spec, picture.lengths)
-    asked = (simulated_request(naming, spec, chosen, shape, cluster),) * 8
-    played = simulate_requests(naming, spec, asked, cluster, in_flight=1, record=True)
+    requests = (simulated_request(naming, spec, chosen, shape, cluster),) * 8
+    played = simulate_requests(naming, spec, requests, cluster, in_flight=1, record=True)
     seconds = max(run.answered_s for run in played.runs)
     title = f"{chosen.method}: eight requests that wait, devices of speeds 3, 2, 2 and 1"
     return timeline_svg(played.events, chosen.devices, seconds, title)
 
 
 def main() -> int:
-    """Write the pictures, and remove those of methods that are gone."""
-    found = pictures()
+    """Write the pictures, and remove outdated ones."""
+    current = pictures()
     for old in HERE.glob("*.svg"):
-        if old.name not in found:
+        if old.name not in current:
             old.unlink()
-    for name, picture in found.items():
+    for name, picture in current.items():
         (HERE / name).write_text(picture, "utf-8")
     return 0
 

@@ -1,6 +1,6 @@
-"""What leasing tiles gains where a device becomes slower while a request runs: VGG-16 by `fused_tiles`, simulated.
+"""The gain of leased tiles if a device becomes slower during a request: VGG-16 by `fused_tiles`, simulated.
 
-Run by hand: `make bench-leasing`. Nothing is measured: every figure is the simulator's.
+Run manually: `make bench-leasing`. All figures are simulated.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ LEASED = {"owners": "leased"}
 SINCE_S, TIMES = 0.05, (2.0, 4.0)
 
 
-class Found(NamedTuple):
-    """A plan, and its requests: as predicted, and with a device that becomes slower."""
+class LeasedRequest(NamedTuple):
+    """A plan with two simulated requests: at constant speed, and with slower devices."""
 
     plan: Plan
     steady: Simulation
     slower: Simulation
 
 
-def found(model: str, site: str, options: Mapping[str, str], times: Mapping[str, float]) -> Found:
-    """Return a request under the planner's own shares on all devices, also with devices that become slower.
-
-    times: how many times as long an op takes then, by device.
-    """
+def leased_request(model: str, site: str, options: Mapping[str, str], times: Mapping[str, float]) -> LeasedRequest:
+    """Simulate a request with the planner's shares on all devices; times: relative op time after SINCE_S by device."""
     spec, cluster = spec_of_kind(model), load_site(settings.find_bundled_config("sites", Path(site)))
     shape = representative_shape(spec, 1)
     devices = tuple(cluster.devices)
@@ -52,18 +49,18 @@ def found(model: str, site: str, options: Mapping[str, str], times: Mapping[str,
     def slowness(device: str, now: float) -> float:
         return times.get(device, 1.0) if now >= SINCE_S else 1.0
 
-    return Found(plan, steady, simulate(NAMING, spec, shape, parts, cluster, record=True, slowness=slowness))
+    return LeasedRequest(plan, steady, simulate(NAMING, spec, shape, parts, cluster, record=True, slowness=slowness))
 
 
 def main() -> int:
-    """Print the table: the head device is left out, since what is behind the cut waits for it in any case."""
+    """Print the table, without the root device, because the layers after the cut wait for it in any case."""
     times = " | ".join(f"at 1/{times:g} of its speed, ms" for times in TIMES)
     print(f"| site | slower from {SINCE_S * 1e3:.0f} ms on | owners | as predicted, ms | {times} |")
     print("|---|---|---|---|" + "---|" * len(TIMES))
     for site in SITES:
         for device in list(load_site(settings.find_bundled_config("sites", Path(site))).devices)[1:]:
             for owners, options in (("fixed", {}), ("leased", LEASED)):
-                with_slower = [found(MODEL, site, {"cut": CUT, **options}, {device: times}) for times in TIMES]
+                with_slower = [leased_request(MODEL, site, {"cut": CUT, **options}, {device: times}) for times in TIMES]
                 cells = [
                     f"{run.seconds * 1e3:.0f}" for run in (with_slower[0].steady, *(f.slower for f in with_slower))
                 ]

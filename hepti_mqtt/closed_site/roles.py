@@ -1,4 +1,4 @@
-"""Roles, and Mosquitto's access list for users who each have one: every topic names its sender."""
+"""Roles of users, and Mosquitto's access list; every topic contains its sender's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
 class AclRule(NamedTuple):
-    """What a role may do with topics below its site; `{me}` is the user's name."""
+    """An access right to topics below the site; `{me}` is the user's name."""
 
     access: Literal["read", "write", "readwrite"]
     topic: str
@@ -27,7 +27,7 @@ def _rights(read: Iterable[str] = (), write: Iterable[str] = (), readwrite: Iter
     )
 
 
-# What `hepti devices` and `hepti plan` show, and where a user measures its own way through the broker.
+# The topics of `hepti devices` and `hepti plan`, and of a user's measurement of the broker.
 _EVERYBODY: Final = _rights(
     read=("dev/+/status", "dev/+/caps", "dev/+/hb", "planner/status/#", "plan/+/#", "evt/+", "home/+/+"),
     readwrite=("dev/{me}/probe",),
@@ -42,8 +42,8 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(
         read=("dev/+/hb", "dev/+/up"),
         write=("dev/+/cmd", "work/+/+", "weights/+", "infer/+/res/#"),
-        # It reads its own status and plans, to notice another planner and what an earlier one left behind; its name
-        # cannot stand in a device's topic. It clears what others retain, also where nobody reads that.
+        # The planner reads its own status and plans to detect another planner and outdated plans. Its name is not a
+        # device name. It clears retained messages of others.
         readwrite=(
             *("planner/status", "plan/+", "evt/+", "home/+/+", "dev/doctor/probe"),
             *("dev/+/status", "dev/+/caps", "dev/+/use", "infer/+/req/+", "infer/+/text/+", "x/+/+/+/+"),
@@ -62,23 +62,20 @@ _RIGHTS: Final[Mapping[Role, tuple[AclRule, ...]]] = {
 }
 
 
-# Beside the site's own topics: the planner announces the site to Home Assistant, and logs what the broker drops.
-_BESIDE: Final[Mapping[Role, tuple[AclRule, ...]]] = {
+# Topics outside the site: the planner announces the site to Home Assistant and logs the broker's dropped messages.
+_OUTSIDE: Final[Mapping[Role, tuple[AclRule, ...]]] = {
     "planner": _rights(read=("homeassistant/status", DROPPED_TOPIC), readwrite=("homeassistant/device/+/config",)),
     "home": _rights(read=("homeassistant/device/+/config",), readwrite=("homeassistant/status",)),
 }
 
 
 def acl_rules(role: Role, user: str) -> tuple[AclRule, ...]:
-    """Return what a user of a role may do below its site."""
+    """Return the rights of a user below its site."""
     return tuple(AclRule(right.access, right.topic.replace("{me}", user)) for right in _RIGHTS[role])
 
 
 def acl_text(site: str, users: Mapping[str, Role]) -> str:
-    """Return Mosquitto's access list for the users of a site; unlisted users have no access.
-
-    site: its name, or + for every site of the broker.
-    """
+    """Return Mosquitto's access list; other users have no access. site: a name, or + for all sites of the broker."""
     lines = [
         "# Who may publish and read what. A device's user name is its id, a client's user name is its client name, so",
         "# that every topic names its sender and nobody can speak for another. `hepti site` writes this file.",
@@ -86,5 +83,5 @@ def acl_text(site: str, users: Mapping[str, Role]) -> str:
     for user, role in users.items():
         lines += ["", f"# {role}", f"user {user}"]
         lines += [f"topic {right.access} {TOPIC_ROOT}/{site}/{right.topic}" for right in acl_rules(role, user)]
-        lines += [f"topic {right.access} {right.topic}" for right in _BESIDE.get(role, ())]
+        lines += [f"topic {right.access} {right.topic}" for right in _OUTSIDE.get(role, ())]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Options of the commands, and argument types for argparse, which raise ArgumentTypeError."""
+"""Options shared by commands, and argument types for argparse, which raise ArgumentTypeError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRICS_HELP: Final = "serve numbers for Prometheus there (needs the extra `metr
 
 
 def size_text(text: str) -> str:
-    """Return the text of a size such as "400MiB", "2GB" or a plain number, which `parse_size` takes."""
+    """Return a text that `parse_size` accepts."""
     try:
         parse_size(text)
     except ConfigError as error:
@@ -54,7 +54,7 @@ def discovery_prefix(text: str) -> str | None:
 
 
 def metrics_address(text: str) -> tuple[str, int]:
-    """Return (host, port) from HOST:PORT, where Prometheus reads."""
+    """Return (host, port) from HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9301")
@@ -62,7 +62,7 @@ def metrics_address(text: str) -> tuple[str, int]:
 
 
 def index_range(text: str) -> range:
-    """Return the numbers of N, or of A:B without B."""
+    """Return the range of N or A:B (half-open)."""
     begin, sep, end = text.partition(":")
     first, stop = _whole(begin), _whole(end)
     if first is None or (sep and stop is None):
@@ -97,7 +97,7 @@ def _number_where(valid: Callable[[float], bool], what: str) -> Callable[[str], 
 
 
 def _whole(text: str) -> int | None:
-    """Return the number that digits say, None for all else and for more digits than any number here has."""
+    """Return the number of at most 19 digits, None for other texts."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
@@ -112,7 +112,7 @@ error_fraction = _number_where(lambda value: 0 < value <= 1, "a part of the answ
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The options of an agent, a planner and their site.
+# Options of agents, planners and sites.
 
 
 RequestPins = Literal["any", "none"]
@@ -128,24 +128,24 @@ _QUANTISED: Final[Mapping[str, Quantised]] = {how: how for how in get_args(Quant
 
 
 def host_name() -> str:
-    """Return this host's name without its domain, as a device's id: a container's is different for each."""
+    """Return this host's name without its domain, the default id of a device."""
     return socket.gethostname().partition(".")[0].lower()
 
 
 def add_site_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command takes: the broker and the site."""
+    """Add the options of all commands: broker and site."""
     broker = "mqtt[s]:// or ws[s]://host:port, or a login file as `hepti site` writes it (default: HEPTI_BROKER)"
     parser.add_argument("--broker", metavar="URL|FILE", help=broker)
     parser.add_argument("--site", help="name of the site (default: HEPTI_SITE, else home)")
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings:
-    """Return broker and site from parsed arguments, else from the environment."""
+    """Return broker and site from arguments, else from the environment."""
     return Settings.from_environment(args.broker, args.site)
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> None:
-    """Add what a user can fix of a plan; opens: the command opens models, whose weights can be quantised then."""
+    """Add the options that pin parts of a plan; opens: whether the command opens models and may quantise weights."""
     add = parser.add_argument_group("parts of the plan to fix").add_argument
     variants = "kv of row, ring of megatron, 2 of grid, groups=2 of replicas, ..."
     add("--strategy", metavar="NAME", help="pin the strategy (auto: let the planner choose)")
@@ -167,7 +167,7 @@ def add_pin_arguments(parser: argparse.ArgumentParser, opens: bool = False) -> N
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `device_agent.AgentConfig.from_args` reads."""
+    """Add the options for `device_agent.AgentConfig.from_args`."""
     add = parser.add_argument
     add("--id", dest="device", metavar="NAME", help="name of this device in topics (default: its host's)")
     add("--threads", type=positive_int, help="threads that compute (default: all cores)")
@@ -188,16 +188,13 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinOptions:
-    """What a user fixed of a plan; None is the planner's choice.
-
-    weights: how the layers' matrices are kept. kv_cache: how decoders keep keys and values.
-    """
+    """Parts of a plan that a user pinned; None leaves the choice to the planner."""
 
     strategy: str | None = None
     variant: str | None = None
     devices: tuple[str, ...] | None = None
     wire: WireDtype | None = None
-    weights: WeightDtype | Quantised | None = None
+    weights: WeightDtype | Quantised | None = None  #: dtype of the layers' matrices
     route: Route | Literal["auto"] | None = None
     objective: Objective | None = None
     accuracy: float | None = None
@@ -205,16 +202,16 @@ class PinOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PinOptions:
-        """Return what the arguments of `add_pin_arguments` say."""
+        """Return the arguments of `add_pin_arguments`."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     @property
     def quantised(self) -> Quantised | None:
-        """Return what weights are quantised to when a model is opened; None for as they are."""
+        """Return the quantisation of weights when a model is opened, None for none."""
         return _QUANTISED.get(self.weights or "")
 
     def to_pins(self) -> Pins:
-        """Return them as the planner takes them; raises ConfigError where they contradict each other."""
+        """Return the planner's pins. Raises ConfigError for contradicting options."""
         from hepti_mqtt.runtime.coordinator.requests import Pins
 
         if self.wire is not None and self.accuracy is not None:
@@ -227,27 +224,27 @@ class PinOptions:
 
 
 def variant_options(strategy: str | None, variant: str | None) -> dict[str, str]:
-    """Return the options of a strategy's variant, by its name or as OPTION=VALUE.
+    """Return the options of a strategy's variant, given by name or as OPTION=VALUE.
 
-    Of one that it does not have, those that the planner refuses by name.
+    An unknown variant becomes an option that the planner refuses by name.
     """
-    from hepti_mqtt.strategies import STRATEGIES  # not at the top: see above
+    from hepti_mqtt.strategies import STRATEGIES  # slow to import
 
     if not variant:
         return {}
-    name, given, value = variant.partition("=")
-    if given:
+    name, equals, value = variant.partition("=")
+    if equals:
         return {name: value}
-    known = STRATEGIES[strategy].all_variants() if strategy is not None and strategy in STRATEGIES else {}
-    return dict(known.get(variant, {"variant": variant}))
+    variants = STRATEGIES[strategy].all_variants() if strategy is not None and strategy in STRATEGIES else {}
+    return dict(variants.get(variant, {"variant": variant}))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """How a planner is started. models: directory by name; pins: of all of them."""
+    """Options of a planner."""
 
-    models: Mapping[str, str | Path]
-    pins: PinOptions = field(default_factory=PinOptions)
+    models: Mapping[str, str | Path]  #: directory by name
+    pins: PinOptions = field(default_factory=PinOptions)  #: of all models
     in_flight: int = IN_FLIGHT
     batch: int = BATCH
     batch_delay_ms: float = 0.0
@@ -299,12 +296,12 @@ class PlannerOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlannerOptions:
-        """Return what the arguments say; raises ConfigError for a model that is named twice."""
+        """Return the options of arguments. Raises ConfigError for a repeated model name."""
         models: dict[str, str | Path] = {}
         for name, directory in args.models:
             if check_name("model", name) in models:
                 raise ConfigError(f"--model {name} is given twice")
             models[name] = directory
-        given = {one.name: getattr(args, one.name) for one in fields(cls) if one.name != "pins"}
+        values = {option.name: getattr(args, option.name) for option in fields(cls) if option.name != "pins"}
         shared = None if args.shared is None else check_name("site", args.shared)
-        return cls(**{**given, "models": models, "shared": shared}, pins=PinOptions.from_args(args))
+        return cls(**{**values, "models": models, "shared": shared}, pins=PinOptions.from_args(args))

@@ -1,4 +1,4 @@
-"""Orderly exit on signals: run every `finally`, or publish `offline` first."""
+"""Signals, logging and memory settings of a process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process like Ctrl-C does; one that somebody handles or ignores is left alone.
+    """Exit on SIGTERM and SIGHUP as on Ctrl-C, unless the signal is handled or ignored already.
 
-    Signals are the main thread's: in another one it does nothing.
+    Does nothing outside the main thread, which alone may handle signals.
     """
-    here = threading.current_thread() is threading.main_thread()
-    caught = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = [number for number in _ENDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in caught:
             signal.signal(number, _leave)
@@ -52,15 +52,15 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class StopRequested(BaseException):
     """A stop was requested during startup.
 
-    No KeyboardInterrupt: one that passes through `exec`, as in many imports, makes Python end itself with SIGINT.
+    Not a KeyboardInterrupt: after one in `exec`, as in many imports, Python kills itself with SIGINT.
     """
 
 
 class StopSignals:
-    """A stop request, by a signal or by `request`: an interrupt at first, a call after `on_stop`, then nothing.
+    """A stop request by a signal or `request`: StopRequested during startup, then the callback of `on_stop`.
 
-    A context manager that handles the signals of `stop_signals` if the main thread enters it. Python drops an interrupt
-    that falls into a callback, such as that of a weak reference, so the request is kept too.
+    A context manager that handles the signals of `stop_signals` if the main thread enters it. The request is also
+    stored, because Python drops an exception in some callbacks, e.g. of weak references.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class StopSignals:
             self._act()
 
     def on_stop(self, act: Callable[[], object]) -> None:
-        """Call `act` for each request from now on, and at once if there was one."""
+        """Call `act` for each later request, and now after an earlier request."""
         self._act = act
         if self.requested.is_set():
             act()
@@ -108,7 +108,7 @@ class StopSignals:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Let a second Ctrl-C, or another such signal, wait until everything is removed."""
+    """Delay Ctrl-C and similar signals during a clean-up."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
     try:
         yield
@@ -121,26 +121,26 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a process logs: our own words in detail on request.
+# Logging.
 
 
-MAX_SUBJECTS: Final = 64  # of each kind: names cost a peer nothing to invent
-OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # Numba alone writes megabytes at DEBUG
+MAX_SUBJECTS: Final = 64  # per kind, because a peer can invent names
+OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # only these at DEBUG; Numba writes megabytes
 
 
 class RateLimitedLog:
-    """Counts kinds of trouble and logs few of them, so that a peer cannot flood the log; usable from any thread.
+    """Counts problems by kind and logs few of them, so that a peer cannot flood the log; thread-safe.
 
-    counters: by kind; shared if given.
+    counters: shared counters by kind.
     """
 
     def __init__(self, log: logging.Logger, counters: Counter[str] | None = None) -> None:
         self.log, self.counters = log, Counter[str]() if counters is None else counters
-        self._lock = threading.Lock()  # guards the counters and what follows
+        self._lock = threading.Lock()  # guards the counters and `_warned`
         self._warned: dict[str, set[str]] = {}  # subjects by kind
 
     def record(self, kind: str, text: str, error: BaseException | None = None) -> None:
-        """Count one of `kind` and log the 1st, 2nd, 4th, 8th ...; `error` is logged with its traceback."""
+        """Count a problem and log the 1st, 2nd, 4th, 8th ... of its kind; error: logged with its traceback."""
         with self._lock:
             self.counters[kind] += 1
             count = self.counters[kind]
@@ -148,7 +148,7 @@ class RateLimitedLog:
             self.log.warning("%s (%s, %d so far)", text, kind, count, exc_info=error)
 
     def warn_once(self, kind: str, subject: str, text: str) -> None:
-        """Count one of `kind` and log it once for each subject, of at most `MAX_SUBJECTS` subjects of a kind."""
+        """Count a problem and log it once per subject, for at most `MAX_SUBJECTS` subjects of a kind."""
         with self._lock:
             self.counters[kind] += 1
             warned = self._warned.setdefault(kind, set())
@@ -159,7 +159,7 @@ class RateLimitedLog:
 
 
 def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) -> None:
-    """Send the log to a handler; verbose: our own at DEBUG, others as always."""
+    """Send the log to a handler; verbose: log Hepti's own loggers at DEBUG."""
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.NOTSET)
@@ -167,7 +167,7 @@ def setup_logging(handler: logging.Handler, form: str, verbose: bool = False) ->
 
 @contextmanager
 def requires_extra(extra: str, what: str) -> Iterator[None]:
-    """Raise ConfigError where an import inside fails for a library of an extra; what: needs it."""
+    """Turn an ImportError for a library of an extra into ConfigError; what: the feature that needs it."""
     try:
         yield
     except ImportError as error:
@@ -177,20 +177,20 @@ def requires_extra(extra: str, what: str) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory of a process that serves for long.
+# Memory of a long-running process.
 
 
-LARGE_BYTES: Final = 1 << 20  # blocks of so much have pages of their own, which go back as soon as a block is freed
-KEPT_BYTES: Final = 8 << 20  # at the end of a heap that stay: a window of tiles is taken and given back all the time
+LARGE_BYTES: Final = 1 << 20  # smallest block with its own pages, which the system gets back after `free`
+KEPT_BYTES: Final = 8 << 20  # free bytes at the end of a heap, because windows of tiles are allocated repeatedly
 _M_TRIM_THRESHOLD: Final = -1  # of mallopt(3)
 _M_MMAP_THRESHOLD: Final = -3
 
 
 def return_large_blocks() -> None:
-    """Have large blocks go back to the system when they are freed, where the C library is glibc.
+    """Make glibc return large freed blocks to the system.
 
-    By itself it raises the limit to the size of what was freed, up to 32 MB: after the first large message or given up
-    weights, later ones lie among small blocks, and leave holes that stay.
+    Otherwise glibc raises its threshold to the size of a freed block, up to 32 MB. Later large blocks then lie between
+    small blocks, and freeing them leaves permanent holes.
     """
     with suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt

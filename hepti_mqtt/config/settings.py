@@ -1,4 +1,4 @@
-"""Settings: words and sizes that people write, YAML files, the files of the package, the environment."""
+"""Settings of users: sizes, YAML files, bundled files and the environment."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import yaml
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import check_name
 
-LISTED: Final = 12  # known words that an error names, if none is near
+LISTED: Final = 12  # most words that an error lists
 
 
-def nearest(word: str, known: Collection[str]) -> str:
-    """Return the end of an error's sentence about an unknown word: the nearest known one, or all if they are few."""
-    near = difflib.get_close_matches(word, known, 1)
+def nearest(word: str, valid: Collection[str]) -> str:
+    """Return the end of an error's sentence about an unknown word: the nearest valid word, or a short list of all."""
+    near = difflib.get_close_matches(word, valid, 1)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; there are {', '.join(known)}" if len(known) <= LISTED else ""
+    return f"; there are {', '.join(valid)}" if len(valid) <= LISTED else ""
 
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_MOST: Final = 2**63  # more than anything has, and than fits on the wire
+_MOST: Final = 2**63  # limit of the wire format
 
 
 def parse_size(text: str) -> int:
-    """Return bytes from "400MiB", "2GB" or a plain number; raises ConfigError otherwise."""
+    """Return bytes from "400MiB", "2GB" or a plain number. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?|)b?", text.strip().lower())
     nbytes = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if match is None or nbytes >= _MOST:
@@ -47,9 +47,9 @@ MAX_FILE_BYTES: Final = 1_000_000
 
 
 def load_yaml(path: Path | str) -> Any:
-    """Return the data of a YAML file: maps, lists, texts, numbers; no tags that make objects.
+    """Return the data of a YAML file: maps, lists, texts, numbers; no tags for objects.
 
-    Raises `ConfigError` that names the file, the line and the reason.
+    Raises `ConfigError` with file, line and reason.
     """
     file = Path(path)
     try:
@@ -70,27 +70,27 @@ def load_yaml(path: Path | str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which lets a repeated key replace the first one without a word; this one does not."""
+    """PyYAML's safe loader, but refusing a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
-                seen.add(key.value)
+                keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def mapping(where: str, data: Any) -> Mapping[str, Any]:
-    """Return `data` as it is; raises ConfigError that says `where` for what is no mapping."""
+    """Return `data` if it is a mapping. Raises ConfigError that contains `where`."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is a mapping of keys, not {type(data).__name__}")
     return data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The files that come with Hepti: sites and units, in a checkout's `configs` or in the package.
+# Bundled sites and systemd units, in a checkout's `configs` or in the package.
 
 
 Kind = Literal["sites", "systemd"]
@@ -100,14 +100,14 @@ CONFIG_DIR: Final = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[
 
 
 def bundled_configs(kind: Kind) -> dict[str, Path]:
-    """Return the files of one kind that are written in YAML, by name."""
+    """Return the bundled YAML files of one kind by name."""
     return {path.stem: path for path in sorted((CONFIG_DIR / kind).glob("*.yaml"))}
 
 
 def find_bundled_config(kind: Kind, given: Path, others: Collection[str] = ()) -> Path:
-    """Return the given file if it exists, else the bundled one by name or as `configs/KIND/NAME`.
+    """Return the given file if it exists, else the bundled file by name or as `configs/KIND/NAME`.
 
-    others: names that may be meant too. Raises ConfigError for an unknown name.
+    others: further valid names. Raises ConfigError for an unknown name.
     """
     bare = given if str(given.parent) == "." else Path(given.name) if given.parent == Path("configs", kind) else None
     if given.exists() or bare is None:
@@ -121,17 +121,14 @@ def find_bundled_config(kind: Kind, given: Path, others: Collection[str] = ()) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Other variables that change how a process works; a wrong value is an error at the start.
+# Other variables; an invalid value is an error at the start.
 
 
 KERNELS: Final = "HEPTI_KERNELS_"
 
 
 def check_environment() -> None:
-    """Raise ConfigError if a variable asks for kernels that there are not.
-
-    Numba is imported only where a variable of the kernels is set: most commands do without it.
-    """
+    """Raise ConfigError if a variable requests unavailable kernels; import Numba only if such a variable is set."""
     if any(value for name, value in os.environ.items() if name.startswith(KERNELS)):
         from hepti_mqtt.kernels.cpu import require_known
 
@@ -139,7 +136,7 @@ def check_environment() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What every command needs to know, from its flags or the environment.
+# Settings of all commands, from flags or the environment.
 
 
 DEFAULT_SITE: Final = "home"
@@ -147,9 +144,9 @@ DEFAULT_SITE: Final = "home"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every command needs to know: the broker's URL or login file (None: start one), and the site."""
+    """The broker and site of a command."""
 
-    broker: str | None
+    broker: str | None  #: URL or login file, None to start a broker
     site: str = DEFAULT_SITE
 
     @classmethod
@@ -161,15 +158,15 @@ class Settings:
     ) -> Settings:
         """Return the flags `--broker` and `--site`, else HEPTI_BROKER and HEPTI_SITE, else the defaults.
 
-        environment: instead of the process's own. An empty variable counts as unset. Raises `BadNameError` for a site
-        that cannot stand in a topic.
+        environment: replaces the process's environment; empty variables are ignored. Raises `BadNameError` for an
+        invalid site name.
         """
         variables = os.environ if environment is None else environment
         chosen = site or variables.get("HEPTI_SITE") or DEFAULT_SITE
         return cls(broker or variables.get("HEPTI_BROKER") or None, check_name("site", chosen))
 
     def require_broker(self) -> str:
-        """Return the broker's URL or login file; raises ConfigError if none was given."""
+        """Return the broker's URL or login file. Raises ConfigError without one."""
         if self.broker is None:
             raise ConfigError(
                 "no broker: give --broker mqtt://HOST:1883 or a login file, or set HEPTI_BROKER (`hepti broker` starts "

@@ -1,4 +1,4 @@
-"""Site files: devices and links described by hand, for `hepti simulate` (docs/guide/site-files.md)."""
+"""Site files: a user's description of devices and links for `hepti simulate` (docs/guide/site-files.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEVICE: Final = {
     *("gflops", "int8_gflops", "memory_mib", "memory_gb_per_s", "mbit", "round_trip_ms", "mesh", "shared"),
     *(*_FRAMES, *_WATTS, "storages", "board"),
 }
-#: Links of boards in a site that is named by board and count.
+#: Links of sites that are named by board and count.
 NETWORKS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gigabit": {"mbit": 940.0, "round_trip_ms": 0.5},
     "100mbit": {"mbit": 94.0, "round_trip_ms": 0.6},
@@ -37,67 +37,66 @@ _RATES: Final = {"gflops", "int8_gflops", "memory_gb_per_s"}
 _VALUE_BYTES: Final = {"w8a8": 1.0, "w8a32": 1.0} | {
     name: STORAGES[name].block_bytes / STORAGES[name].block for name in ("f32", "f16", *BLOCK_STORAGES)
 }
-#: FLOPs of unpacking one value, once for all rows: assumed, fitted to an agent that measured itself with AVX-512.
+#: FLOPs of unpacking one value, once for all rows; fitted to an agent's own measurement with AVX-512.
 _UNPACK_FLOPS: Final = {"q4_0": 1.0, "q4_1": 1.0, "q4_k": 1.0, "q5_k": 2.0, "q6_k": 8.0}
-# What frames and ops cost a device of so many GFLOP/s: as agents measure it, on 0.31 of a core; bytes as agents of the
-# lab fitted them, off loopback. Other devices are taken to be as much slower at it as at matmuls, as hosts with
-# another share of a core are.
+# Costs of frames and ops on a device of _FITTED_GFLOPS, i.e. 0.31 of a core, measured by agents; the cost of bytes is
+# fitted without loopback. For other devices these costs scale with matmul time.
 _FITTED_GFLOPS: Final = 24.6
 _FITTED_FRAME_MS: Final = 0.035
 _FITTED_FRAME_MS_PER_MB: Final = 5.0
 _FITTED_OP_MS: Final = 0.0004
-# A frame over the broker goes through Python and a network thread, which takes so many times as long.
+# Relative cost of a frame over the broker, which passes through Python and a network thread.
 _BROKER_FRAME: Final = 7.0
 _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
 def boards() -> Mapping[str, Mapping[str, Any]]:
-    """Return the fields of the boards that come with Hepti, by name."""
-    found: Mapping[str, Mapping[str, Any]] = load_yaml(CONFIG_DIR / "boards.yaml")
-    return found
+    """Return the fields of the bundled boards by name."""
+    fields: Mapping[str, Mapping[str, Any]] = load_yaml(CONFIG_DIR / "boards.yaml")
+    return fields
 
 
 def find_site(given: Path) -> Cluster:
-    """Return the cluster of a site file, of one that comes with Hepti, or of a name such as four-pi5-8gb-wifi.
+    """Return the cluster of a site file, of a bundled site, or of a name such as four-pi5-8gb-wifi.
 
-    Raises ConfigError for a file that is wrong, and for an unknown name.
+    Raises ConfigError for an invalid file or an unknown name.
     """
-    named = _NAMED.fullmatch(given.name)
-    if given.exists() or named is None or given.name in bundled_configs("sites") or named[2] not in boards():
-        return load_site(find_bundled_config("sites", given, boards() if named else ()))
-    count = _COUNTS.index(named[1]) + 1 if named[1] in _COUNTS else int(named[1])
-    return board_site(named[2], count, named[3] or "gigabit")
+    match = _NAMED.fullmatch(given.name)
+    if given.exists() or match is None or given.name in bundled_configs("sites") or match[2] not in boards():
+        return load_site(find_bundled_config("sites", given, boards() if match else ()))
+    count = _COUNTS.index(match[1]) + 1 if match[1] in _COUNTS else int(match[1])
+    return board_site(match[2], count, match[3] or "gigabit")
 
 
 def board_site(board: str, count: int, network: str = "gigabit") -> Cluster:
-    """Return the cluster of so many equal boards; raises ConfigError for an unknown board."""
+    """Return the cluster of `count` equal boards. Raises ConfigError for an unknown board."""
     devices = {f"{board}-{number + 1}": {"board": board} for number in range(count)}
     return _cluster(Path(f"{count}-{board}"), {"defaults": NETWORKS[network], "devices": devices})
 
 
 def load_site(path: Path) -> Cluster:
-    """Return the cluster that a site file describes; raises ConfigError that names file, device and key.
+    """Return the cluster of a site file. Raises ConfigError with file, device and key.
 
-    board: one of `boards()`, which gives the fields that the device does not state.
-    broker_mbit: the rate of the broker's own link; by default that of the fastest device's.
+    board: one of `boards()`; defaults for the device's fields.
+    broker_mbit: rate of the broker's link, by default the fastest device's rate.
     mesh: false for a device without direct connections. shared: true for devices on one medium, such as Wi-Fi.
-    int8_gflops: products whose activations are rounded to int8; by default as `gflops`. storages: rates per storage.
+    int8_gflops: for products with activations in int8, by default `gflops`. storages: rates per storage.
     frame_ms, frame_ms_per_mb: processor time of a frame to or from a peer.
-    peers: pairs whose links differ from those that follow from their devices' links.
-    compute_watts, link_watts: above idle; deadline_ms: of an answer. `coedge/energy` needs them.
+    peers: links of pairs; other links follow from the two devices.
+    compute_watts, link_watts: above idle; deadline_ms: of an answer; all for `coedge/energy`.
     """
     return _cluster(path, load_yaml(path))
 
 
 def _cluster(path: Path, data: Any) -> Cluster:
-    """Return the cluster that the content of a site file describes."""
+    """Return the cluster of a site file's content."""
     if not isinstance(data, Mapping) or not isinstance(data.get("devices"), Mapping) or not data["devices"]:
         raise ConfigError(f"{path}: needs a mapping `devices:` with at least one device")
     _reject_unknown_keys(path, "the file", data, _TOP)
     defaults = mapping(f"{path}: `defaults`", data.get("defaults") or {})
     devices, links = {}, {}
-    said: dict[str, set[str]] = {"mesh": set(), "shared": set()}
+    flagged: dict[str, set[str]] = {"mesh": set(), "shared": set()}
     for name, fields in data["devices"].items():
         check_name("device", name)
         own = mapping(f"{path}: device {name}", fields or {})
@@ -108,21 +107,20 @@ def _cluster(path: Path, data: Any) -> Cluster:
         links[name] = Link(_number(path, name, merged, "round_trip_ms", 0.5) / 2e3, rate, rate)
         for key, default in (("mesh", True), ("shared", False)):
             if _boolean(path, name, merged, key, default):
-                said[key].add(name)
-    given = "broker_mbit" in data
-    broker = _number(path, "the file", data, "broker_mbit", None) * 1e6 / 8 if given else None
+                flagged[key].add(name)
+    broker = _number(path, "the file", data, "broker_mbit", None) * 1e6 / 8 if "broker_mbit" in data else None
     return replace(
         make_cluster(devices, links, broker),
-        endpoints=frozenset(said["mesh"]),
+        endpoints=frozenset(flagged["mesh"]),
         peer_links=_peers(path, data.get("peers") or [], links),
-        shared_medium=frozenset(said["shared"]),
+        shared_medium=frozenset(flagged["shared"]),
         deadline_s=_number(path, "the file", data, "deadline_ms", inf) / 1e3 if "deadline_ms" in data else inf,
     )
 
 
 def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[DevicePair, PeerLink]:
-    """Return what is said of pairs; both ways are alike, and what is not said follows from the two links."""
-    found = {}
+    """Return the symmetric links of listed pairs; the two devices' links give defaults."""
+    peers = {}
     for entry in listed if isinstance(listed, list) else [listed]:
         where = f"an entry of `peers` ({entry})"
         pair = entry.get("between") if isinstance(entry, Mapping) else None
@@ -133,22 +131,21 @@ def _peers(path: Path, listed: Any, links: Mapping[str, Link]) -> dict[DevicePai
         slower = min(one.up_bytes_per_s, other.up_bytes_per_s)
         rate = _number(path, where, entry, "mbit", slower * 8e-6) * 1e6 / 8
         latency_s = _number(path, where, entry, "round_trip_ms", 1e3 * 2 * (one.latency_s + other.latency_s)) / 2e3
-        found[pair[0], pair[1]] = found[pair[1], pair[0]] = PeerLink(latency_s, rate)
-    return found
+        peers[pair[0], pair[1]] = peers[pair[1], pair[0]] = PeerLink(latency_s, rate)
+    return peers
 
 
 def _board(path: Path, device: str, name: Any) -> Mapping[str, Any]:
-    """Return the fields of a device's board, if it names one."""
+    """Return the fields of a device's board, empty without a board."""
     if name is None:
         return {}
-    known = boards()
-    if name not in known:
-        raise ConfigError(f"{path}: {device} has an unknown board {name!r}{nearest(str(name), known)}")
-    return known[name]
+    by_name = boards()
+    if name not in by_name:
+        raise ConfigError(f"{path}: {device} has an unknown board {name!r}{nearest(str(name), by_name)}")
+    return by_name[name]
 
 
 def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
-    """Return the profile of one device."""
     flops = _number(path, name, fields, "gflops", None) * 1e9
     stream = _number(path, name, fields, "memory_gb_per_s", 4.0) * 1e9
     slower = _FITTED_GFLOPS * 1e9 / flops
@@ -172,8 +169,8 @@ def _profile(path: Path, name: str, fields: Mapping[str, Any]) -> DeviceProfile:
 def _curves(path: Path, name: str, fields: Mapping[str, Any]) -> Iterator[Curve]:
     """Yield the curve of each storage, with activations in f32 and in int8.
 
-    A matmul takes the time of its FLOPs, but never less than reading its weights once. A storage without rates of its
-    own takes those of the device.
+    A matmul takes the time of its FLOPs, at least the time of reading its weights once. The device's rates are
+    defaults for each storage.
     """
     storages = mapping(f"{path}: {name}: `storages`", fields.get("storages") or {})
     _reject_unknown_keys(path, f"{name}: `storages`", storages, {*_VALUE_BYTES})
@@ -193,10 +190,10 @@ def _curves(path: Path, name: str, fields: Mapping[str, Any]) -> Iterator[Curve]
         yield Curve(k, n, tuple(points), product)
 
 
-def _reject_unknown_keys(path: Path, where: str, fields: Mapping[str, Any], known: set[str]) -> None:
+def _reject_unknown_keys(path: Path, where: str, fields: Mapping[str, Any], valid: set[str]) -> None:
     for key in fields:
-        if key not in known:
-            raise ConfigError(f"{path}: {where} has an unknown key {key!r}; known are {', '.join(sorted(known))}")
+        if key not in valid:
+            raise ConfigError(f"{path}: {where} has an unknown key {key!r}; valid are {', '.join(sorted(valid))}")
 
 
 def _boolean(path: Path, name: str, fields: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-PRIVATE: Final = 0o600  # mode of a file that only its owner may read
-DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # a disk that takes nothing more
+PRIVATE: Final = 0o600  # file mode: only the owner may read it
+DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> os.stat_result:
-    """Replace a file atomically by one with `data`; return its status; raises OSError.
+    """Replace a file's content atomically and return its status. Raises OSError.
 
-    data: all of it, or its parts. mode: its permissions, of which the umask takes away.
+    data: the content or its parts. mode: permissions, reduced by the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

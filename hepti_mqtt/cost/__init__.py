@@ -1,1 +1,1 @@
-"""What plans cost: devices and links as measured, the simulator, memory, and their explanation."""
+"""The costs of plans: measured devices and links, the simulator, memory, and explanations."""

@@ -201,7 +201,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class DeviceUse:
-    """What one device did for the simulated requests."""
+    """The use of one device by the simulated requests."""
 
     compute_s: float = 0.0
     #: Of compute_s, in products with weights.

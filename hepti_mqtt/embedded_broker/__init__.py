@@ -1,4 +1,4 @@
-"""A broker for sites that have none: a child process, on the loopback address by default."""
+"""A broker as a child process for sites without one, on the loopback address by default."""
 
 from hepti_mqtt.embedded_broker.broker import KINDS, EmbeddedBroker, find_mosquitto, start_broker
 

@@ -1,4 +1,4 @@
-"""A broker as a child process: Mosquitto with its settings for tensors if it is installed, else amqtt."""
+"""A broker as a child process, Mosquitto or amqtt, and Mosquitto's configuration for tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SBIN: Final = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 6.0
 _TRIES: Final = 5
-_PORTS: Final = (16_384, 32_768)  # Linux gives outgoing connections ports from 32,768 on, other systems from 49,152 on
+_PORTS: Final = (16_384, 32_768)  # below the ports of outgoing connections: 32,768 on Linux, 49,152 on other systems
 _LOOKS: Final = 64
 _LOOK_S: Final = 0.02
 _WATCH_S: Final = 1.0
@@ -47,17 +47,17 @@ _DISCONNECT: Final = b"\xe0\x00"
 
 
 def find_mosquitto() -> str | None:
-    """Return the path of the installed Mosquitto; None if there is none, or HEPTI_NO_MOSQUITTO hides it."""
+    """Return the path of Mosquitto; None if it is not installed or HEPTI_NO_MOSQUITTO is set."""
     if os.environ.get("HEPTI_NO_MOSQUITTO"):
         return None
     return shutil.which("mosquitto", path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
 
 
 def start_broker(only: str | None = None, **options: Any) -> EmbeddedBroker:
-    """Start Mosquitto, or amqtt where that is not installed, or the `only` kind; return it when it answers.
+    """Start the `only` kind of broker, by default Mosquitto or else amqtt; return when it answers.
 
-    options: as of EmbeddedBroker. Raises ConfigError if `only` is unknown, no broker is installed or the port is taken,
-    and NetworkError if the broker does not start.
+    options: of EmbeddedBroker. Raises ConfigError if `only` is unknown, no broker is installed or the port is in use,
+    NetworkError if the broker does not start.
     """
     closed = options.get("closed") is not None
     if only is not None and only not in KINDS:
@@ -85,21 +85,20 @@ def start_broker(only: str | None = None, **options: Any) -> EmbeddedBroker:
 
 @dataclass(eq=False)
 class EmbeddedBroker:
-    """A broker that ends with this process, even if that is killed; a context manager that closes it.
+    """A broker that ends with this process, even if this process is killed; a context manager."""
 
-    program: the path of Mosquitto, None for amqtt. users: user -> password; None admits anyone who reaches `address`.
-    max_packet_bytes: Mosquitto's max_packet_size instead of 32 MiB; amqtt has no limit. port: 0 for a free one, chosen
-    at the first start. closed: the directory of a closed site's broker (passwd, acl, broker.crt, broker.key) instead of
-    users; Mosquitto only. stored: the directory of what Mosquitto keeps over restarts, made if missing; None for one
-    that `close` deletes.
-    """
-
+    #: path of Mosquitto, None for amqtt
     program: str | None
+    #: user -> password; None admits everybody
     users: Mapping[str, str] | None = None
+    #: Mosquitto's max_packet_size, None for 32 MiB; amqtt has no limit
     max_packet_bytes: int | None = None
     address: str = HOST
+    #: 0 until the first start chooses a free port
     port: int = 0
+    #: directory of a closed site's broker (passwd, acl, broker.crt, broker.key), replaces users; Mosquitto only
     closed: Path | None = None
+    #: directory of Mosquitto's persistent state, created if missing; None for a temporary one
     stored: Path | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class EmbeddedBroker:
         self.kind: BrokerKind = "amqtt" if self.program is None else "mosquitto"
         self.reason = f"mosquitto ({self.program})" if self.program else "amqtt, since mosquitto is not installed"
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # readable by us alone
+        self._directory = Path(tempfile.mkdtemp(prefix="hepti-broker-"))  # only this account may read it
         self._kept = self._directory if self.stored is None else self.stored.resolve()
 
     @property
@@ -119,13 +118,13 @@ class EmbeddedBroker:
 
     @property
     def running(self) -> bool:
-        """Return whether the process lives."""
+        """Return whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it, on the same port as before if it has been stopped, and return when it answers.
+        """Start the broker, on its earlier port after a stop, and return when it answers.
 
-        Raises NetworkError with its last words if it does not, ConfigError if the requested port is taken.
+        Raises NetworkError with its last log lines, ConfigError if the requested port is in use.
         """
         if self.running:
             return
@@ -144,20 +143,20 @@ class EmbeddedBroker:
         raise NetworkError(f"{self.kind} does not start: {self.log() or 'it says nothing'}")
 
     def _set_damaged_aside(self) -> None:
-        """Rename what Mosquitto cannot restore, as a power cut may leave it, so that it starts without it."""
-        kept = self._kept / "mosquitto.db"
-        if "persistent database" in self.log() and kept.is_file():
-            aside = kept.with_suffix(".damaged")
-            kept.replace(aside)
+        """Rename a database that Mosquitto cannot restore, e.g. after a power cut, so that it starts without it."""
+        database = self._kept / "mosquitto.db"
+        if "persistent database" in self.log() and database.is_file():
+            renamed = database.with_suffix(".damaged")
+            database.replace(renamed)
             _log.warning(
-                "%s is damaged and was renamed to %s: requests, answers and retained messages that it kept are lost; "
-                "devices and planner publish theirs again",
-                kept,
-                aside.name,
+                "%s is damaged and was renamed to %s: its requests, answers and retained messages are lost; devices "
+                "and planner publish their messages again",
+                database,
+                renamed.name,
             )
 
     def stop(self) -> None:
-        """End the process; `start` brings it back on the same port."""
+        """End the process; `start` restarts it on the same port."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -170,16 +169,16 @@ class EmbeddedBroker:
             process.wait()
 
     def serve(self, stop: threading.Event) -> None:
-        """Return when `stop` is set; raises NetworkError with the broker's last words if it ends before."""
+        """Wait for `stop`. Raises NetworkError with the broker's last log lines if it ends before."""
         while not stop.wait(_WATCH_S):
             if not self.running:
                 raise NetworkError(
-                    f"{self.kind} has ended by itself, and with it every connection to {self.url}: "
-                    f"{self.log() or 'it says nothing, so it was killed or has crashed'}; start it again"
+                    f"{self.kind} has ended unexpectedly, and all connections to {self.url}: "
+                    f"{self.log() or 'it logged nothing, so it was killed or has crashed'}; start it again"
                 )
 
     def restart(self) -> None:
-        """Stop it and start it on the same port; Mosquitto restores its sessions and retained messages."""
+        """Restart it on the same port; Mosquitto restores its sessions and retained messages."""
         self.stop()
         self.start()
 
@@ -189,7 +188,7 @@ class EmbeddedBroker:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def log(self) -> str:
-        """Return the last lines that the broker wrote."""
+        """Return the broker's last log lines."""
         try:
             return " / ".join((self._directory / "log").read_text(errors="replace").splitlines()[-5:])
         except OSError:
@@ -211,16 +210,13 @@ class EmbeddedBroker:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                start_new_session=True,  # Ctrl-C in a terminal is for us; `stop` ends the broker
+                start_new_session=True,  # so that Ctrl-C reaches only this process; `stop` ends the broker
             )
 
     def _command(self, port: int) -> list[str]:
         if self.program is None:
-            users = [self._private("users", json.dumps(self.users))] if self.users else []
-            return [
-                *(sys.executable, "-m", "hepti_mqtt.embedded_broker.child", "amqtt", self.address, str(port)),
-                *users,
-            ]
+            command = [sys.executable, "-m", "hepti_mqtt.embedded_broker.child", "amqtt", self.address, str(port)]
+            return [*command, *([self._private("users", json.dumps(self.users))] if self.users else [])]
         user, stored = _account(), f"{self._kept}/"
         if self.closed is not None:
             text = closed_configuration(str(self.closed.resolve()), port, self.address, user, stored)
@@ -242,7 +238,7 @@ class EmbeddedBroker:
         return str(path)
 
     def _answers(self, port: int) -> bool:
-        """Return whether the process answers a CONNECT before it ends; raises NetworkError if it does neither."""
+        """Return whether the process answers a CONNECT before it ends. Raises NetworkError if it does neither."""
         process = self._process
         assert process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -253,13 +249,13 @@ class EmbeddedBroker:
                 process.wait(_LOOK_S)
             except subprocess.TimeoutExpired:
                 continue
-            return False  # most likely another process has taken the port meanwhile
+            return False  # probably another process uses the port now
         self.stop()
         raise NetworkError(f"{self.kind} does not answer within {START_TIMEOUT_S:g} s: {self.log() or 'no word'}")
 
 
 def _account() -> str:
-    """Return the name of this process's account, whatever the environment says; "" if it has none."""
+    """Return the name of this process's account without using the environment, "" if it has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -267,7 +263,7 @@ def _account() -> str:
 
 
 def _make_writable(stored: Path) -> None:
-    """Make the directory, for us alone; raises ConfigError if Mosquitto, which runs as we do, could not save there."""
+    """Create a private directory. Raises ConfigError if Mosquitto, under this account, could not write there."""
     try:
         stored.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (stored, *stored.iterdir()):
@@ -275,20 +271,20 @@ def _make_writable(stored: Path) -> None:
                 raise PermissionError(errno.EACCES, f"{path} belongs to another account")
     except OSError as error:
         raise ConfigError(
-            f"the broker cannot keep anything in {stored}: {error.strerror or error}; give it to this account, or "
-            "delete it and what it keeps"
+            f"the broker cannot store anything in {stored}: {error.strerror or error}; give it to this account, or "
+            "delete it with its content"
         ) from error
 
 
 def _free_port(address: str) -> int:
-    """Return a port below those of outgoing connections: one of them would keep a stopped broker from its port."""
-    found = (random.randrange(*_PORTS) for _ in range(_LOOKS))
-    return next(port for port in found if _is_free(address, port))
+    """Return a free port in _PORTS, so that an outgoing connection cannot occupy a stopped broker's port."""
+    candidates = (random.randrange(*_PORTS) for _ in range(_LOOKS))
+    return next(port for port in candidates if _is_free(address, port))
 
 
 def _is_free(address: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not count
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
         try:
             sock.bind((address, port))
         except OSError as error:
@@ -311,7 +307,7 @@ def _answers_connect(address: str, port: int, tls: bool) -> bool:
 
 
 def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
-    """Return a connection that checks no certificate: the question is only whether our own child answers."""
+    """Return a TLS connection that checks no certificate, because only our own child's answer matters."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(sock)
@@ -321,7 +317,7 @@ def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
 # Settings of Mosquitto for tensors, each with its reason, and its password file.
 
 
-STORED_IN: Final = "/var/lib/mosquitto/"  # by the packages of distributions; it ends with a slash
+STORED_IN: Final = "/var/lib/mosquitto/"  # as in distributions' packages; Mosquitto requires the final slash
 _ITERATIONS: Final = 20_000
 _SALT_BYTES: Final = 12
 CLOSED_PORT: Final = 8883
@@ -333,7 +329,7 @@ _CLOSED_HEAD: Final = (
 
 
 class Setting(NamedTuple):
-    """One line of mosquitto.conf and why it is there."""
+    """One line of mosquitto.conf and its reason."""
 
     name: str
     value: str
@@ -379,8 +375,8 @@ def configuration(
 ) -> str:
     """Return a mosquitto.conf for one listener.
 
-    user: the account to run as (Mosquitto started by root would change to another), "" for one without a name, which
-    cannot change. stored_in: the directory of what outlives a restart. password_file: None admits anyone.
+    user: account to run as, because Mosquitto started by root would change its account; "" for an account without a
+    name. stored_in: directory of the persistent state. password_file: None admits everybody.
     """
     lines = [f"listener {port} {address}", "log_dest stderr", "log_type error", "log_type warning"]
     if user:
@@ -397,10 +393,10 @@ def configuration(
 def closed_configuration(
     files: str, port: int = CLOSED_PORT, address: str = "", user: str = "", stored_in: str = STORED_IN
 ) -> str:
-    """Return the mosquitto.conf of a closed site, with the reasons: encrypted, with passwords and an access list.
+    """Return the commented mosquitto.conf of a closed site with TLS, passwords and an access list.
 
-    files: the directory of passwd, acl, broker.crt and broker.key. address: "" for all of the machine's. user: the
-    account to run as, "" for Mosquitto's own. stored_in: the directory of what outlives a restart.
+    files: directory of passwd, acl, broker.crt and broker.key. address: "" for all addresses. user: account to run
+    as, "" for Mosquitto's own. stored_in: directory of the persistent state.
     """
     lines = [
         *_CLOSED_HEAD,
@@ -429,7 +425,7 @@ def closed_configuration(
 def password_lines(users: Mapping[str, str]) -> str:
     """Return a Mosquitto password file: PBKDF2 with SHA-512, format $7$iterations$salt$hash.
 
-    Raises `ConfigError` for a user name that would break a line.
+    Raises `ConfigError` for an invalid user name.
     """
     out = []
     for user, password in users.items():

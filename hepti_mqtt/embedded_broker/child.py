@@ -3,9 +3,10 @@
     python -I -S child.py PARENT COMMAND ARGUMENT...                         run a command that ends with PARENT
     python -m hepti_mqtt.embedded_broker.child amqtt ADDRESS PORT [USERS]    run amqtt
 
-PARENT is the process id of the caller, which holds the other end of standard input. When that closes, or the keeper is
-another process's child, the command is ended. The keeper imports nothing of Hepti, to start fast and stay small.
-USERS is a JSON file of user -> password, deleted once read. amqtt speaks MQTT 3.1.1 and is slow for tensors.
+PARENT is the caller's process id. The keeper ends the command if its standard input, a pipe from the caller, closes or
+its parent process changes. The keeper imports nothing of Hepti, to start fast and use little memory.
+USERS is a JSON file of user -> password; amqtt deletes it after reading. amqtt speaks MQTT 3.1.1 and is slow for
+tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _GRACE_S = 3.0
 
 
 def _die_with_keeper() -> None:
-    if sys.platform == "linux":  # elsewhere nothing ends the command if the keeper itself is killed
+    if sys.platform == "linux":  # on other systems the command outlives a killed keeper
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    # A process forked by the parent may hold the pipe open after the parent's death.
+    # A process forked by the parent may keep the pipe open after the parent's end.
     while os.getppid() == parent and not (poller.poll(_LOOK_S * 1000) and not os.read(0, 1)):
         continue
     child.terminate()
@@ -45,9 +46,9 @@ def _watch(child: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def keep(parent: int, command: list[str]) -> int:
-    """Run `command` until it ends or the parent does; return its exit code."""
+    """Run `command` until it or the parent ends; return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # This process has one thread so far, so that preparing the child between fork and exec is safe.
+    # preexec_fn is safe, because this process has only one thread yet.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_keeper)  # noqa: PLW1509
     signal.signal(signal.SIGTERM, lambda _signal, _frame: child.terminate())
     threading.Thread(target=_watch, args=(child, parent), daemon=True).start()
@@ -55,7 +56,7 @@ def keep(parent: int, command: list[str]) -> int:
 
 
 def _password_file(users: Path) -> Path:
-    from pwdlib.hashers.argon2 import Argon2Hasher  # comes with amqtt
+    from pwdlib.hashers.argon2 import Argon2Hasher  # a dependency of amqtt
 
     hasher = Argon2Hasher()
     lines = [f"{user}:{hasher.hash(password)}\n" for user, password in json.loads(users.read_text()).items()]
@@ -72,12 +73,12 @@ async def _serve_amqtt(address: str, port: int, users: Path | None) -> None:
     from amqtt.broker import Broker
 
     class Payload(bytes):
-        """amqtt formats every message for a debug line that nobody reads: twice the time of a tensor."""
+        """A payload with a short repr: amqtt formats every message for a debug line, which doubled a tensor's time."""
 
         __repr__ = object.__repr__
 
     class Subscriptions(dict[str, Any]):
-        """amqtt awaits while it iterates over them: one made meanwhile would lose a message."""
+        """Iterates over a copy: amqtt awaits during iterations, and a new subscription would lose a message."""
 
         def __iter__(self) -> Any:
             return iter(list(self.keys()))
@@ -90,8 +91,8 @@ async def _serve_amqtt(address: str, port: int, users: Path | None) -> None:
             await super()._broadcast_message(session, topic, data if data is None else Payload(data), force_qos)
 
         async def _publish_retained_messages_for_subscription(self, subscription: Any, session: Any) -> None:
-            # A new connection is sent what is retained for anybody's subscriptions; only its own are right.
-            if any(one is session for one, _ in self._subscriptions.get(subscription[0], ())):
+            # amqtt sends a new connection the retained messages of all clients' subscriptions.
+            if any(subscriber is session for subscriber, _ in self._subscriptions.get(subscription[0], ())):
                 await super()._publish_retained_messages_for_subscription(subscription, session)
 
     name, options = (
@@ -108,7 +109,7 @@ async def _serve_amqtt(address: str, port: int, users: Path | None) -> None:
     )
     broker._subscriptions = Subscriptions()
     await broker.start()
-    await asyncio.Event().wait()  # until the keeper ends this process
+    await asyncio.Event().wait()  # the keeper ends this process
 
 
 if __name__ == "__main__":
@@ -116,7 +117,7 @@ if __name__ == "__main__":
         import asyncio
         import logging
 
-        logging.disable(logging.WARNING)  # amqtt formats every payload into a debug line
+        logging.disable(logging.WARNING)  # amqtt writes every payload into a debug line
         host, number, *users = sys.argv[2:]
         asyncio.run(_serve_amqtt(host, int(number), Path(users[0]) if users else None))
     else:

@@ -181,8 +181,8 @@ def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
     """
     jobs = _jobs("all")
     for job in jobs:
+        begun_s = time.thread_time()
         if not job.dispatcher.signatures and job.done():
-            begun_s = time.thread_time()
             with suppress(RuntimeError):  # another thread has just loaded it, and disabled its compilation
                 job.compile()
             rest(time.thread_time() - begun_s)

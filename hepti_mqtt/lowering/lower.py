@@ -213,17 +213,17 @@ class ForwardWalk:
         needs = [
             (self.graph.by_name[name], r) for name, r in zip(op.inputs, op.input_regions(tile.region), strict=True)
         ]
-        wanted = [
+        sources = [
             (n, source, region) for n, (source, r) in enumerate(needs) if (region := source.region_for(r)) is not None
         ]
         if op.is_view:
             return self.concatenate(op, tile.region, needs)
         operands: list[Operand] = []
-        for n, source, region in wanted:
+        for n, source, region in sources:
             if n == op.summed_input:
                 operands += self.parts(source, region)
             else:
-                others = [r for _, other, r in wanted if other is source]
+                others = [r for _, other, r in sources if other is source]
                 joint = disjoint(others) if len(others) > 1 else ()
                 operands.append(self.operand(op, n, source, needs[n][1], region, joint))
         slot = self.compute(op, op.kernel_call(tile.region, operands), operands, op.shape(tile.region, state))

@@ -81,7 +81,7 @@ class Op:
 
     name: str = field(compare=False)
     inputs: tuple[str, ...] = field(compare=False, default=())
-    #: What the tensor is in its family; methods place tensors by role.
+    #: Role in its family, by which methods place tensors.
     role: str = field(compare=False, default="")
     #: Layer and branch, for topics, people and methods that cut between layers.
     layer: int = field(compare=False, default=0)

@@ -246,9 +246,9 @@ class _Block(NamedTuple):
 
     ops: Sequence[Op]
     #: Regions of each op that devices of later blocks need, by device.
-    wanted: Sequence[Mapping[int, Sequence[Region]]]
+    demands: Sequence[Mapping[int, Sequence[Region]]]
     #: Needs of earlier blocks: (place of the reading op in the block, number of its input, device, region).
-    asks: Sequence[tuple[int, int, int, Region]]
+    needs: Sequence[tuple[int, int, int, Region]]
 
 
 class _BackwardWalk:
@@ -257,35 +257,35 @@ class _BackwardWalk:
     def __init__(self, graph: Graph, pieces: Mapping[str, tuple[Piece, ...]], names: Sequence[str]) -> None:
         self.graph, self.pieces, self.names = graph, pieces, names
         self.tiles: dict[str, tuple[Tile, ...]] = {}
-        self.want: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
+        self.demands: dict[str, dict[int, list[Region]]] = {op.name: {} for op in graph.ops}
         answer = graph.output
-        self.want[answer.name][PLANNER_INDEX] = [answer.full_region[: answer.rank]]
+        self.demands[answer.name][PLANNER_INDEX] = [answer.full_region[: answer.rank]]
         self.following = _Block((), (), ())
 
     def block(self, number: int) -> None:
         """Derive the tiles of a block, and request their inputs."""
         start, stop = self.graph.block_range(number)
         ops, following = self.graph.ops[start:stop], self.following
-        wanted = [{d: tuple(regions) for d, regions in self.want[op.name].items()} for op in ops]
-        if wanted == following.wanted and self._alike(ops, following.ops):
+        demands = [{d: tuple(regions) for d, regions in self.demands[op.name].items()} for op in ops]
+        if demands == following.demands and self._alike(ops, following.ops):
             for x, y in zip(ops, following.ops, strict=True):
                 self.tiles[x.name] = self.tiles[y.name]
-            for at, i, device, region in following.asks:
-                self.want[ops[at].inputs[i]].setdefault(device, []).append(region)
-            self.following = _Block(ops, wanted, following.asks)
+            for at, i, device, region in following.needs:
+                self.demands[ops[at].inputs[i]].setdefault(device, []).append(region)
+            self.following = _Block(ops, demands, following.needs)
             return
-        own, asks = {op.name for op in ops}, []
+        own, needs = {op.name for op in ops}, []
         for at in reversed(range(len(ops))):
             op = ops[at]
             for i, device, region in self.op(op):
-                self.want[op.inputs[i]].setdefault(device, []).append(region)
+                self.demands[op.inputs[i]].setdefault(device, []).append(region)
                 if op.inputs[i] not in own:
-                    asks.append((at, i, device, region))
-        self.following = _Block(ops, wanted, asks)
+                    needs.append((at, i, device, region))
+        self.following = _Block(ops, demands, needs)
 
     def op(self, op: Op) -> Needs:
         """Derive an op's tiles; return the input regions that they need."""
-        requested = _requested(op, self.want[op.name])
+        requested = _requested(op, self.demands[op.name])
         placed = self.pieces.get(op.name)
         try:
             tiles, needs = _where_requested(op, requested) if placed is None else tiles_for(op, requested, placed)
@@ -310,12 +310,12 @@ class _BackwardWalk:
         )
 
 
-def _requested(op: Op, want: Mapping[int, Sequence[Region]]) -> Requested:
+def _requested(op: Op, demands: Mapping[int, Sequence[Region]]) -> Requested:
     """Return the regions of an op's space that each device needs; many devices need the same ones."""
     spaces: dict[tuple[Region, ...], tuple[Region, ...]] = {}
     requested = []
-    for device in sorted(want):
-        regions = tuple(want[device])
+    for device in sorted(demands):
+        regions = tuple(demands[device])
         if regions not in spaces:
             spaces[regions] = tuple([r for r in map(op.region_for, disjoint(filter(all, regions))) if r is not None])
         requested.append((device, spaces[regions]))
@@ -333,10 +333,10 @@ def _where_requested(op: Op, requested: Requested) -> tuple[tuple[Tile, ...], Ne
                 (r, [(n, q) for n, q in enumerate(op.input_regions(r)) if all(q)])
                 for r in computed_regions(op, regions)
             ]
-        for region, wanted in computed[regions]:
+        for region, inputs in computed[regions]:
             tiles.append(Tile(device, region, False, 0, ()))
             if device != PLANNER_INDEX:
-                needs += [(n, device, q) for n, q in wanted]
+                needs += [(n, device, q) for n, q in inputs]
     return tuple(tiles), tuple(needs)
 
 

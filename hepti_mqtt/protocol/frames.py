@@ -1,4 +1,4 @@
-"""How much memory a payload holds while it waits."""
+"""Frames: publishes with one array each, requests as frames, and received tensors with their headers cached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from math import prod
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgpack
 import numpy as np
@@ -22,13 +22,11 @@ from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
 from hepti_mqtt.protocol.topics import check_source
 from hepti_mqtt.spec import Draw, PlainShape, RequestShape, Want
 
-BUFFER_GRANULARITY: Final = (
-    16_384  # buffers of payloads are a multiple of it, so that those of nearly one size share them
-)
+BUFFER_GRANULARITY: Final = 16_384  # buffer sizes are multiples of it, so payloads of similar sizes share buffers
 
 
 def held_bytes(nbytes: int) -> int:
-    """Return the size of the buffer that a payload of so many bytes keeps from being used again."""
+    """Return the size of the buffer for a payload."""
     return -(-max(nbytes, 1) // BUFFER_GRANULARITY) * BUFFER_GRANULARITY
 
 
@@ -37,35 +35,24 @@ def held_bytes(nbytes: int) -> int:
 #
 #     offset 0    4 bytes   magic b"HPT4" (the last byte is the version)
 #     offset 4    2 bytes   length n of the header fields, little-endian
-#     offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without the admission number, `kind`
-# and
-#                           `dtype` as indices of KINDS and DTYPES
+#     offset 6    n bytes   the fields, a msgpack array in the order of `Frame` without run id; `kind` and `dtype` are
+#                           indices of KINDS and DTYPES
 #     ...         zeros to offset 240
 #     offset 240  8 bytes   the tag (`keys.frame_tag`), zeros under a plan without a key
-#     offset 248  8 bytes   the admission number, little-endian
+#     offset 248  8 bytes   the run id, little-endian
 #     offset 256            the array, C order, little-endian; nothing after it
 #
-# The header has a fixed size so that the simulator counts bytes exactly, and a multiple of 64 so that the array is
-# aligned when the payload is. All before the tag is the same in every request of a shape: it is written
-# once, and read and checked once, which is most of what a small frame costs. Received bodies are views of the payload;
-# nothing is allocated before every size is checked. The normative text is docs/reference/wire.md.
+# The header has a fixed size so that the simulator counts bytes exactly. Its size is a multiple of 64, so the array of
+# an aligned payload is aligned. The bytes before the tag are equal in all requests of a shape; they are encoded and
+# checked once, because this is most of a small frame's cost. Received bodies are views of the payload. All sizes are
+# checked before any allocation. The normative text is docs/reference/wire.md.
 
 
 FrameKind = Literal["tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused"]
 Body = bytes | bytearray | memoryview
 
-# Indices of these stand in the header, so only append.
-KINDS: Final[tuple[FrameKind, ...]] = (
-    "tensor",
-    "work",
-    "output",
-    "done",
-    "tile",
-    "probe",
-    "held",
-    "wanted",
-    "refused",
-)
+# Headers contain indices of these tuples: only append.
+KINDS: Final[tuple[FrameKind, ...]] = get_args(FrameKind)
 DTYPES: Final[tuple[SlotDtype, ...]] = ("f32", "f16", "i8", "u8", "i32")
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden", "candidates", "alignment")
 
@@ -73,9 +60,9 @@ MAGIC: Final = b"HPT4"
 HEADER_BYTES: Final = 256
 ALIGN: Final = 64
 _PREFIX_BYTES: Final = 6
-HEADER_PREFIX_BYTES: Final = 240  # the header but for its tag and its admission number
+HEADER_PREFIX_BYTES: Final = 240  # the header without tag and run id
 _RUN_ID_AT: Final = HEADER_PREFIX_BYTES + TAG_BYTES
-_CACHED_PREFIXES: Final = 512  # read headers that are remembered, 2 KB each: those of a large model's exchanges
+_CACHED_PREFIXES: Final = 512  # decoded headers, 2 KB each, enough for a large model's exchanges
 
 MAX_BODY_BYTES: Final = 256_000_000  # an MQTT packet ends at 268,435,455
 MAX_DIMS: Final = 4
@@ -92,47 +79,49 @@ _NUMBERS: Final = {name: number(name) for name in ("layer", "node", "part", "row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One array on its way, and what it is.
-
-    node, part, source: which exchange of the request (epoch, admission) it is: a tensor of the model's graph by number,
-    and the number of the message among those of its source. layer: where the tensor stands, as in the topic. shape: at
-    most 4 dimensions; row_start: the first of its rows within the whole value. numbers: at most 8 counters (for
-    example microseconds of computing and waiting, bytes sent). model may be empty in probes only. body: C order,
-    little-endian, exactly as many bytes as shape and dtype say. header: of a frame that has come, as it was sent.
-    """
+    """One array and its header."""
 
     kind: FrameKind
+    #: empty in probes only
     model: str
     plan_version: PlanVersion
     run_id: int
+    #: of the tensor, as in the topic
     layer: int = 0
+    #: index of the tensor in the model's graph; (node, part, source) identify an exchange of the run
     node: int = 0
     source: str = PLANNER
+    #: index of the message among those of its source
     part: int = 0
     dtype: SlotDtype = "u8"
+    #: at most 4 dimensions
     shape: tuple[int, ...] = (0,)
+    #: index of its first row in the whole tensor
     row_start: int = 0
+    #: at most 8 counters, e.g. microseconds of compute and wait, bytes sent
     numbers: tuple[int, ...] = ()
+    #: C order, little-endian, as many bytes as shape and dtype require
     body: Body | NDArray[Any] = b""
+    #: the header of a received frame
     header: bytes = b""
 
     def array(self) -> NDArray[Any]:
-        """Return the body as a read-only array of `shape` and `dtype`: a view, no copy."""
+        """Return the body as a read-only view of `shape` and `dtype`."""
         out = np.frombuffer(self.body, NUMPY_DTYPE[self.dtype]).reshape(self.shape)
         out.flags.writeable = False
         return out
 
     def equals(self, other: Frame) -> bool:
-        """Return whether both are the same frame: header and body."""
+        """Return whether headers and bodies are equal."""
         return bytes(encode(self)) == bytes(encode(other))
 
     def has_tag(self, key: FrameKey) -> bool:
-        """Return whether a frame that has come is of somebody who knows the key."""
+        """Return whether a received frame has the key's tag."""
         return not key.key or _has_tag(key, self.header, _body_view(self))
 
 
 def frame_bytes(body_bytes: int) -> int:
-    """Return the bytes of a frame whose array has `body_bytes`."""
+    """Return the bytes of a frame with an array of `body_bytes`."""
     return HEADER_BYTES + body_bytes
 
 
@@ -142,22 +131,21 @@ def _has_tag(key: FrameKey, header: bytes, body: Body) -> bool:
 
 
 def encode(frame: Frame, key: FrameKey = UNKEYED) -> bytes:
-    """Return the payload of a frame, with one copy of the body; as `encode_parts` otherwise."""
+    """Return the payload of a frame as `encode_parts`, with the body copied."""
     return b"".join(encode_parts(frame, key))
 
 
 def encode_parts(frame: Frame, key: FrameKey = UNKEYED) -> tuple[bytes, memoryview]:
-    """Return the payload of a frame as its header and a view of its body, which is not copied.
+    """Return the payload of a frame as its header and a view of its body.
 
-    The body may be an array of any layout; it is sent in C order. Raises `WireError` if a field breaks the limits
-    that `decode` checks.
+    The body may be an array of any layout; it is sent in C order. Raises `WireError` if `decode` would refuse a field.
     """
     body = _body_view(frame)
     return frame_header(header_prefix(frame, body.nbytes), run_id_bytes(frame.run_id), body, key), body
 
 
 def header_prefix(frame: Frame, body_bytes: int) -> bytes:
-    """Return a frame's header but for its tag and its admission number; raises `WireError` as `encode_parts` does."""
+    """Return a frame's header without tag and run id. Raises `WireError` as `encode_parts`."""
     if frame.kind not in _KIND_INDEX or frame.dtype not in _DTYPE_INDEX:
         raise WireError(f"cannot encode a frame of kind {frame.kind!r}, dtype {frame.dtype!r}")
     _check_fields(frame)
@@ -182,19 +170,19 @@ def header_prefix(frame: Frame, body_bytes: int) -> bytes:
 
 
 def run_id_bytes(run_id: int) -> bytes:
-    """Return the end of a frame's header; raises `WireError` for a number out of its range."""
+    """Return the end of a frame's header. Raises `WireError` for a number out of range."""
     if type(run_id) is not int or not 0 <= run_id <= U63:
-        raise WireError(f"the frame's admission {run_id!r} is not a number from 0 to {U63}")
+        raise WireError(f"the frame's run id {run_id!r} is not a number from 0 to {U63}")
     return run_id.to_bytes(8, "little")
 
 
 def frame_header(prefix: bytes, run_id: bytes, body: Body, key: FrameKey) -> bytes:
-    """Return the header of a frame from what `header_prefix` and `run_id_bytes` returned."""
+    """Return the header of a frame; prefix, run_id: from `header_prefix` and `run_id_bytes`."""
     return prefix + frame_tag(key, prefix, run_id, body) + run_id
 
 
 def decode(payload: Body) -> Frame:
-    """Return the frame of a payload; its body is a view of `payload`. Raises `WireError` on anything else."""
+    """Return the frame of a payload; its body is a view of `payload`. Raises `WireError` if it is invalid."""
     view = memoryview(payload)
     if len(view) < HEADER_BYTES or bytes(view[:4]) != MAGIC:
         raise WireError(
@@ -205,19 +193,19 @@ def decode(payload: Body) -> Frame:
     header = bytes(view[:HEADER_BYTES])
     run_id = int.from_bytes(header[_RUN_ID_AT:], "little")
     if run_id > U63:
-        raise WireError(f"the frame's admission {run_id} is not a number from 0 to {U63}")
+        raise WireError(f"the frame's run id {run_id} is not a number from 0 to {U63}")
     _check_size(frame, len(view) - HEADER_BYTES)
     values = (*before, run_id, *after, view[HEADER_BYTES:], header)
     return Frame(*values)
 
 
 @lru_cache(maxsize=_CACHED_PREFIXES)
-def _decode_prefix(about: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
-    """Return a frame's values before and after its admission number, from what `about` returned, and such a frame."""
-    end = _PREFIX_BYTES + int.from_bytes(about[4:6], "little")
-    if end > HEADER_PREFIX_BYTES or any(about[end:]):
-        raise WireError("the frame's header is longer than its place or not padded with zeros")
-    frame = _frame(_fields(about[_PREFIX_BYTES:end]))
+def _decode_prefix(prefix: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], Frame]:
+    """Return a frame's values before and after its run id, and the frame with run id 0."""
+    end = _PREFIX_BYTES + int.from_bytes(prefix[4:6], "little")
+    if end > HEADER_PREFIX_BYTES or any(prefix[end:]):
+        raise WireError(f"the frame's header is longer than {HEADER_PREFIX_BYTES} bytes or not padded with zeros")
+    frame = _frame(_fields(prefix[_PREFIX_BYTES:end]))
     _check_fields(frame)
     values = tuple(getattr(frame, name) for name in Frame.__slots__)
     at = Frame.__slots__.index("run_id")
@@ -261,7 +249,7 @@ def _index(what: str, value: object, count: int) -> int:
 
 
 def _check_fields(frame: Frame) -> None:
-    """Raise WireError unless every field is of its type and within its limit."""
+    """Raise WireError for a field of a wrong type or beyond its limit."""
     boot, version = frame.plan_version
     numbers = [(name, getattr(frame, name), rule) for name, rule in _NUMBERS.items()]
     for what, value, rule in [("boot", boot, COUNT), ("plan version", version, COUNT), *numbers]:
@@ -297,7 +285,7 @@ def _check_text_name(what: str, name: object) -> None:
     _check_name(what, name)
 
 
-@lru_cache(maxsize=1024)  # the same few names come with every frame
+@lru_cache(maxsize=1024)
 def _check_name(what: str, name: str) -> None:
     try:
         _ = check_source(name) if what == "source" else check_model(name)
@@ -313,47 +301,46 @@ def _body_view(frame: Frame) -> memoryview:
         raise WireError(
             f"the frame says {frame.dtype}{list(frame.shape)} but its array is {body.dtype}{list(body.shape)}"
         )
-    # A view of bytes has any shape, also an empty one, which memoryview.cast refuses.
+    # memoryview.cast refuses empty arrays.
     return np.ascontiguousarray(body).reshape(-1).view(np.uint8).data
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
 #
-# The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache [session,
-# flags, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers say what the
-# inputs are: index of their dtype, then their dimensions. Of a run that goes on with another one, layer is the block
-# from which on, node and part are the lower and the upper 32 bits of the other's run id. Of a run that follows from
-# another one's answer, layer is 0, node and part are the same, and how each item's id is drawn from it stands behind
-# the sessions. Of all others the three are 0.
+# The body of a work frame: int32 [want, B, n_mask, cache, lengths (B), mask rows (n_mask)], with a cache also
+# [session, flags, source] of each item, zeros to a multiple of 64, then the inputs. The header's numbers are the index
+# of the inputs' dtype and their dimensions. A continued run has its first block as layer, and the earlier run's id as
+# node (lower 32 bits) and part (upper 32 bits). A run that follows another run's answer has layer 0, that run's id as
+# node and part, and each item's draw after the sessions. Other runs have layer, node and part 0.
 
 
 class DecoderSession(NamedTuple):
-    """The KV cache of an item of a run; each request has a number of its own, also for a cache that it takes over."""
+    """The KV cache of an item of a run; each request has its own number, also for a reused cache."""
 
     number: int = 0  #: 0 for an item without a session
-    final: bool = False  #: devices drop the session after this run
-    source: int = 0  #: the session that has the rows before the run's own, 0 for none
-    takes_over: bool = False  #: the source ends, so devices need not copy its rows
+    final: bool = False  #: whether devices drop the session after this run
+    source: int = 0  #: session that holds the preceding rows, 0 for none
+    takes_over: bool = False  #: whether the source ends, so that devices need not copy its rows
 
 
 class Continued(NamedTuple):
-    """The run that a run goes on with under another plan, and the block of the graph from which on."""
+    """The run that a run continues under another plan, and the first block to compute."""
 
     run_id: int
     block: int
 
 
 class Followed(NamedTuple):
-    """The run from whose answer a run follows, and how the id of each item is drawn from it."""
+    """The run that produces a run's token ids, and the draw for each item."""
 
     run_id: int
     draws: tuple[Draw, ...]
 
 
 _COUNTS: Final = struct.Struct("<4i")  # want, sequences, mask rows, cache
-MAX_HEADS: Final = 64  # of work frames
-_ADDED: Final = 16  # with the index of a want: a row is added to the embedding of each token
-_SESSION_NUMBERS: Final = 3  # of each session: its number, flags and source
+MAX_HEADS: Final = 64  # cached heads of work frames
+_ADDED: Final = 16  # flag on a want's index: a row is added to each token's embedding
+_SESSION_NUMBERS: Final = 3  # number, flags and source
 _FINAL: Final = 1
 _TAKES_OVER: Final = 2
 _DRAW: Final = np.dtype(list(zip(Draw._fields, ("<u4", "<u8", "<f8", "<u4", "<f4", "<f4"), strict=True)))
@@ -361,12 +348,12 @@ MAX_TOGETHER: Final = 8  # sessions of one run
 
 
 def want_number(shape: PlainShape) -> int:
-    """Return what stands in messages for a run's want, and for whether rows are added to its embeddings."""
+    """Encode a run's want, and whether rows are added to its embeddings, as one number."""
     return WANTS.index(shape.want) | (_ADDED if shape.added else 0)
 
 
 def want_of(number: int) -> tuple[Want, bool]:
-    """Return the want that a number stands for, and whether rows are added; raises ValueError for any other."""
+    """Decode `want_number`. Raises ValueError for an unknown want."""
     want = number & ~_ADDED
     if not 0 <= want < len(WANTS):
         raise ValueError(f"a shape cannot have want {number}")
@@ -374,7 +361,7 @@ def want_of(number: int) -> tuple[Want, bool]:
 
 
 def work_bytes(shape: RequestShape | PlainShape, input_nbytes: int) -> int:
-    """Return the exact bytes of the work frame of a request whose inputs have `input_nbytes`."""
+    """Return the exact bytes of a request's work frame."""
     plain = shape.plain()
     return frame_bytes(_work_header_bytes(len(plain.sizes), len(plain.mask_rows), plain.session_rows) + input_nbytes)
 
@@ -390,13 +377,12 @@ def encode_work(
     continued: Continued | None = None,
     follows: Followed | None = None,
 ) -> bytes:
-    """Return the frame that hands a request to the devices; continued: with the rest of a run.
+    """Return the work frame of a run.
 
-    follows: the run whose answer the ids that are -1 in `inputs` are drawn from.
-
-    inputs: token ids int32 [m], packed, those of a decoder [B + m] behind the rows that the cache of each item has
-    already, or pixels uint8 [B, channels, size, size]. sessions: of all items, none where they have none. Raises
-    `WireError` if they do not fit `shape` or break a limit.
+    inputs: packed token ids int32 [m], after each item's cached rows for a decoder [B + m], or pixels uint8
+    [B, channels, size, size]. sessions: one per item, or none. continued: the run that this run continues.
+    follows: the run whose answer replaces ids of -1 in `inputs`.
+    Raises `WireError` if they do not fit `shape` or exceed a limit.
     """
     dtype: SlotDtype = "u8" if inputs.dtype == NUMPY_DTYPE["u8"] else "i32"
     if inputs.dtype != NUMPY_DTYPE[dtype]:
@@ -424,15 +410,14 @@ def encode_work(
 
 
 def continue_frame(work: Frame, run_id: int, block: int) -> Frame:
-    """Return the work frame of a run that goes on with that of `work` from a block on."""
+    """Return the work frame of a run that continues the run of `work` from a block."""
     return replace(work, run_id=run_id, layer=block, node=work.run_id & U32, part=work.run_id >> 32, header=b"")
 
 
 def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
-    """Return the request's shape and its inputs (a read-only view) of a work frame.
+    """Return shape and inputs (a read-only view) of a work frame.
 
-    Ids are not compared with a vocabulary here: that is the model's business. Raises `WireError` if the frame is no
-    work frame or its body contradicts itself.
+    The model compares ids with its vocabulary. Raises `WireError` for another frame or an inconsistent body.
     """
     shape, _, values = _decode_body(frame)
     inputs = np.frombuffer(values, NUMPY_DTYPE[DTYPES[frame.numbers[0]]]).reshape(frame.numbers[1:])
@@ -441,12 +426,12 @@ def decode_work(frame: Frame) -> tuple[PlainShape, NDArray[Any]]:
 
 
 def decode_sessions(frame: Frame) -> tuple[DecoderSession, ...]:
-    """Return the sessions of a work frame, none without a cache; raises as `decode_work` does."""
+    """Return the sessions of a work frame, none without a cache. Raises as `decode_work`."""
     return _decode_body(frame)[1]
 
 
 def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], memoryview]:
-    """Return shape, sessions and the bytes of the inputs of a work frame."""
+    """Return shape, sessions and inputs (bytes) of a work frame."""
     if frame.kind != "work" or frame.dtype != "u8" or not frame.numbers:
         raise WireError(f"a frame of kind {frame.kind!r}, {frame.dtype} is not a request")
     dtype = DTYPES[_index("input dtype", frame.numbers[0], len(DTYPES))]
@@ -455,8 +440,8 @@ def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], 
     if len(body) < ALIGN:
         raise WireError(f"a request of {len(body)} bytes is truncated")
     want, sequences, masks, cache = _COUNTS.unpack_from(body)
-    known = 0 <= want & ~_ADDED < len(WANTS)
-    if not known or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
+    is_want = 0 <= want & ~_ADDED < len(WANTS)
+    if not is_want or not 0 < sequences <= MAX_SEQUENCES or not 0 <= masks <= MAX_TOKENS:
         raise WireError(f"a request cannot have want {want}, {sequences} sequences, {masks} mask rows")
     draws = _draw_numbers(frame, sequences)
     head_bytes = _work_header_bytes(sequences, masks, cache, 4 * draws)
@@ -469,13 +454,16 @@ def _decode_body(frame: Frame) -> tuple[PlainShape, tuple[DecoderSession, ...], 
 def _decode_head(
     head: bytes, dtype: SlotDtype, dims: tuple[int, ...], draws: int
 ) -> tuple[PlainShape, tuple[DecoderSession, ...]]:
-    """Return shape and sessions of a request; most tokens of a text have the same head. draws: numbers of draws."""
+    """Return shape and sessions of a request; cached because most tokens of a text share a head.
+
+    draws: count of int32 numbers for draws.
+    """
     want, sequences, masks, cache, *numbers = np.frombuffer(head, NUMPY_DTYPE["i32"]).tolist()
-    named = numbers[sequences + masks :][: _session_numbers(sequences, cache)]
-    of_sessions = list(zip(named[::3], named[1::3], named[2::3], strict=True))
+    fields = numbers[sequences + masks :][: _session_numbers(sequences, cache)]
+    of_sessions = list(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
     if any(flags not in range(_FINAL + _TAKES_OVER + 1) for _, flags, _ in of_sessions):
-        raise WireError("a session's flags are those of its last run, 1, and of taking its source over, 2")
-    if any(numbers[sequences + masks + len(named) + draws :]):
+        raise WireError("a session's flags are a sum of 1 (last run) and 2 (takes its source over)")
+    if any(numbers[sequences + masks + len(fields) + draws :]):
         raise WireError("the request's lengths are not padded with zeros")
     kind, added = want_of(want)
     shape = PlainShape(tuple(numbers[:sequences]), kind, tuple(numbers[sequences : sequences + masks]), cache, added)
@@ -490,12 +478,12 @@ def _session_fields(session: DecoderSession) -> tuple[int, int, int]:
 
 
 def decode_continued(frame: Frame) -> Continued | None:
-    """Return with what run a work frame goes on, None if the run begins with its request."""
+    """Return the run that a work frame continues, None for a new run."""
     return Continued(frame.part << 32 | frame.node, frame.layer) if frame.layer else None
 
 
 def decode_followed(frame: Frame) -> Followed | None:
-    """Return what the ids of a work frame that are -1 are drawn from, None where none are."""
+    """Return the run and draws for ids of -1 in a work frame, None without them."""
     if not (run_id := _followed_run(frame)):
         return None
     body = _body_view(frame)
@@ -516,11 +504,11 @@ def _draw_numbers(frame: Frame, sequences: int) -> int:
 def _check_sessions(shape: PlainShape, sessions: Sequence[DecoderSession]) -> None:
     valid = all(0 <= s.number <= MAX_SESSION and 0 <= s.source <= MAX_SESSION for s in sessions)
     other = all(s.source != s.number and s.takes_over <= (s.source > 0) for s in sessions if s.number)
-    named = [session.number for session in sessions if session.number]
+    numbers = [session.number for session in sessions if session.number]
     none = all(session == DecoderSession() for session in sessions if not session.number)
     if not (valid and other and none) or len(sessions) != (len(shape.sizes) if shape.session_rows else 0):
         raise WireError(f"a run of {len(shape.sizes)} items with caches of {shape.session_rows} rows has {sessions}")
-    if len(set(named)) < len(named):
+    if len(set(numbers)) < len(numbers):
         raise WireError(f"items of one run share a session: {sessions}")
 
 
@@ -534,7 +522,7 @@ def _session_numbers(sequences: int, cache: int) -> int:
 
 
 def check_shape(shape: PlainShape) -> None:
-    """Raise `WireError` unless a request may have this shape; its numbers are whole numbers."""
+    """Raise `WireError` for an invalid request shape; its numbers are integers."""
     sequences, tokens = len(shape.sizes), shape.size
     if shape.want not in WANTS or not 0 < sequences <= MAX_SEQUENCES or min(shape.sizes) < 1 or tokens > MAX_TOKENS:
         raise WireError(
@@ -553,7 +541,7 @@ def check_shape(shape: PlainShape) -> None:
 def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -> None:
     check_shape(shape)
     sequences, tokens = len(shape.sizes), shape.size
-    # What a run of a session brings beside its ids, the model's own layout says.
+    # A session's inputs may contain more numbers than ids; the model defines their layout.
     row = dtype == "i32" and len(dims) == 1
     ids = row and (dims[0] > tokens if shape.session_rows else dims[0] == tokens)
     pixels = dtype == "u8" and len(dims) == 4 and dims[0] == sequences
@@ -562,84 +550,73 @@ def _check_request(shape: PlainShape, dtype: SlotDtype, dims: tuple[int, ...]) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tensors as they come from peers: what all frames of one exchange have in common is read and checked once.
+# Tensors from peers: the common fields of an exchange's frames are decoded and checked once.
 #
-# The same exchanges come with every request of a shape. Of a frame whose sender, topic, size and header (but for its
-# admission number) are those of one that was checked before, only the number is new: nothing else is read of it, and
-# no
-# `Frame` is made, which on a slow host took as long as the kernel did to receive it.
+# All requests of a shape have the same exchanges. If sender, topic, size and header prefix of a frame match a checked
+# frame, only its run id is new, and no `Frame` is built. On a slow host, building it took as long as receiving.
 
 
-MAX_EXCHANGES: Final = 2048  # exchanges, 1 KB each: those of a large model
+MAX_EXCHANGES: Final = 2048  # cached exchanges, 1 KB each, enough for a large model
 
 
-class KnownExchange(NamedTuple):
-    """What the frames of an exchange have in common. plan_key: model and epoch. nbytes: of a whole frame.
-
-    head: what stands before the array on the connection, with zeros for tag and number of the run.
-    """
+class CheckedExchange(NamedTuple):
+    """The common fields of an exchange's frames."""
 
     header_prefix: bytes
-    plan_key: tuple[str, PlanVersion]
+    plan_key: tuple[str, PlanVersion]  #: model and plan version
     key: ExchangeKey
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    nbytes: int
-    head: bytes
+    nbytes: int  #: of a whole frame
+    head: bytes  #: all bytes of a packet before the array, with tag and run id 0
 
 
 class TensorArrival(NamedTuple):
-    """A tensor that has come over mesh, as good as checked; payload: its whole frame."""
+    """A tensor from a peer with a checked header."""
 
-    exchange: KnownExchange
+    exchange: CheckedExchange
     run_id: int
-    payload: memoryview
+    payload: memoryview  #: the whole frame
 
     def array(self) -> NDArray[Any]:
-        """Return its read-only array: a view, no copy."""
-        # An ndarray made of the payload itself would refer to the memory behind it, and not to the view by which
-        # `Buffers` knows that it is in use.
+        """Return the tensor as a read-only view."""
+        # np.frombuffer keeps a reference to this memoryview, so `Buffers` sees that its buffer is in use.
         array = np.frombuffer(self.payload, self.exchange.dtype, -1, HEADER_BYTES).reshape(self.exchange.shape)
         array.flags.writeable = False
         return array
 
     def has_tag(self, key: FrameKey) -> bool:
-        """Return whether it is of somebody who knows the key."""
-        if not key.key:
-            return True
-        end, body = bytes(self.payload[HEADER_PREFIX_BYTES:HEADER_BYTES]), self.payload[HEADER_BYTES:]
-        return same_tag(frame_tag(key, self.exchange.header_prefix, end[TAG_BYTES:], body), end[:TAG_BYTES])
+        """Return whether the frame has the key's tag."""
+        header, body = self.payload[:HEADER_BYTES], self.payload[HEADER_BYTES:]
+        return not key.key or _has_tag(key, bytes(header), body)
 
     def frame(self) -> Frame:
-        """Return all that its frame says."""
+        """Return the decoded frame."""
         return decode(self.payload)
 
 
 class ExchangeCache:
-    """The exchanges whose frames were checked, by sender, topic and header."""
+    """Checked exchanges by sender, topic and header prefix."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, bytes], KnownExchange] = {}
+        self._exchanges: dict[tuple[str, str, bytes], CheckedExchange] = {}
 
     def arrival(self, peer: str, topic: str, payload: memoryview) -> TensorArrival | None:
-        """Return a payload as an arrival of a known exchange; None for what has to be read and checked as a whole."""
-        exchange = self._known.get((peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])))
+        """Return the tensor of a payload with a checked header; None if the caller must decode the payload."""
+        exchange = self._exchanges.get((peer, topic, bytes(payload[:HEADER_PREFIX_BYTES])))
         if exchange is None or exchange.nbytes != payload.nbytes:
             return None
         run_id = int.from_bytes(payload[_RUN_ID_AT:HEADER_BYTES], "little")
         return TensorArrival(exchange, run_id, payload) if run_id <= U63 else None
 
     def learn(self, peer: str, topic: str, payload: memoryview, frame: Frame, packet_head: bytes = b"") -> None:
-        """Remember the exchange of a tensor's frame that was read from `payload` and may come from there.
-
-        packet_head: what its packets begin with.
-        """
+        """Cache the exchange of a decoded and permitted tensor frame; packet_head: its PUBLISH header."""
         if payload.nbytes == HEADER_BYTES:
-            return  # an empty array has no place in a payload
-        if len(self._known) >= MAX_EXCHANGES:
-            self._known.clear()
+            return  # np.frombuffer refuses an empty array
+        if len(self._exchanges) >= MAX_EXCHANGES:
+            self._exchanges.clear()
         prefix = bytes(payload[:HEADER_PREFIX_BYTES])
-        self._known[peer, topic, prefix] = KnownExchange(
+        self._exchanges[peer, topic, prefix] = CheckedExchange(
             prefix,
             (frame.model, frame.plan_version),
             (frame.node, frame.part, frame.source),

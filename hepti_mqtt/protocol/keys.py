@@ -1,9 +1,9 @@
-"""Keys that planner and devices agree on, and the tags that they check.
+"""Key agreement between planner and devices, and the tags of frames and messages.
 
-On a broker without an access list everybody reads what is published. So a key is never sent: the planner's status and a
-device's caps each have a public value, from which both compute one secret (Diffie-Hellman in the group ffdhe2048 of
-RFC 7919, exponents of 256 bits). What that stops, and what not, stands in docs/reference/guarantees.md. Tags are keyed
-BLAKE2b: of what the standard library has, it took the shortest time for a header.
+Without an access list, everybody can read all messages of a broker, so keys are never sent. The planner's status and a
+device's caps contain public keys, from which both sides compute a secret (Diffie-Hellman in the group ffdhe2048 of
+RFC 7919, exponents of 256 bits). docs/reference/guarantees.md states the guarantees. Tags are keyed BLAKE2b, which was
+the fastest algorithm of the standard library for a header.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_BYTES: Final = 32
 TAG_BYTES: Final = 8
 NO_TAG: Final = bytes(TAG_BYTES)
 PUBLIC_DIGITS: Final = 512
-REPLAY_WINDOW: Final = 1024  # messages; QoS 1 may bring one again after others
+REPLAY_WINDOW: Final = 1024  # messages; QoS 1 may repeat a message after later ones
 
 _GENERATOR: Final = 2
 _PRIME: Final = int(
@@ -36,36 +36,36 @@ Checked = Literal["header", "whole"]
 
 
 def public_key(private: bytes) -> str:
-    """Return the public value of a private key of KEY_BYTES, in hex."""
+    """Return the public key of a private key of KEY_BYTES, in hex."""
     return f"{pow(_GENERATOR, int.from_bytes(private, 'big'), _PRIME):0{PUBLIC_DIGITS}x}"
 
 
 def is_public_key(value: object) -> bool:
-    """Return whether a value is a public key, and none that makes every secret the same."""
+    """Return whether a value is a public key; keys that fix the secret (0, 1, -1) are refused."""
     if type(value) is not str or len(value) != PUBLIC_DIGITS or not set(value) <= set("0123456789abcdef"):
         return False
     return 1 < int(value, 16) < _PRIME - 1
 
 
 def agree(private: bytes, theirs: str) -> bytes:
-    """Return the secret of two processes, from the private key of one and the public key of the other."""
+    """Return the common secret of a private key and the other process's public key."""
     secret = pow(int(theirs, 16), int.from_bytes(private, "big"), _PRIME)
     return blake2b(secret.to_bytes(PUBLIC_DIGITS // 2, "big"), digest_size=KEY_BYTES, person=b"hepti agree").digest()
 
 
 def _derive(key: bytes, *parts: bytes) -> bytes:
-    made = blake2b(key=key, digest_size=KEY_BYTES)
+    state = blake2b(key=key, digest_size=KEY_BYTES)
     for part in parts:
-        made.update(len(part).to_bytes(8, "little"))
-        made.update(part)
-    return made.digest()
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
 
 
 # -- frames ----------------------------------------------------------------------------------------------------------
 
 
 class FrameKey(NamedTuple):
-    """What the frames of a plan are tagged with. checked: the header, or the array too. An empty key tags nothing."""
+    """The key of a plan's tags, empty for no tags; checked: whether tags cover the header or the whole frame."""
 
     key: bytes = b""
     checked: Checked = "header"
@@ -75,31 +75,31 @@ UNKEYED: Final = FrameKey()
 
 
 def frame_tag(key: FrameKey, header_prefix: bytes, run_id: bytes, body: bytes | bytearray | memoryview) -> bytes:
-    """Return the tag of a frame; its header states the length of its array."""
+    """Return the tag of a frame; its header contains the length of its array."""
     if not key.key:
         return NO_TAG
-    made = blake2b(header_prefix, key=key.key, digest_size=TAG_BYTES)
-    made.update(run_id)
+    state = blake2b(header_prefix, key=key.key, digest_size=TAG_BYTES)
+    state.update(run_id)
     if key.checked == "whole":
-        made.update(body)
-    return made.digest()
+        state.update(body)
+    return state.digest()
 
 
 def header_tags(key: FrameKey, header_prefix: bytes) -> Callable[[bytes], bytes]:
-    """Return what returns the tag of a frame for a run's number, where tags are of headers alone."""
+    """Return a function from run id to frame tag, for tags that cover headers only."""
     assert key.checked == "header"
-    begun = blake2b(header_prefix, key=key.key, digest_size=TAG_BYTES)
+    prefix_state = blake2b(header_prefix, key=key.key, digest_size=TAG_BYTES)
 
     def tag(run_id: bytes) -> bytes:
-        made = begun.copy()
-        made.update(run_id)
-        return made.digest()
+        state = prefix_state.copy()
+        state.update(run_id)
+        return state.digest()
 
     return tag
 
 
 def same_tag(one: bytes, other: bytes) -> bool:
-    """Return whether two tags are the same, in a time that does not say where they differ."""
+    """Compare two tags in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -111,7 +111,7 @@ def frame_key(secret: bytes, model: str, plan_version: PlanVersion, checked: Che
 # -- messages --------------------------------------------------------------------------------------------------------
 #
 #     offset 0    4 bytes   magic b"HPK1"
-#     offset 4    8 bytes   the message's number on its way, rising, little-endian
+#     offset 4    8 bytes   the message's number, rising, little-endian
 #     offset 12   8 bytes   the tag of number and message
 #     offset 20             the message
 
@@ -122,7 +122,7 @@ SEAL_BYTES: Final = len(MAGIC) + 8 + TAG_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Number and tag of a message that has come, and the message as it was sent."""
+    """Number and tag of a received message, and its bytes."""
 
     number: int
     tag: bytes
@@ -130,7 +130,7 @@ class Seal:
 
 
 def split(payload: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | memoryview, Seal | None]:
-    """Return a message without its seal, and the seal if it has one."""
+    """Split a message from its seal, if it has one."""
     if payload[: len(MAGIC)] != MAGIC:
         return payload, None
     message, number = bytes(payload[SEAL_BYTES:]), int.from_bytes(payload[4:12], "little")
@@ -138,40 +138,41 @@ def split(payload: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | 
 
 
 class Channel:
-    """The messages between a planner and a device, by their common secret; at_planner: whether this is its end.
+    """Authenticates the messages between a planner and a device with their common secret.
 
-    numbers: of the messages that this end sends, rising, also where a channel takes the place of another one. verified:
-    whether the other end has shown that it knows the secret. One thread seals and one opens.
+    numbers: rising message numbers; a new channel must continue them. at_planner: whether the planner uses this end.
+    One thread seals and one thread calls `accepts`.
     """
 
     def __init__(self, secret: bytes, numbers: Iterator[int], *, at_planner: bool) -> None:
-        ways = (_derive(secret, b"to the device"), _derive(secret, b"to the planner"))
-        self._out, self._in = ways if at_planner else ways[::-1]
+        directions = (_derive(secret, b"to the device"), _derive(secret, b"to the planner"))
+        self._out, self._in = directions if at_planner else directions[::-1]
         self._wrap = _derive(secret, b"wrap")
         self._numbers, self._latest = numbers, 0
-        self._seen: set[int] = set()
+        self._accepted: set[int] = set()  # numbers within the replay window
+        #: whether the other end has proved that it has the secret
         self.verified = False
 
     def seal(self, message: bytes) -> bytes:
-        """Return a message with a seal."""
+        """Add a seal to a message."""
         number = next(self._numbers).to_bytes(8, "little")
         return b"".join((MAGIC, number, _message_tag(self._out, number, message), message))
 
     def accepts(self, seal: Seal | None) -> bool:
-        """Return whether a message is of the other end, and has not come before."""
-        if seal is None or seal.number <= self._latest - REPLAY_WINDOW or seal.number in self._seen:
+        """Return whether a message is authentic and not a replay."""
+        if seal is None or seal.number <= self._latest - REPLAY_WINDOW or seal.number in self._accepted:
             return False
         if not same_tag(_message_tag(self._in, seal.number.to_bytes(8, "little"), seal.payload), seal.tag):
             return False
         self.verified = True
         self._latest = max(self._latest, seal.number)
-        self._seen.add(seal.number)
-        if len(self._seen) > 2 * REPLAY_WINDOW:
-            self._seen = {number for number in self._seen if number > self._latest - REPLAY_WINDOW}
+        self._accepted.add(seal.number)
+        if len(self._accepted) > 2 * REPLAY_WINDOW:
+            self._accepted = {number for number in self._accepted if number > self._latest - REPLAY_WINDOW}
         return True
 
     def wrapped(self, key: bytes, model: str, plan_version: PlanVersion) -> bytes:
-        """Return a plan's key as it is sent, or back from that; a plan version has one key."""
+        """Encrypt or decrypt a plan's key; a plan version has one key."""
         if not key:
             return key
         mask = _derive(self._wrap, model.encode(), str(tuple(plan_version)).encode())

@@ -1,10 +1,10 @@
-"""A model's weights as content-addressed tiles that do not depend on any plan.
+"""A model's weights as content-addressed tiles, independent of plans.
 
-Each tensor is cut as the checkpoint stores it ([out, in] for matmul weights) into tiles of at most 256 x 256 elements,
-a vector into pieces of at most 65536. Blocks of a quantised tensor (`storage`) stay as the file has them, and where it
-is narrow, as an expert's matrices are, tiles are strips of one block's width: devices divide it there, and a square
-tile would lie across two or three shares. A tile's name is the SHA-256 of its contiguous little-endian bytes. Devices
-ask for tiles by name, check them, and keep them; every strategy's weights are views of the same tiles.
+A tensor in its stored layout ([out, in] for matmul weights) is cut into tiles of at most 256 x 256 elements, a vector
+into tiles of 65536. A quantised tensor (`storage`) is cut between blocks. Tiles of narrow quantised matrices, e.g. of
+experts, are one block wide: devices divide these matrices, and a square tile would belong to two or three shares.
+A tile's name is the SHA-256 of its contiguous little-endian bytes. Devices request tiles by name, verify and cache
+them; the weights of all strategies are views of the same tiles.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from hepti_mqtt.storage import BLOCK, STORAGES, StoredRows
 
 TILE: Final = 256
 VECTOR_TILE: Final = TILE * TILE
-NARROW: Final = 4 * TILE  # a quantised matrix with fewer rows or columns is cut into strips
-# Of weights in int8 a device takes a tile only if it stands, in the order of its weights, less than this many after the
-# oldest that it lacks: a block that is not complete is held in f32.
+NARROW: Final = 4 * TILE  # quantised matrices with fewer rows or columns are cut into strips
+# Window of int8 weight tiles after a device's first missing tile, because an incomplete block occupies f32 memory.
 TILES_AHEAD: Final = 16
 HASH_BYTES: Final = 32
 VERSION: Final = 2
@@ -37,30 +36,26 @@ MAX_NAME: Final = 128
 
 
 class TileLocation(NamedTuple):
-    """One tile and where it belongs: its bytes as stored, and its first element in canonical [in, out] coordinates."""
+    """One stored tile and its position in the tensor."""
 
     hash: bytes
     nbytes: int
     dtype: str
     stored_shape: tuple[int, int]
     transposed: bool
-    row0: int
+    row0: int  #: of its first element in the canonical [in, out] layout
     column0: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a manifest.
-
-    shape: canonical, (in, out) or (n,). transposed: stored as [out, in]. hashes: row-major over the grid of tiles of
-    the stored orientation.
-    """
+    """One tensor of a manifest."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  #: canonical, (in, out) or (n,)
     dtype: str
-    transposed: bool
-    hashes: tuple[bytes, ...]
+    transposed: bool  #: stored as [out, in]
+    hashes: tuple[bytes, ...]  #: row-major over the stored grid of tiles
 
     def tile_at(self, row: int, column: int) -> TileLocation:
         """Return the tile at (row, column) of the stored grid."""
@@ -74,14 +69,14 @@ class TensorEntry:
         return TileLocation(digest, nbytes, self.dtype, shape, self.transposed, row0, column0)
 
     def tile_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of every tile, int64 [tiles], in the order of `hashes`."""
+        """Return the bytes of all tiles, int64 [tiles], in the order of `hashes`."""
         (rows, columns), storage = _stored(self.shape, self.transposed), STORAGES[self.dtype]
         height, width = tile_shape((rows, columns), self.dtype, len(self.shape) == 1)
         widths = [storage.row_bytes(min(width, columns - left)) for left in range(0, columns, width)]
         return np.outer([min(height, rows - top) for top in range(0, rows, height)], widths).reshape(-1)
 
     def tiles(self) -> Iterator[TileLocation]:
-        """Yield every tile, in the order of `hashes`."""
+        """Yield all tiles in the order of `hashes`."""
         rows, columns = grid(self.shape, self.transposed, self.dtype)
         for row in range(rows):
             for column in range(columns):
@@ -90,35 +85,34 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of one model; `encode` and `decode` carry it over the wire."""
+    """All tensors of one model."""
 
     model: str
     entries: tuple[TensorEntry, ...]
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
-        """Return the entries by the name of their tensor."""
+        """Return the entries by tensor name."""
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
     def _encoded(self) -> bytes:
-        """Return `encode()`, made once."""
         tensors = [[e.name, list(e.shape), e.dtype, e.transposed, b"".join(e.hashes)] for e in self.entries]
         packed: bytes = msgpack.packb([VERSION, TILE, self.model, tensors])
         return packed
 
     def encode(self) -> bytes:
-        """Return msgpack bytes; the same manifest gives the same bytes."""
+        """Return msgpack bytes; equal manifests give equal bytes."""
         return self._encoded
 
     @cached_property
     def digest(self) -> bytes:
-        """Return the SHA-256 of `encode()`, the manifest's own name."""
+        """Return the SHA-256 of `encode()`, the manifest's name."""
         return hashlib.sha256(self._encoded).digest()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Return the manifest in `data`; raises WireError for anything that `encode` would not write."""
+        """Return the manifest in `data`. Raises WireError for output that `encode` cannot produce."""
         try:
             fields = msgpack.unpackb(data, use_list=True, strict_map_key=True)
         except (ValueError, msgpack.UnpackException, RecursionError) as error:
@@ -134,14 +128,11 @@ class Manifest:
             raise _wrong("its tensors are not a list")
         entries = tuple(_entry(fields) for fields in tensors)
         if len({entry.name for entry in entries}) != len(entries):
-            raise _wrong("a tensor stands in it twice")
+            raise _wrong("two tensors have the same name")
         return cls(model, entries)
 
     def tile_ranges(self, ref: WeightRef) -> tuple[range, range]:
-        """Return the rows and columns, in the grid of its tensor, of the tiles that hold elements of `ref`.
-
-        Raises WireError if the model has no such range.
-        """
+        """Return the grid rows and columns of the tiles in `ref`. Raises WireError for an invalid range."""
         entry = self.by_name.get(ref.tensor)
         if entry is None:
             raise _wrong(f"it has no tensor {ref.tensor!r}")
@@ -157,20 +148,20 @@ class Manifest:
         return range(rows[0] // height, -(-rows[1] // height)), range(columns[0] // width, -(-columns[1] // width))
 
     def tiles(self, ref: WeightRef) -> list[TileLocation]:
-        """Return the tiles that hold elements of `ref`; raises WireError if the model has no such range."""
+        """Return the tiles with elements of `ref`. Raises WireError for an invalid range."""
         rows, columns = self.tile_ranges(ref)
         return [self.by_name[ref.tensor].tile_at(row, column) for row in rows for column in columns]
 
 
 def grid(shape: tuple[int, ...], transposed: bool, dtype: str = "f32") -> tuple[int, int]:
-    """Return the rows and columns of the grid of tiles of a tensor in its stored orientation."""
+    """Return the rows and columns of a tensor's stored grid of tiles."""
     rows, columns = _stored(shape, transposed)
     height, width = tile_shape((rows, columns), dtype, len(shape) == 1)
     return -(-rows // height), -(-columns // width)
 
 
 def tile_shape(stored: tuple[int, int], dtype: str, is_vector: bool = False) -> tuple[int, int]:
-    """Return the rows and columns of a whole tile of a tensor, as stored."""
+    """Return the rows and columns of a whole tile in the stored layout."""
     rows, columns = stored
     if is_vector:
         return 1, VECTOR_TILE
@@ -184,48 +175,44 @@ def tile_shape(stored: tuple[int, int], dtype: str, is_vector: bool = False) -> 
 
 
 def tile_hash(data: bytes | memoryview) -> bytes:
-    """Return the name of a tile with these bytes."""
+    """Return the name of a tile."""
     return hashlib.sha256(data).digest()
 
 
 def tile_array(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[Any] | StoredRows:
-    """Return a view of a tile's bytes in canonical [in, out] orientation, [1, n] for a vector, or its rows in blocks.
+    """Return a view of a tile in canonical [in, out] layout, [1, n] for a vector, or its rows in blocks.
 
-    `place.row0` and `place.column0` are the coordinates of its first element. Raises WireError for a wrong size.
+    Raises WireError for a wrong size.
     """
-    storage, raw = STORAGES[place.dtype], _raw(place, data)
+    if len(data) != place.nbytes:
+        raise WireError(
+            f"weight tile {place.hash.hex()[:12]} has {len(data)} bytes instead of {place.nbytes}; ask for it again"
+        )
+    storage, raw = STORAGES[place.dtype], np.frombuffer(data, np.uint8).reshape(place.stored_shape[0], -1)
     if storage.block > 1 and place.transposed:
         return StoredRows(storage, raw)
     stored = storage.rows(raw)
     return stored.T if place.transposed else stored
 
 
-def _raw(place: TileLocation, data: bytes | memoryview) -> npt.NDArray[np.uint8]:
-    if len(data) != place.nbytes:
-        raise WireError(
-            f"weight tile {place.hash.hex()[:12]} has {len(data)} bytes instead of {place.nbytes}; ask for it again"
-        )
-    return np.frombuffer(data, np.uint8).reshape(place.stored_shape[0], -1)
-
-
 def _stored(shape: tuple[int, ...], transposed: bool) -> tuple[int, int]:
-    """Return rows and columns as stored."""
+    """Return the rows and columns of the stored layout."""
     if len(shape) == 1:
         return 1, shape[0]
     return (shape[1], shape[0]) if transposed else (shape[0], shape[1])
 
 
 def _entry(fields: Any) -> TensorEntry:
-    """Return the entry in `fields`, checked before anything of its claimed size is made."""
+    """Decode an entry; check its size before any allocation."""
     if not isinstance(fields, list) or len(fields) != 5:
-        raise _wrong("a tensor has not the five fields")
+        raise _wrong("a tensor does not have five fields")
     name, shape, dtype, transposed, hashes = fields
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise _wrong(f"a tensor's name is not a string of 1 to {MAX_NAME} characters")
     if not isinstance(shape, list) or len(shape) not in (1, 2) or not all(_is_dim(dim) for dim in shape):
         raise _wrong(f"tensor {name!r} has the shape {shape!r}")
     if not isinstance(dtype, str) or dtype not in STORAGES:
-        raise _wrong(f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(STORAGES)}")
+        raise _wrong(f"tensor {name!r} has the dtype {dtype!r}; supported: {', '.join(STORAGES)}")
     if not isinstance(transposed, bool) or (transposed and len(shape) == 1):
         raise _wrong(f"tensor {name!r} of shape {shape} cannot be stored transposed = {transposed!r}")
     if shape[0 if transposed else -1] % STORAGES[dtype].block:

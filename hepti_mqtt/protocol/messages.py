@@ -1,9 +1,9 @@
-"""What the planner, the agents and the clients tell each other beside frames; docs/reference/wire.md is normative.
+"""Messages between planner, agents and clients, except frames; docs/reference/wire.md is normative.
 
-Between planner and agents a message is one msgpack array [code, field, field, ...], codes as in `CODES`. Status and
-capabilities are JSON objects, which people read; a heartbeat is an array without a code. Unknown keys of a JSON object
-are ignored and fields with a default may be missing, so that versions can differ; arrays have exactly their fields.
-Each field is declared in its class alone; `plausible.FIELDS` says by its name what it may hold.
+A control message is a msgpack array [code, field, field, ...] with a code of `CODES`, a heartbeat an array without a
+code. Status and capabilities are JSON objects. For compatible versions, a decoder ignores unknown JSON keys and accepts
+missing fields with a default; arrays have exactly their fields. A field is declared only in its class;
+`plausible.FIELDS` defines its valid values by its name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
 from hepti_mqtt.spec import PlainShape
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
-MAX_SELF_BYTES: Final = 65_536  # of what a process says of itself, which others keep
+MAX_SELF_BYTES: Final = 65_536  # of a status, caps or heartbeat
 MAX_SHAPES: Final = 16
 MAX_SHAPE_NUMBERS: Final = 4096  # lengths and mask rows of one shape
 MAX_TOKEN: Final = 128
@@ -37,101 +37,78 @@ FINGERPRINT_DIGITS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a device is an MQTT endpoint for what it publishes itself: an IP address, never a name, and a port.
+    """The address of a device's MQTT endpoint for its own messages."""
 
-    fingerprint: SHA-256 of its certificate in hex, "" without TLS.
-    """
-
-    host: str
+    host: str  #: an IP address
     port: int
-    fingerprint: str = ""
+    fingerprint: str = ""  #: SHA-256 of its certificate in hex, "" without TLS
 
     @property
     def loopback(self) -> bool:
-        """Return whether only processes of its own machine reach it."""
+        """Return whether the host is a loopback address."""
         return ip_address(self.host).is_loopback
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device that another one has a mesh route to or from, under one plan version.
-
-    token_out: with which it connects to the other's endpoint; token_in: with which the other connects to it. Each is ""
-    where the broker carries that direction.
-    """
+    """A device's peer with a mesh route under one plan version."""
 
     device: str
     endpoint: Endpoint
-    token_out: str
-    token_in: str
+    token_out: str  #: for connections to the peer's endpoint, "" if the broker carries this direction
+    token_in: str  #: for connections of the peer to the device, "" if the broker carries this direction
 
 
 class LinkReport(NamedTuple):
-    """The measured link to a peer: round trip, and the rate where it was measured."""
+    """The measured link to a peer."""
 
     round_trip_s: float
     bytes_per_s: float | None
 
 
 class PeerStats(NamedTuple):
-    """The traffic between a device and one of its peers since the boot.
-
-    frames and bytes, in and out; queued_bytes: waiting now, because the peer reads slowly; dropped: messages for which
-    there was no room; reconnections: to its endpoint. joined: 1 if this device receives from the peer now; trouble: why
-    not, in words. timed_bytes: what came while this device waited for the rest of a tensor and did nothing else, and
-    timed_us, for how many microseconds: the rate of real exchanges.
-    """
+    """The traffic between a device and a peer since the boot."""
 
     frames_in: int
     bytes_in: int
     frames_out: int
     bytes_out: int
-    queued_bytes: int
-    dropped: int
-    reconnections: int
-    joined: int
-    timed_bytes: int = 0
-    timed_us: int = 0
-    trouble: str = ""
+    queued_bytes: int  #: now, because the peer reads slowly
+    dropped: int  #: messages to the peer, because the queue was full
+    reconnections: int  #: to the peer's endpoint
+    joined: int  #: 1 if the device is subscribed at the peer
+    timed_bytes: int = 0  #: received while the device only waited for the rest of a tensor
+    timed_us: int = 0  #: duration of these waits
+    trouble: str = ""  #: reason if not joined
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Retained state of a device or the planner; boot and term: of its start, see `ids.Start`.
-
-    doing, done, total: the activity of a starting device and its steps; empty in other states. version: of Hepti, ""
-    from those before 0.2.0. public_key: of a planner, see `keys`.
-    """
+    """The retained state of a device or the planner."""
 
     state: Literal["online", "offline", "starting"]
-    boot: int
-    doing: str = ""
-    done: int = 0
+    boot: int  #: of the process's `ids.Start`
+    doing: str = ""  #: activity of a starting device
+    done: int = 0  #: steps of this activity
     total: int = 0
-    version: str = ""
-    public_key: str = ""
-    term: int = 0
-    #: Why the device is offline, in its own words. Empty in a will: a process that was killed says nothing.
-    reason: str = ""
+    version: str = ""  #: of Hepti, "" before 0.2.0
+    public_key: str = ""  #: of a planner, see `keys`
+    term: int = 0  #: of the process's `ids.Start`
+    reason: str = ""  #: for "offline"; empty in a will, i.e. after a crash
 
     @property
     def start(self) -> Start:
-        """Return the start that published it."""
+        """Return the start of the publishing process."""
         return Start(self.term, self.boot)
 
 
-STOPPED: Final = "stopped"  # the reason of a device that was asked to stop
-QUESTION: Final = Status("offline", 0)  # published, not retained, by who asks for the status of a running process
+STOPPED: Final = "stopped"  # reason of a device after a normal stop
+QUESTION: Final = Status("offline", 0)  # published, not retained, to request a running process's status
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What a device can do, retained.
-
-    curves: measured time curves, opaque here. largest_packet_bytes: 0 if not yet measured. mqtt: protocol of its
-    connection, 4 (3.1.1) or 5. endpoint: where peers read from it directly, None where they cannot. public_key: see
-    `keys`.
-    """
+    """The retained capabilities of a device."""
 
     device: str
     boot: int
@@ -141,38 +118,32 @@ class Caps:
     rss_idle_bytes: int
     isa: str
     version: str
-    curves: Plain
-    largest_packet_bytes: int
-    mqtt: int
-    endpoint: Endpoint | None = None
-    public_key: str = ""
+    curves: Plain  #: measured time curves
+    largest_packet_bytes: int  #: 0 if not measured yet
+    mqtt: int  #: version of its connection, 4 (3.1.1) or 5
+    endpoint: Endpoint | None = None  #: None without a mesh
+    public_key: str = ""  #: see `keys`
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What changes on a device from second to second.
-
-    cpu_other: 0..1 of all cores, without the agent and a local broker. slowdown: observed over predicted op time, 1 is
-    as measured. counters: bytes, packets, drops, ... since the boot. peers: the measured links to peers; edges: the
-    traffic with them. peer_frame_s, peer_byte_s: the device's cost per frame from or to a peer, and per byte of it,
-    None until there were some. clock_s: its wall clock in unix time, which only people read; 0 if unknown.
-    """
+    """A device's periodic measurements."""
 
     boot: int
     seq: int
-    cpu_other: float
+    cpu_other: float  #: load of other processes without a local broker, 0..1 of all cores
     free_bytes: int
     temperature_c: float | None
     round_trip_s: float | None
     bandwidth_bytes_per_s: float | None
-    slowdown: float
+    slowdown: float  #: observed op time over predicted op time
     rss_bytes: int
-    counters: Mapping[str, int] = field(default_factory=dict)
-    peers: Mapping[str, LinkReport] = field(default_factory=dict)
-    edges: Mapping[str, PeerStats] = field(default_factory=dict)
-    peer_frame_s: float | None = None
-    peer_byte_s: float | None = None
-    clock_s: float = 0.0
+    counters: Mapping[str, int] = field(default_factory=dict)  #: bytes, packets, drops, ... since the boot
+    peers: Mapping[str, LinkReport] = field(default_factory=dict)  #: links by peer
+    edges: Mapping[str, PeerStats] = field(default_factory=dict)  #: traffic by peer
+    peer_frame_s: float | None = None  #: processor time per frame from or to peers, None without frames
+    peer_byte_s: float | None = None  #: processor time per byte of these frames
+    clock_s: float = 0.0  #: wall clock in Unix time, for users only; 0 if unknown
 
 
 # -- control messages ------------------------------------------------------------------------------------------------
@@ -180,30 +151,24 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Planner to agent: make a plan ready (weights, kernels, subscriptions), then answer `Ready`.
-
-    plan, spec: `to_dict` of Plan and ModelSpec. manifest: SHA-256 of the model's manifest. in_flight: concurrent
-    requests. shapes: of expected requests, the most urgent first; the Programs of the first `build_first` are built
-    before the device is ready, the others while it is idle. peers: devices with a mesh route to or from this one.
-    key: of the plan's frames, on the wire only as `Channel.wrapped`; empty for none. checked: what their tags cover.
-    """
+    """Planner to agent: prepare a plan (weights, kernels, subscriptions), then answer `Ready`."""
 
     transaction_id: int
-    plan: Plain
-    spec: Plain
-    manifest: bytes
-    in_flight: int
-    shapes: tuple[PlainShape, ...] = ()
-    build_first: int = 0
-    peers: tuple[Peer, ...] = ()
-    key: bytes = b""
-    checked: keys.Checked = "header"
-    share: float = 0.0  #: of the device and its link that the load may take from runs; 0: the share of background work
+    plan: Plain  #: `Plan.to_dict`
+    spec: Plain  #: `ModelSpec.to_dict`
+    manifest: bytes  #: SHA-256 of the model's manifest
+    in_flight: int  #: concurrent runs
+    shapes: tuple[PlainShape, ...] = ()  #: of expected requests, the most urgent first
+    build_first: int = 0  #: Programs to build before `Ready`; idle devices build the others
+    peers: tuple[Peer, ...] = ()  #: devices with a mesh route to or from this device
+    key: bytes = b""  #: of the plan's frames, encrypted by `Channel.wrapped`; empty without tags
+    checked: keys.Checked = "header"  #: part of a frame that its tag covers
+    share: float = 0.0  #: fraction of device and link that loading may take from runs; 0: as background work
 
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Planner to agent: requests under this plan version may come."""
+    """Planner to agent: accept requests under this plan version."""
 
     transaction_id: int
     model: str
@@ -212,7 +177,7 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Planner to agent: forget this plan version and drop its frames."""
+    """Planner to agent: release this plan version and drop its frames."""
 
     transaction_id: int
     model: str
@@ -221,7 +186,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Planner to agent: forget one request."""
+    """Planner to agent: cancel a run."""
 
     model: str
     plan_version: PlanVersion
@@ -230,7 +195,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTasks:
-    """Planner to agent: compute these tasks of a request's queue; none: all are computed, abandon the rest."""
+    """Planner to agent: compute these tasks of a run's queue; an empty tuple ends the run's tasks."""
 
     model: str
     plan_version: PlanVersion
@@ -240,22 +205,22 @@ class LeaseTasks:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Planner to agent: end a run before a block, and send what is here of it to those that go on under `plan`.
+    """Planner to agent: stop a run before a block and send its tensors to the devices that continue it.
 
-    To a device that has no part in that plan. heir: the run that goes on there.
+    The receiving device has no part in the new plan.
     """
 
     model: str
     plan_version: PlanVersion
     run_id: int
     block: int
-    heir: int
-    plan: Plain
+    heir: int  #: run that continues under the new plan
+    plan: Plain  #: the new plan
 
 
 @dataclass(frozen=True, slots=True)
 class EndSessions:
-    """Planner to agent: forget the keys and values of these sessions of a plan."""
+    """Planner to agent: release the KV caches of these sessions of a plan."""
 
     model: str
     plan_version: PlanVersion
@@ -271,21 +236,18 @@ class ReleaseAll:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Agent to planner: the plan is loaded and every subscription acknowledged.
-
-    digest: `Lowered.digest` of the longest request; the planner compares it with its own.
-    """
+    """Agent to planner: the plan is loaded and all subscriptions are acknowledged."""
 
     transaction_id: int
     model: str
     plan_version: PlanVersion
     resident_bytes: int
-    digest: bytes
+    digest: bytes  #: `Lowered.digest` of the longest request, for comparison with the planner's digest
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """Agent to planner: how many of the weights have arrived."""
+    """Agent to planner: progress of the weights' arrival."""
 
     transaction_id: int
     model: str
@@ -296,51 +258,48 @@ class PrepareProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareFailed:
-    """Agent to planner: the plan cannot be made ready; `code` is that of an error class, missing_bytes 0 if unknown.
-
-    peers: with code "mesh", those that the device cannot reach; the plan may have been ready before.
-    """
+    """Agent to planner: the plan cannot be prepared."""
 
     transaction_id: int
     model: str
     plan_version: PlanVersion
-    code: str
+    code: str  #: of an error class
     text: str
-    missing_bytes: int
-    peers: tuple[str, ...] = ()
+    missing_bytes: int  #: 0 if unknown
+    peers: tuple[str, ...] = ()  #: unreachable peers with code "mesh"; the plan may have been ready before
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTiles:
-    """Agent to planner: send these weight tiles, named by their SHA-256."""
+    """Agent to planner: send these weight tiles."""
 
     model: str
-    hashes: tuple[bytes, ...]
-    share: float = 0.0  #: of the device's link that they may take from runs; 0: the share of background work
+    hashes: tuple[bytes, ...]  #: SHA-256
+    share: float = 0.0  #: fraction of the device's link that tiles may take from runs; 0: as background work
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTiles:
-    """Agent to planner: the tiles of a model in its cache, and how fast it loads tiles with its whole processor."""
+    """Agent to planner: the cached tiles of a model, and the rates of loading tiles with the whole processor."""
 
     model: str
-    manifest: bytes  #: SHA-256 of the manifest that gives the tiles their order
-    tiles: bytes  #: a bit for each tile, the first in the highest bit of the first byte
-    read_bytes_per_s: float = 0.0  #: from the cache: read, verify, pack; 0: not measured
-    receive_bytes_per_s: float = 0.0  #: over the network: verify, store, pack; 0: not measured
+    manifest: bytes  #: SHA-256 of the manifest that defines the order of tiles
+    tiles: bytes  #: bitmap of tiles, most significant bit first
+    read_bytes_per_s: float = 0.0  #: from the cache (read, verify, pack); 0: not measured
+    receive_bytes_per_s: float = 0.0  #: over the network (verify, store, pack); 0: not measured
 
 
 class KeptSession(NamedTuple):
-    """A KV cache that a device has kept from an earlier plan version."""
+    """A KV cache of an earlier plan version on a device."""
 
-    origin: PlanVersion  #: that plan version
-    number: int  #: of its session, under both plan versions
+    origin: PlanVersion  #: the earlier plan version
+    number: int  #: of the session, under both plan versions
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSessions:
-    """Agent to planner: sessions of earlier plan versions that this device continues under a plan version."""
+    """Agent to planner: sessions of earlier plan versions that continue under this plan version."""
 
     model: str
     plan_version: PlanVersion
@@ -349,19 +308,19 @@ class KeptSessions:
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """Agent to planner: one request cannot be answered here. sessions: of it, that the device has lost."""
+    """Agent to planner: a run failed on this device."""
 
     model: str
     plan_version: PlanVersion
     run_id: int
     code: str
     text: str
-    sessions: tuple[int, ...] = ()
+    sessions: tuple[int, ...] = ()  #: sessions of the run that the device has lost
 
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """Agent to planner: a task of a request's queue is computed and sent."""
+    """Agent to planner: a task of a run's queue is computed and sent."""
 
     model: str
     plan_version: PlanVersion
@@ -371,7 +330,7 @@ class TaskDone:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Agent to planner: a run that takes long is in this block of the model's graph."""
+    """Agent to planner: the current block of a long run."""
 
     model: str
     plan_version: PlanVersion
@@ -384,7 +343,7 @@ Prepared = Ready | PrepareProgress | PrepareFailed
 Report = Prepared | RequestTiles | RunFailed | TaskDone | RunProgress | CachedTiles | KeptSessions
 Message = Command | Report
 
-# Codes stand on the wire: only append. 1..99 go down to an agent, 100.. up to the planner.
+# Codes are part of the wire format: only append. 1..99: planner to agent, 100..: agent to planner.
 CODES: Final[Mapping[int, type[Any]]] = {
     1: Prepare,
     2: Activate,
@@ -406,14 +365,14 @@ CODES: Final[Mapping[int, type[Any]]] = {
 }
 _CODE_OF: Final = {cls: code for code, cls in CODES.items()}
 
-Known = TypeVar("Known")
+Decoded = TypeVar("Decoded")
 
 
-# -- fields that are more than a number or a text ---------------------------------------------------------------------
+# -- structured fields -----------------------------------------------------------------------------------------------
 
 
 def endpoint(value: Any) -> Endpoint | None:
-    """Return an endpoint, from its plain form or as it is, or None; raises ValueError."""
+    """Return an endpoint from an endpoint, its plain form or None. Raises ValueError."""
     if value is None:
         return None
     entry = asdict(value) if isinstance(value, Endpoint) else value
@@ -425,7 +384,7 @@ def endpoint(value: Any) -> Endpoint | None:
 def _endpoint(host: Any, port: Any, fingerprint: Any) -> Endpoint:
     if type(host) is not str:
         raise ValueError("not a host")
-    ip_address(plausible.encodable(host))  # resolving a name may take a peer seconds
+    ip_address(plausible.encodable(host))  # a name is refused, because its look-up may take a peer seconds
     plausible.number("peer.port")(port)
     if type(fingerprint) is not str or (fingerprint and not _is_fingerprint(fingerprint)):
         raise ValueError("not the fingerprint of a certificate")
@@ -501,10 +460,10 @@ def _link_reports(value: Any) -> dict[str, LinkReport]:
 
 
 def _peer_stats(value: Any) -> dict[str, PeerStats]:
-    found = {}
-    for name, (*counts, trouble) in _by_peer(value, len(PeerStats._fields)).items():
-        found[name] = PeerStats._make((*map(plausible.COUNT, counts), plausible.text(trouble)[:MAX_TROUBLE]))
-    return found
+    return {
+        name: PeerStats._make((*map(plausible.COUNT, counts), plausible.text(trouble)[:MAX_TROUBLE]))
+        for name, (*counts, trouble) in _by_peer(value, len(PeerStats._fields)).items()
+    }
 
 
 def _by_peer(value: Any, length: int) -> dict[str, Any]:
@@ -528,12 +487,12 @@ _STRUCTURED: Final[Mapping[str, Check]] = {
     "KeptSessions.sessions": plausible.bounded("sessions", plausible.MAX_TASKS, _kept_session),
 }
 _ALL: Final[Mapping[str, Check]] = {**plausible.FIELDS, **_STRUCTURED}
-# A field without a rule fails here, at import.
+# A field without a rule raises KeyError at import.
 _RULES: Final[Mapping[type[Any], Mapping[str, Check]]] = {
     cls: {f.name: _ALL.get(f"{cls.__name__}.{f.name}") or _ALL[f.name] for f in fields(cls)}
     for cls in (*CODES.values(), Status, Caps, Heartbeat)
 }
-# What a JSON object may lack.
+# Optional fields of JSON objects.
 _DEFAULTS: Final[Mapping[type[Any], Mapping[str, Any]]] = {
     cls: {f.name: f.default for f in fields(cls) if f.default is not MISSING} for cls in (Status, Caps)
 }
@@ -543,78 +502,78 @@ _DEFAULTS: Final[Mapping[type[Any], Mapping[str, Any]]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the payload of a control message; raises `WireError` if its peer would not accept a field."""
+    """Return the payload of a control message. Raises `WireError` for a field that `decode` would refuse."""
     code = _CODE_OF.get(type(message))
     if code is None:
         raise WireError(f"{type(message).__name__} is not a control message")
-    if isinstance(message, PrepareFailed | RunFailed):  # an error's text must not keep it from being reported
+    if isinstance(message, PrepareFailed | RunFailed):  # report an error despite an invalid text
         message = replace(message, text=plausible.sendable(message.text))
     return _pack(message, [code])
 
 
 def decode(payload: Body) -> Message:
-    """Return the control message of a payload, whatever its seal; raises `WireError` on anything else."""
+    """Return the control message of a payload without checking its seal. Raises `WireError`."""
     return decode_sealed(payload)[0]
 
 
 def decode_sealed(payload: Body) -> tuple[Message, keys.Seal | None]:
-    """Return the control message of a payload, and its seal if it has one; raises `WireError` on anything else."""
-    said, seal = keys.split(payload)
-    values = _unpack(said)
+    """Return the control message of a payload and its seal, if it has one. Raises `WireError`."""
+    body, seal = keys.split(payload)
+    values = _unpack(body)
     if not values or type(values[0]) is not int or values[0] not in CODES:
-        raise WireError(f"a control message begins with a known code, not {values[:1]!r}; update the older program")
+        raise WireError(f"unsupported code {values[:1]!r} of a control message; update the older program")
     message: Message = _build(CODES[values[0]], values[1:])
     return message, seal
 
 
 def decode_report(payload: Body) -> Message | Frame:
-    """Return what an agent sent up: a frame if the payload begins with the frames' magic, else a control message."""
+    """Return an agent's frame, if the payload begins with the frames' magic, or control message."""
     return decode_sealed_report(payload)[0]
 
 
 def decode_sealed_report(payload: Body) -> tuple[Message | Frame, keys.Seal | None]:
-    """Return what an agent sent up as `decode_report`, and the seal of a message."""
+    """Return an agent's frame or control message as `decode_report`, and the seal of a message."""
     return (decode_frame(payload), None) if bytes(payload[: len(MAGIC)]) == MAGIC else decode_sealed(payload)
 
 
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
-    """Return the payload of a heartbeat; raises `WireError` if a field is out of range."""
+    """Return the payload of a heartbeat. Raises `WireError` for a field out of range."""
     return _pack(heartbeat, [])
 
 
 def decode_heartbeat(payload: Body) -> Heartbeat:
-    """Return the heartbeat of a payload; raises `WireError` on anything else."""
+    """Return the heartbeat of a payload. Raises `WireError`."""
     return _build(Heartbeat, _unpack(payload, MAX_SELF_BYTES))
 
 
 def encode_status(status: Status) -> bytes:
-    """Return the JSON of a status; raises `WireError` if a field is out of range."""
+    """Return the JSON of a status. Raises `WireError` for a field out of range."""
     return _to_json(status)
 
 
 def decode_status(payload: Body) -> Status:
-    """Return the status of a JSON payload; raises `WireError` on anything else."""
+    """Return the status of a JSON payload. Raises `WireError`."""
     return _from_json(Status, payload)
 
 
 def decode_use(payload: Body) -> bool:
-    """Return whether people let plans use a device; a cleared payload lets them. Raises `WireError` on anything else.
+    """Return whether plans may use a device; an empty payload means yes. Raises `WireError`.
 
-    Its values are those of a switch in Home Assistant.
+    The values are those of a Home Assistant switch.
     """
-    said = bytes(payload).strip().lower()
-    if said not in (b"on", b"off", b""):
-        raise WireError(f"{said[:20]!r} is neither on nor off")
-    return said != b"off"
+    value = bytes(payload).strip().lower()
+    if value not in (b"on", b"off", b""):
+        raise WireError(f"{value[:20]!r} is neither on nor off")
+    return value != b"off"
 
 
 def encode_caps(caps: Caps) -> bytes:
-    """Return the JSON of a device's capabilities; raises `WireError` if a field is out of range."""
+    """Return the JSON of a device's capabilities. Raises `WireError` for a field out of range."""
     return _to_json(caps)
 
 
 def decode_caps(payload: Body) -> Caps:
-    """Return the capabilities of a JSON payload; raises `WireError` on anything else."""
+    """Return the capabilities of a JSON payload. Raises `WireError`."""
     return _from_json(Caps, payload)
 
 
@@ -661,7 +620,7 @@ def _to_json(message: Any) -> bytes:
     return payload
 
 
-def _from_json(cls: type[Known], payload: Body) -> Known:
+def _from_json(cls: type[Decoded], payload: Body) -> Decoded:
     _check_size(cls.__name__, payload, MAX_SELF_BYTES)
     try:
         values = json.loads(bytes(payload))
@@ -686,7 +645,7 @@ def _verify(message: object) -> None:
         _checked(type(message), name, check, getattr(message, name))
 
 
-def _build(cls: type[Known], values: list[Any]) -> Known:
+def _build(cls: type[Decoded], values: list[Any]) -> Decoded:
     rules = _RULES[cls]
     if len(values) != len(rules):
         raise WireError(f"{cls.__name__} has {len(rules)} fields, not {len(values)}; update the older program")
@@ -700,9 +659,9 @@ def _checked(cls: type[Any], name: str, check: Check, value: Any) -> Any:
         raise WireError(f"{cls.__name__}.{name}: {error}") from error
 
 
-# -- what the planner tells users in maps: its record of a model's plans, and answers --------------------------------
+# -- JSON objects for users: the record of a model's plans, and answers ----------------------------------------------
 #
-# A planner of another version may lack keys that this one reads; keys beyond are ignored.
+# A planner of another version may omit keys that this version reads. Additional keys are ignored.
 
 
 RECORD: Final = (
@@ -726,20 +685,20 @@ ANSWER: Final = (
     "id", "model", "result", "plan", "tokens", "compute_ms", "wait_ms", "bytes_on_wire", "predicted_bytes",
     "predicted_ms",
 )  # fmt: skip
-TOKEN: Final = ("index", "token", "text")  # of each of them, before the answer
-LOGPROBS: Final = "logprobs"  # beside them, where they are wanted
-THINKING: Final = "thinking"  # beside them, of a model that thinks: what is no part of the answer
-TAKEN_BY: Final = "taken_by"  # before the answer, if requests are shared: the group that has the request
+TOKEN: Final = ("index", "token", "text")  # sent for each token before the answer
+LOGPROBS: Final = "logprobs"  # with a token, if requested
+THINKING: Final = "thinking"  # with a token of a reasoning model: the part of its text outside the answer
+TAKEN_BY: Final = "taken_by"  # before the answer: the group that accepted a shared request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 
 def is_compatible(version: str) -> bool:
-    """Return whether a program of this version speaks the same wire format: the first two numbers decide."""
+    """Return whether a version has the same wire format, i.e. the same first two numbers."""
     return version.split(".")[:2] == __version__.split(".")[:2]
 
 
 def version_mismatch(what: str) -> WireError:
-    """Return the error for a record or answer that this version cannot read."""
+    """Return the error for a record or answer of an incompatible version."""
     return WireError(f"{what}: the planner is of another version than this program; update one of them")
 
 
@@ -758,7 +717,7 @@ def missing_record_key(record: Mapping[str, Any]) -> str | None:
         (record["considered"], ASSESSMENT),
         (errors, ERROR),
     )
-    return next((missing for told, keys in parts for part in told if (missing := _missing(part, keys))), None)
+    return next((missing for entries, keys in parts for part in entries if (missing := _missing(part, keys))), None)
 
 
 def missing_answer_key(answer: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,8 @@
-"""Which values are believed: one table of fields with units and bounds, and the checks made from it.
+"""One table of message fields with units and bounds, and its checks.
 
-Decoding refuses a message with a field out of its bounds. `credible` is narrower: such a number is read but not planned
-with; of a heartbeat `instead` is taken, anything else is refused by name. The tables in docs/reference/wire.md come
-from here.
+Decoding refuses a message with a field out of bounds. Numbers beyond the narrower `credible` bounds are decoded but not
+used for planning: a heartbeat's number is replaced by `instead`, other fields are refused. docs/reference/wire.md
+contains the tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[Any], Any]
 U32: Final = 2**32 - 1
 U63: Final = 2**63 - 1
 MAX_REAL: Final = 1e15
-MAX_BITMAP_BYTES: Final = 131_072  # of a million tiles: 256 GB
+MAX_BITMAP_BYTES: Final = 131_072  # a million tiles, i.e. 256 GB
 MAX_TEXT: Final = 65_536
 MAX_HASHES: Final = 16_384
 MAX_COUNTERS: Final = 256
@@ -32,7 +32,7 @@ MAX_CURVES: Final = 64
 MAX_POINTS: Final = 64  # of a curve
 MAX_ENTRIES: Final = 65_536  # of a list in a spec
 MAX_REASON: Final = 4096
-MIN_PACKET_BYTES: Final = 4096  # no broker of a site takes less: a device's own caps would not get through
+MIN_PACKET_BYTES: Final = 4096  # below it a device's own caps would not pass the broker
 HASH_BYTES: Final = 32
 PROGRAMS_BYTES: Final = 8
 MAX_TERM: Final = U32
@@ -40,22 +40,22 @@ MAX_TERM: Final = U32
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number with its unit and bounds, both included; calling it checks a value and raises ValueError.
-
-    real: a float, else a whole number. optional: may be None. credible: narrower bounds; instead: what replaces a
-    number of a heartbeat beyond them.
-    """
+    """The rule of a number with its unit and inclusive bounds."""
 
     unit: str = ""
     low: float = 0
     high: float = U63
+    #: a float; otherwise an integer
     real: bool = False
+    #: whether None is valid
     optional: bool = False
+    #: narrower bounds for planning
     credible: tuple[float, float] | None = None
+    #: replaces a heartbeat's number beyond `credible`
     instead: float | None = None
 
     def __call__(self, value: Any) -> Any:
-        """Return the value as it is kept; raises ValueError."""
+        """Return the checked value, a float if `real`. Raises ValueError."""
         if value is None and self.optional:
             return None
         types = (int, float) if self.real else (int,)
@@ -64,7 +64,7 @@ class Number:
         return float(value) if self.real else value
 
     def check_credible(self, value: float) -> float:
-        """Return a number within the narrower bounds; raises ValueError for any other."""
+        """Return a number within `credible`. Raises ValueError for other numbers."""
         low, high = self.credible or (self.low, self.high)
         if not low <= value <= high:
             raise ValueError(f"not a number from {low:.16g} to {high:.16g}")
@@ -78,7 +78,7 @@ class Octets:
     length: int
 
     def __call__(self, value: Any) -> bytes:
-        """Return the bytes; raises ValueError."""
+        """Return the checked bytes. Raises ValueError."""
         if type(value) is not bytes or len(value) != self.length:
             raise ValueError(f"not {self.length} bytes")
         return value
@@ -90,7 +90,7 @@ def real(unit: str, low: float, high: float) -> Number:
 
 
 def measured(unit: str, low: float, high: float) -> Number:
-    """Return the rule of a float that may be None, and counts as None beyond credible bounds."""
+    """Return the rule of an optional float; None replaces it beyond credible bounds."""
     return Number(unit, -MAX_REAL, MAX_REAL, True, True, credible=(low, high))
 
 
@@ -102,19 +102,19 @@ def text(value: Any) -> str:
 
 
 def bitmap(value: Any) -> bytes:
-    """Return the bits of the tiles of a manifest."""
+    """Return a bitmap of bounded length."""
     if type(value) is not bytes or len(value) > MAX_BITMAP_BYTES:
         raise ValueError(f"not at most {MAX_BITMAP_BYTES} bytes")
     return value
 
 
 def sendable(value: str) -> str:
-    """Return a text that `text` accepts: truncated, and "?" for what cannot be encoded."""
+    """Make a text valid for `text`: truncate it, and replace invalid characters by "?"."""
     return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def encodable(value: str) -> str:
-    """Return a text that UTF-8 can encode: JSON can spell a lone surrogate, which it cannot."""
+    """Return a text without lone surrogates, which JSON allows and UTF-8 cannot encode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -123,7 +123,7 @@ def encodable(value: str) -> str:
 
 
 def bounded(what: str, limit: int, check: Check, least: int = 0) -> Check:
-    """Return the rule of a list of `least` to `limit` values, which are kept as a tuple."""
+    """Return the rule of a list of `least` to `limit` values; the result is a tuple."""
 
     def rule(value: Any) -> tuple[Any, ...]:
         if type(value) not in (list, tuple) or not least <= len(value) <= limit:
@@ -134,7 +134,7 @@ def bounded(what: str, limit: int, check: Check, least: int = 0) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """Return the rule of a value that is one of these."""
+    """Return the rule of an enumeration."""
 
     def rule(value: Any) -> Any:
         if type(value) is not type(values[0]) or value not in values:
@@ -145,12 +145,12 @@ def one_of(*values: Any) -> Check:
 
 
 def device_name(value: Any) -> str:
-    """Return a device's name; raises `BadNameError`."""
+    """Return a device's name. Raises `BadNameError`."""
     return check_name("device", value)
 
 
 def plain(value: Any) -> Plain:
-    """Return a map of plain data: None, bool, int, finite float, text, bytes, list, map of texts, not too deep."""
+    """Return a map of plain data: None, bool, int, finite float, text, bytes, lists, maps; at most MAX_DEPTH deep."""
     _check_plain(value, MAX_DEPTH)
     if type(value) is not dict:
         raise ValueError("not a map")
@@ -193,8 +193,7 @@ COUNT: Final = Number()
 BYTES: Final = Number("bytes")
 _RATE: Final = (1e4, 1e16)
 
-# By name; `CLASS.name` and `spec.name` where one name has several meanings. Fields that are lists or maps of what only
-# messages know (peers, shapes) have their rules there.
+# Rules by field name, or `CLASS.name` and `spec.name` if a name is ambiguous. `messages` adds structured fields.
 FIELDS: Final[Mapping[str, Check]] = {
     # Control messages.
     "transaction_id": COUNT,
@@ -274,9 +273,9 @@ FIELDS: Final[Mapping[str, Check]] = {
     "node": Number("", 0, U32),
     "part": Number("", 0, U32),
     "row_start": Number("rows", 0, U32),
-    # A plan and its spec, before an agent builds anything whose size follows from them.
+    # A plan and its spec, checked before an agent allocates memory for them.
     "plan.devices": Number("devices", 1, 64),
-    "plan.share": real("", 0, 1e18),  # the search may double a speed in FLOP/s where a device computes little
+    "plan.share": real("", 0, 1e18),  # at most a device's FLOP/s, doubled by the search for small parts
     "plan.range": Number("rows or columns", 0, 1 << 24),
     "spec.layers": Number("", 0, 1024),
     "spec.groups": Number("", 0, 1024),
@@ -287,29 +286,29 @@ FIELDS: Final[Mapping[str, Check]] = {
     "spec.size": Number("pixels", 0, 4096),
     "spec.registers": Number("rows", 0, 1024),
     "spec.side": Number("patches", 0, 256),
-    "spec.nodes.groups": Number("channels", 1, 1 << 24),  # of one convolution, which is one op whatever its groups
+    "spec.nodes.groups": Number("channels", 1, 1 << 24),  # of one convolution, which is one op for any number of groups
     "spec.*": Number("rows or columns", 0, 1 << 24),
 }
 
 
 def number(name: str) -> Number:
-    """Return the rule of a number of the table."""
+    """Return the rule of a number in FIELDS."""
     rule = FIELDS[name]
     assert isinstance(rule, Number)
     return rule
 
 
 def check(name: str, value: Any) -> Any:
-    """Return a field's value as it is kept; raises ValueError that names the field if it is not believed."""
+    """Return a field's checked and credible value. Raises ValueError with the field's name."""
     try:
-        kept = FIELDS[name](value)
-        return number(name).check_credible(kept) if isinstance(FIELDS[name], Number) and kept is not None else kept
+        checked, rule = FIELDS[name](value), FIELDS[name]
+        return rule.check_credible(checked) if isinstance(rule, Number) and checked is not None else checked
     except ValueError as error:
         raise ValueError(f"{name} is {error}") from error
 
 
 def check_spec(value: Any, name: str = "spec") -> None:
-    """Check each part of a spec as `to_dict` gives it; raises ValueError that names the part that is not believed."""
+    """Check each part of a spec in the form of `to_dict`. Raises ValueError with the name of an invalid part."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if isinstance(part, int) and not isinstance(part, bool):
@@ -332,7 +331,7 @@ def check_spec(value: Any, name: str = "spec") -> None:
 
 
 def limits_table() -> str:
-    """Return the table in Markdown, without numbers that have no bound of their own, for docs/reference/wire.md."""
+    """Return the bounded numbers as a Markdown table for docs/reference/wire.md."""
     rows = ["| field | unit | decoded | believed | instead |", "|---|---|---|---|---|"]
     for name, rule in FIELDS.items():
         if isinstance(rule, Number) and (rule.high != U63 or rule.credible):

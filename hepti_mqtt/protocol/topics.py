@@ -1,4 +1,4 @@
-"""Topics: the only place that knows how names and slashes make a topic, and what a PUBLISH packet weighs.
+"""Format of all topics, and the size of a PUBLISH packet.
 
     hepti/v1/<site>/dev/<id>/status|caps|hb|cmd|up|probe|use
     hepti/v1/<site>/planner/status[/<group>]
@@ -11,7 +11,7 @@
     hepti/v1/<site>/evt/<kind>
     hepti/v1/<site>/home/device|model|site/<name>
 
-The sender's name stands in the topic, so that a broker's access list can bind it.
+Topics contain the sender's name, so that a broker's access list can restrict it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Kind = Literal[
 ]
 
 TOPIC_ROOT: Final = "hepti/v1"
-DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"  # of Mosquitto: a count since its start
-SHARE: Final = "hepti"  # the name of the shared subscription of a site's groups
-ANSWERS: Final = "answers"  # the kind of event that tells what became of the last requests
+DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"  # Mosquitto's count since its start
+SHARE: Final = "hepti"  # shared subscription of a site's groups
+ANSWERS: Final = "answers"  # event with the outcomes of the last requests
 MAX_LAYER: Final = 32_767
 MAX_TOPIC_BYTES: Final = 512
-MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and the largest remaining length of MQTT
+MAX_PACKET_BYTES: Final = 268_435_460  # 5 bytes of fixed header and MQTT's largest remaining length
 
 
 _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
@@ -65,30 +65,25 @@ _DEVICE_TAILS: Final[Mapping[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedTopic:
-    """A topic taken apart: its kind and the names in it; names that the kind does not have are empty.
-
-    source and to: sender and receiver of an activation; to is also the receiver of weights, and the first device of the
-    plan that a request runs under. Either a device, `planner` (source only) or `all` (to only). group: the site of a
-    planner that takes a share of this one's requests.
-    """
+    """A topic's kind and names; names without meaning for the kind are empty."""
 
     kind: Kind
     device: str = ""
     model: str = ""
     layer: int = 0
+    #: sender of an activation: a device or `planner`
     source: str = ""
+    #: receiver of an activation (a device, `planner` or `all`) or of weights, or the first device of a request's plan
     to: str = ""
     client: str = ""
     request: str = ""
     event: str = ""
+    #: site of a planner that shares this site's requests
     group: str = ""
 
 
 class Topics:
-    """Builders, subscription filters and the parser for one site.
-
-    Every builder raises `BadNameError` for a name that cannot stand in a topic.
-    """
+    """Builders, subscription filters and the parser for one site. Builders raise `BadNameError` for invalid names."""
 
     __slots__ = ("_root", "site")
 
@@ -119,25 +114,25 @@ class Topics:
         return self._device(device, "up")
 
     def probe(self, device: str) -> str:
-        """Return the topic on which a device measures the way through the broker and back."""
+        """Return the topic on which a device measures the round trip through the broker."""
         return self._device(device, "probe")
 
     def use(self, device: str) -> str:
-        """Return the topic of the retained on | off by which people keep a device out of plans."""
+        """Return the topic of the retained on | off by which users exclude a device from plans."""
         return self._device(device, "use")
 
     def planner_status(self, group: str = "") -> str:
-        """Return the topic of the planner's retained online | offline (its will), or of a group's planner here."""
+        """Return the topic of the retained online | offline (a will) of the site's planner, or of a group's planner."""
         return f"{self._root}/{PLANNER}/status{_group(group)}"
 
     # -- topics of one model -----------------------------------------------------------------------------------------
 
     def plan(self, model: str, group: str = "") -> str:
-        """Return the topic of a model's retained plan, or of a group's plan here."""
+        """Return the topic of a model's retained plan, or of a group's plan."""
         return f"{self._root}/plan/{check_model(model)}{_group(group)}"
 
     def work(self, model: str, first: str) -> str:
-        """Return the topic on which the planner hands out requests to a plan's devices; first: the first of them."""
+        """Return the topic on which the planner sends requests to a plan's devices; first: their first device."""
         return f"{self._root}/work/{check_model(model)}/{check_name('device', first)}"
 
     def weights(self, device: str) -> str:
@@ -145,9 +140,9 @@ class Topics:
         return f"{self._root}/weights/{check_name('device', device)}"
 
     def activation(self, model: str, layer: int, source: str, to: str) -> str:
-        """Return the topic of what `source` sends to a device, to the planner or to `all` at a layer."""
+        """Return the topic of tensors from `source` to a device, to the planner or to `all` at a layer."""
         if not 0 <= layer <= MAX_LAYER:
-            raise BadNameError(f"layer {layer} cannot stand in a topic: use 0 to {MAX_LAYER}")
+            raise BadNameError(f"layer {layer} is outside 0 to {MAX_LAYER}")
         return f"{self._root}/x/{check_model(model)}/{layer}/{check_source(source)}/{_receiver(to, planner=True)}"
 
     def request(self, model: str, client: str) -> str:
@@ -159,11 +154,11 @@ class Topics:
         return f"{self._root}/infer/{check_name('model', model)}/text/{check_name('client', client)}"
 
     def text_response(self, model: str, client: str) -> str:
-        """Return the topic on which a client gets the answers to its bare texts."""
+        """Return the topic of the answers to a client's bare texts."""
         return self._response_root(model, client).removesuffix("/")
 
     def response(self, model: str, client: str, request: str) -> str:
-        """Return the topic on which a client gets the answer to one request."""
+        """Return the topic of the answer to one request of a client."""
         return f"{self._response_root(model, client)}{check_name('request', request)}"
 
     def event(self, kind: str) -> str:
@@ -171,7 +166,7 @@ class Topics:
         return f"{self._root}/evt/{check_name('event', kind)}"
 
     def home(self, kind: Literal["device", "model", "site"], name: str) -> str:
-        """Return the topic of a state in JSON that Home Assistant reads; nothing of ours reads it."""
+        """Return the topic of a state in JSON for Home Assistant."""
         return f"{self._root}/home/{kind}/{check_name('device', name)}"
 
     # -- subscription filters ----------------------------------------------------------------------------------------
@@ -189,11 +184,11 @@ class Topics:
         return self._every_device("hb")
 
     def all_reports(self) -> str:
-        """Return the filter for what every device tells the planner."""
+        """Return the filter for every device's reports to the planner."""
         return self._every_device("up")
 
     def all_uses(self) -> str:
-        """Return the filter for who is kept out of plans."""
+        """Return the filter for every device's on | off."""
         return self._every_device("use")
 
     def all_requests(self) -> str:
@@ -201,7 +196,7 @@ class Topics:
         return f"{self._root}/infer/+/req/+"
 
     def request_root(self) -> str:
-        """Return what every topic of a request begins with."""
+        """Return the prefix of all request topics."""
         return f"{self._root}/infer/"
 
     def all_texts(self) -> str:
@@ -209,7 +204,7 @@ class Topics:
         return f"{self._root}/infer/+/text/+"
 
     def shared_requests(self) -> tuple[str, str]:
-        """Return the filters for requests and bare texts of which each goes to one of those who subscribe."""
+        """Return the filters of a shared subscription to requests and bare texts: each goes to one subscriber."""
         return f"$share/{SHARE}/{self.all_requests()}", f"$share/{SHARE}/{self.all_texts()}"
 
     def everything(self) -> str:
@@ -217,9 +212,9 @@ class Topics:
         return f"{self._root}/#"
 
     def swept(self) -> tuple[str, ...]:
-        """Return filters of all topics of the site that may have retained messages, but those of answers.
+        """Return filters for all topics of the site that may have retained messages, except answers.
 
-        Who subscribes to answers makes the broker say that somebody hears them.
+        A subscription to answers would make the broker report a subscriber for each answer.
         """
         branches = ("dev", PLANNER, "plan", "work", "weights", "x", "evt", "home", "infer/+/req", "infer/+/text")
         return tuple(f"{self._root}/{branch}/#" for branch in branches)
@@ -229,11 +224,11 @@ class Topics:
         return f"{self._root}/plan/+"
 
     def every_group(self) -> tuple[str, str]:
-        """Return the filters for status and plans of the site's own planner and of every group's."""
+        """Return the filters for status and plans of the site's planner and of every group's planner."""
         return f"{self._root}/{PLANNER}/status/#", f"{self._root}/plan/+/#"
 
     def activations_from(self, model: str, source: str, me: str) -> tuple[str, str]:
-        """Return the two filters for what `source` sends to `me` and to all, at every layer of a model."""
+        """Return the filters for tensors from `source` to `me` and to `all`, at every layer of a model."""
         root = f"{self._root}/x/{check_model(model)}/+/{check_source(source)}"
         return f"{root}/{check_source(me)}", f"{root}/{ALL_DEVICES}"
 
@@ -241,10 +236,10 @@ class Topics:
         """Return the filter for every answer to a client, of one model or of all."""
         return self._response_root(model, client) + "+"
 
-    # -- the way back ------------------------------------------------------------------------------------------------
+    # -- checking received topics ------------------------------------------------------------------------------------
 
     def response_allowed(self, reply_to: str, model: str, client: str) -> bool:
-        """Return whether a request's `reply_to` lies below the client's own response topic and names one topic."""
+        """Return whether a request's `reply_to` is a topic below the client's own response topic."""
         root = self._response_root(model, client)
         if not reply_to.startswith(root) or not reply_to.isprintable():
             return False
@@ -252,7 +247,7 @@ class Topics:
         return all(levels) and not set("+#") & set(reply_to) and len(reply_to.encode()) <= MAX_TOPIC_BYTES
 
     def misaddressed(self, topic: str, request: str) -> tuple[str, BadNameError] | None:
-        """Return where to refuse a request whose model or client has no valid name, and why; None for other topics."""
+        """Return (response topic, error) for a request with an invalid model or client name; None for other topics."""
         levels = topic.removeprefix(self._root + "/").split("/")
         if len(topic.encode()) > MAX_TOPIC_BYTES or not topic.isprintable():
             return None
@@ -266,7 +261,7 @@ class Topics:
         return None
 
     def parse(self, topic: str) -> ParsedTopic:
-        """Return the kind and the names of a topic of this site; raises `WireError` for any other."""
+        """Return the kind and names of a topic of this site. Raises `WireError` for other topics."""
         return _parse(self._root, topic)
 
     def _device(self, device: str, tail: str) -> str:
@@ -281,7 +276,7 @@ class Topics:
 
 
 def check_source(name: str) -> str:
-    """Return `name` if it is a device's or the planner's; raises `BadNameError` otherwise."""
+    """Return the name of a device or the planner. Raises `BadNameError` for other names."""
     return name if name == PLANNER else check_name("device", name)
 
 
@@ -293,7 +288,7 @@ def _receiver(name: str, *, planner: bool = False) -> str:
     return name if name == ALL_DEVICES or (planner and name == PLANNER) else check_name("device", name)
 
 
-@lru_cache(maxsize=8192)  # the same few topics come with every request
+@lru_cache(maxsize=8192)
 def _parse(root: str, topic: str) -> ParsedTopic:
     if not topic.startswith(root + "/") or len(topic) > MAX_TOPIC_BYTES:
         raise WireError(f"{topic[:80]!r} is not a topic below {root}/; another program publishes there")
@@ -350,7 +345,7 @@ def _parse_levels(levels: list[str]) -> ParsedTopic | None:
 
 
 def _layer(text: str) -> int:
-    # One spelling per number, so that topic and layer stand for each other: no sign, no leading zero, ASCII digits.
+    # Only the canonical spelling is valid: no sign, no leading zero, ASCII digits.
     if text.isascii() and text.isdigit() and len(text) <= 5 and str(int(text)) == text and int(text) <= MAX_LAYER:
         return int(text)
     raise BadNameError(f"layer {text!r} is not a number from 0 to {MAX_LAYER}")
@@ -359,8 +354,7 @@ def _layer(text: str) -> int:
 def publish_bytes(topic: str, payload_bytes: int, qos: int) -> int:
     """Return the exact bytes of an MQTT 3.1.1 PUBLISH packet: fixed header, topic, packet id if `qos`, payload.
 
-    Counters and the simulator use it. An MQTT 5 packet without properties is one byte longer.
-    Raises ValueError if no MQTT packet can carry so much.
+    An MQTT 5 packet without properties is one byte longer. Raises ValueError above MQTT's limit.
     """
     remaining = 2 + len(topic.encode()) + (2 if qos else 0) + payload_bytes
     length_bytes = 1 + (remaining > 127) + (remaining > 16_383) + (remaining > 2_097_151)

@@ -1,7 +1,7 @@
-"""States as explicit tables, and the story of the last steps through them.
+"""State tables, and the story of the last transitions.
 
-A table says which event takes a thing from which state to which; there is no other way for a state to change. The idea
-of the table is that of h11 (`_state.py`), the story is dask.distributed's (`worker_state_machine.py`, `story`).
+States change only by the steps of a table. The table follows h11 (`_state.py`), the story follows dask.distributed
+(`worker_state_machine.py`, `story`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
 
-MAX_TRANSITIONS: Final = 64  # transitions that a story remembers
-NOWHERE: Final = "-"  # where a thing was before it began
+MAX_TRANSITIONS: Final = 64  # in a story
+NOWHERE: Final = "-"  # the state before the first one
 
 State = TypeVar("State", bound=str)
 Event = TypeVar("Event", bound=str)
 
 
 class IllegalStepError(AssertionError):
-    """A thing met an event that its state has no step for: a mistake in this program, never a peer's."""
+    """The state of a thing has no step for an event: a bug in this program, never in a peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One step of one thing: when, which, from where, by what event, to where, and in words why."""
+    """One step of one thing through a table, and the reason."""
 
     now: float
     subject: str
@@ -35,7 +35,7 @@ class Transition:
 
     @property
     def cause(self) -> str:
-        """Return the event, with the words where there are any."""
+        """Return the event and its reason, if it has one."""
         return f"{self.event}: {self.why}" if self.why else self.event
 
     def __str__(self) -> str:
@@ -43,19 +43,15 @@ class Transition:
 
 
 class TransitionLog:
-    """The last `KEPT` transitions of the things that one owner keeps, oldest first.
-
-    title: whose story it is. count: how many transitions there were in all, so that a reader sees whether there are new
-    ones.
-    """
+    """The last `MAX_TRANSITIONS` transitions of an owner's things, oldest first."""
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.count = 0
+        self.count = 0  #: number of all transitions, so that readers notice new ones
         self._transitions: deque[Transition] = deque(maxlen=MAX_TRANSITIONS)
 
     def append(self, transition: Transition) -> None:
-        """Remember a transition; the oldest one makes room for it."""
+        """Append a transition, and drop the oldest one if the story is full."""
         self.count += 1
         self._transitions.append(transition)
 
@@ -70,37 +66,34 @@ class TransitionLog:
 
 @dataclass(frozen=True, slots=True)
 class StateTable(Generic[State, Event]):
-    """Which event takes a thing from which state to which.
+    """The states of a thing, and the steps between them.
 
-    name: of such a thing, for messages. states: all of them. first: where a thing begins, by which event. steps: for
-    each state the state that follows, by event; things are over in a state without steps. safe: where a thing goes
-    that meets an event its state has no step for. Raises ValueError if a state is missing, cannot be reached, or
-    cannot be left for a state in which things are over.
+    Raises ValueError if a state is missing, cannot be reached, or cannot lead to an end.
     """
 
-    name: str
+    name: str  #: of the thing, for messages
     states: tuple[State, ...]
-    first: tuple[Event, State]
-    steps: Mapping[State, Mapping[Event, State]]
-    safe: Mapping[State, State]
+    first: tuple[Event, State]  #: first event and state
+    steps: Mapping[State, Mapping[Event, State]]  #: next state by state and event; a state without steps is an end
+    safe: Mapping[State, State]  #: next state after an event without a step
 
     def __post_init__(self) -> None:
-        known = set(self.states)
-        if set(self.steps) != known or set(self.safe) != known:
+        states = set(self.states)
+        if set(self.steps) != states or set(self.safe) != states:
             raise ValueError(f"{self.name}: steps and safe must name each of {', '.join(self.states)}, and no others")
         follows = {state: set(steps.values()) for state, steps in self.steps.items()}
-        strangers = {after for states in (*follows.values(), self.safe.values()) for after in states} - known
-        if strangers:
-            raise ValueError(f"{self.name}: steps lead to {sorted(strangers)}, which are no states")
+        unknown = {after for group in (*follows.values(), self.safe.values()) for after in group} - states
+        if unknown:
+            raise ValueError(f"{self.name}: steps lead to unknown states {sorted(unknown)}")
         reached = _closure({self.first[1]}, follows)
-        if reached != known:
-            raise ValueError(f"{self.name}: no step leads to {sorted(known - reached)}")
+        if reached != states:
+            raise ValueError(f"{self.name}: no step leads to {sorted(states - reached)}")
         stuck = [state for state in self.states if all(self.steps[after] for after in _closure({state}, follows))]
         if stuck:
-            raise ValueError(f"{self.name}: what is {' or '.join(stuck)} never ends")
+            raise ValueError(f"{self.name}: {' or '.join(stuck)} cannot reach an end")
 
     def after(self, state: State, event: Event) -> State | None:
-        """Return the state that follows, None where the table has no such step."""
+        """Return the next state, None if the table has no such step."""
         return self.steps[state].get(event)
 
 
@@ -113,13 +106,12 @@ def _closure(states: set[State], follows: Mapping[State, set[State]]) -> set[Sta
 
 
 class StateMachine(Generic[State, Event]):
-    """Takes things through the steps of a table and tells each step to a story.
+    """Takes things through the steps of a table, and records each step in a story.
 
-    counters: `illegal_step` counts events that a state has no step for. strict: such an event raises IllegalStepError
-    too; tests turn it on for all machines.
+    counters: `illegal_step` counts events without a step.
     """
 
-    strict: ClassVar[bool] = False
+    strict: ClassVar[bool] = False  #: an event without a step raises IllegalStepError; tests set it for all machines
 
     def __init__(self, table: StateTable[State, Event], story: TransitionLog, counters: Counter[str]) -> None:
         self.table, self.story, self._counters = table, story, counters
@@ -131,7 +123,7 @@ class StateMachine(Generic[State, Event]):
         return state
 
     def step(self, subject: str, state: State, event: Event, now: float, why: str = "") -> State:
-        """Return the state after an event; a thing whose state has no step for it goes to its safe state."""
+        """Return the state after an event: the safe state if the table has no step."""
         after = self.table.steps[state].get(event)
         if after is not None:
             self.story.append(Transition(now, subject, state, event, after, why))
@@ -148,7 +140,7 @@ class StateMachine(Generic[State, Event]):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The command that both halves have: publish.
+# Publish: the command of both coordinator and worker.
 
 
 Plane = Literal["control", "data"]  # separate MQTT connections to the broker
@@ -156,21 +148,20 @@ _NOTHING = memoryview(b"")
 
 
 class Publish(NamedTuple):
-    """Publish `payload`, and `body` behind it, on a connection to the broker or to the peers that read from us (mesh).
-
-    body: of a tensor alone: a view of its array, so that no copy joins it with its header, and valid until the next op.
-    """
+    """Publish `payload` and `body` on a connection to the broker, or to subscribed peers (mesh)."""
 
     topic: str
     payload: bytes
     qos: int
     plane: Plane | Literal["mesh"] = "control"
     retain: bool = False
-    body: memoryview = _NOTHING
+    body: memoryview = (
+        _NOTHING  #: view of a tensor's array, sent after `payload` without a copy; valid until the next op
+    )
 
     @property
     def joined_payload(self) -> bytes:
-        """Return payload and body as one."""
+        """Return payload and body in one bytes object."""
         return b"".join((self.payload, self.body))
 
     @property

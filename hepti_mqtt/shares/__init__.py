@@ -1,4 +1,4 @@
-"""Shares: what part of a model each device gets, and everything that solves for it; methods choose among it."""
+"""Shares: each device's part of a model, and the solvers for them; methods choose a solver."""
 
 from __future__ import annotations
 

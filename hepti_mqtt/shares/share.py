@@ -1,4 +1,4 @@
-"""Shares: what part of a model each device has, in what it is counted, and what solvers know of a device."""
+"""Kinds of shares and their units, device resources for solvers, and simple solvers."""
 
 from __future__ import annotations
 
@@ -24,34 +24,32 @@ Speeds = Sequence[float]  # one per device
 
 @dataclass(frozen=True)
 class Share:
-    """A kind of share: what part of one dimension of the tensors of a role each device has.
-
-    by_length: the dimension depends on the request, so plans keep weights, from which ranges follow by one function;
-    else they keep ranges, in whole units of that dimension. unit: of those that are no single indices, the least.
-    """
+    """A kind of share: each device's part of one dimension of the tensors of a role."""
 
     kind: str
     role: str
     dim: int
+    #: The dimension depends on the request, so plans keep numbers from which ranges follow; else they keep ranges.
     by_length: bool = False
+    #: Least unit of ranges, if the op itself has a unit above 1.
     unit: int = 1
     #: Layers with another extent than the first are divided in proportion.
     in_proportion: bool = False
 
     def unit_count(self, graph: Graph) -> int:
-        """Return how many indices there are to share."""
+        """Return the number of indices to share."""
         return graph.first_with_role(self.role).space[self.dim]
 
     def cap_devices(self, graph: Graph, weights: Speeds) -> tuple[float, ...]:
-        """Return the weights, the smallest ones as 0 where more devices have one than there are indices.
+        """Return the weights, with the smallest as 0 if more devices have one than there are indices.
 
-        graph: of the longest request. Else the devices that have a part of it would depend on its length.
+        graph: of the longest request. Otherwise the set of devices with a part would depend on a request's length.
         """
         kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: self.unit_count(graph)]
         return tuple(weight if i in kept else 0.0 for i, weight in enumerate(weights))
 
     def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
-        """Return one range of indices per device, in whole units; empty ones where a model has nothing of the role."""
+        """Return one range of indices per device, in whole units; empty ranges if no tensor has the role."""
         if self.role not in graph.roles:
             return ((0, 0),) * len(weights)
         total = self.unit_count(graph)
@@ -70,7 +68,7 @@ class Branches(Share):
     """Branches of a layer."""
 
     def unit_count(self, graph: Graph) -> int:
-        """Return how many branches there are."""
+        """Return the number of branches."""
         return max(op.branch for op in graph.ops) + 1
 
     def ranges(self, graph: Graph, weights: Speeds) -> tuple[Range, ...]:
@@ -79,37 +77,37 @@ class Branches(Share):
 
 
 class DeviceResources(NamedTuple):
-    """What a method that solves for shares knows of a device beside its speed.
+    """A device's resources besides its speed, for methods that solve for shares."""
 
-    bytes_per_s, latency_s: of its link, one way. memory_bytes: what it has for weights and maps. row_flops_per_s: with
-    one row, for which a device does little but read weights; None if it is as fast as with many. power: what it draws,
-    if that is known; deadline_s: by when the site wants an answer.
-    """
-
+    #: Of its link, one way.
     bytes_per_s: float = inf
     latency_s: float = 0.0
+    #: For weights and maps.
     memory_bytes: float = inf
+    #: With one row, where reading weights dominates; None: as fast as with many rows.
     row_flops_per_s: float | None = None
+    #: None if unknown.
     power: Power | None = None
+    #: Time limit of an answer at the site.
     deadline_s: float = inf
 
 
-# What a plan keeps: weights of shares that depend on the request, ranges of the others; one per device, by kind.
+# The divisions in a plan: shares that depend on the request, ranges of the others; one per device, by kind.
 Shares = tuple[dict[str, tuple[float, ...]], dict[str, tuple[Range, ...]]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Consecutive ranges for devices in their order, so that the slowest is as fast as can be: by dynamic programming.
+# Consecutive ranges for devices in order, with the least time of the slowest: by dynamic programming.
 
 
 Array = NDArray[np.float64]
 
 
 def partition_in_order(costs: Array) -> tuple[Range, ...]:
-    """Return a range of points for each device, for which the largest cost is least; exact, in whole points.
+    """Return a range of points for each device that minimises the largest cost; exact, in whole points.
 
-    costs [N, P, P]: of device i having start..stop, inf where it cannot. Of equal solutions that which gives the later
-    devices least.
+    costs [N, P, P]: of start..stop on device i, inf if impossible. Of equal solutions the one with least for later
+    devices.
     """
     devices, points, _ = costs.shape
     best = np.full(points, np.inf)
@@ -129,21 +127,21 @@ def partition_in_order(costs: Array) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=64)
 def _costs(op: Op, dim: int, unit: int, total: int) -> Array:
-    """Return what each range of a dimension costs, [P, P] by start and stop in units; inf where it ends before."""
+    """Return the cost of each range of a dimension, [P, P] by start and stop in units; inf if stop precedes start."""
     ends = [min(end, total) for end in range(0, total + unit, unit)]
     return np.array([[op.range_cost(dim, a, z) if a <= z else np.inf for z in ends] for a in ends])
 
 
 def _slowness(speeds: Speeds) -> Array:
-    """Return seconds by device, [N, 1, 1]; a device without speed is so slow that it gets nothing."""
+    """Return seconds by device, [N, 1, 1]; a device without speed is slow enough to get nothing."""
     return np.array([1 / max(speed, 1e-30) for speed in speeds])[:, None, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Units given one by one to the device that finishes first.
+# Greedy assignment: unit by unit to the device that finishes first.
 
 
-# How the original layers of a decoupled transformer are computed, and the last group's where that differs.
+# Placement of the original layers of a decoupled transformer, and of the last group's if it differs.
 PLACEMENTS: Final[tuple[Options, ...]] = (
     {"original": "everywhere"},
     {"original": "megatron"},
@@ -153,9 +151,9 @@ PLACEMENTS: Final[tuple[Options, ...]] = (
 
 
 def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
-    """Divide 0..total: each unit to the device that then ends first, the faster one of two that end together.
+    """Divide 0..total: each unit goes to the device that then ends first; of two equal ones to the faster.
 
-    Ranges stand in the devices' order. The last one to end does so as early as with any other division into units.
+    Ranges are in the devices' order. The last device to end ends as early as in any division into units.
     """
     counts = [0] * len(speeds)
     queue = [(1.0 / speed, -speed, i) for i, speed in enumerate(speeds) if speed > 0]
@@ -168,9 +166,9 @@ def assign_greedily(total: int, speeds: Speeds) -> tuple[Range, ...]:
 
 
 def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
-    """Return the branches of each device, of so many: one by one to who then ends first, if it has room for it.
+    """Return the branches of each device: each goes to the device that then ends first and has memory for it.
 
-    What it sends counts too.
+    Sending counts as time too.
     """
     ops = [op for op in graph.ops if op.branch == 0 and isinstance(op, Linear)]
     flops, held = sum(2.0 * prod(op.space) for op in ops), sum(4.0 * prod(op.space[1:]) for op in ops)
@@ -188,7 +186,7 @@ def assign_sub_blocks(graph: Graph, count: int, weights: Speeds, lanes: Sequence
 
 
 def balanced_groups(count: int, weights: Speeds) -> list[list[int]]:
-    """Return so many groups of devices: as even as can be, the fastest device dealt out first."""
+    """Return `count` groups of devices, as even as possible, assigning the fastest device first."""
     groups: list[list[int]] = [[] for _ in range(count)]
     for device in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         least = min(groups, key=lambda group: (sum(weights[i] for i in group), len(group)))

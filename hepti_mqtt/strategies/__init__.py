@@ -1,4 +1,4 @@
-"""The parallel methods by name: each is a table of layouts. The order is that in which people read them."""
+"""The parallel methods by name, in the order of presentation: each is a table of layouts."""
 
 from __future__ import annotations
 

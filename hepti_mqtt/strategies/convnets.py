@@ -1,7 +1,7 @@
 """Methods for convolutional nets, and `pipeline`, which divides every model: rows, tiles or stages.
 
-The request brings its picture to every device, so that nobody sends the first map. Rows of maps need a halo from the
-neighbours; what lies behind a cut runs on the root device alone.
+The request brings its picture to every device, so no device sends the first map. Rows of maps need a halo from the
+neighbours. After a cut the root device continues alone.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ CUTS: Final[tuple[Options, ...]] = tuple({CUT: name} for name in (NO_CUT, "1", "
 
 
 def cut_number(options: Options) -> int:
-    """Return the number of a cut, 0 for none."""
+    """Return the number of a cut, 0 for no cut."""
     name = options.get(CUT, NO_CUT)
     return 0 if name == NO_CUT else int(name)
 
 
 def divides_behind_cut(graph: Graph, options: Options) -> bool:
-    """Return whether a cut leaves something to divide before it that another one does not."""
+    """Return whether a cut divides the graph differently from all smaller cuts."""
     cut = cut_number(options)
     return not cut or (cut < len(map_heights(graph)) and after_cut(graph, cut) != after_cut(graph, 0))
 
 
 def map_table(division: Division, maps: Rule, dense: Rule, uniform: bool = True) -> Table:
-    """Return the table that places maps and dense layers by rules as far as the cut, and then on the root device."""
+    """Return the table that places maps and dense layers by rules up to the cut, and then on the root device."""
     cut = cut_number(division.plan.options)
     root, left = on_device(division.root), after_cut(division.graph, cut)
 
     def before(rule: Rule) -> Rule:
         return lambda op: (root if op.name in left else rule)(op)
 
-    # The picture is everywhere: its first map is made where it is needed.
-    # Of a mean by which maps are scaled everyone adds up own parts: what travels is a row.
+    # Every device has the picture and computes what it needs of the first map.
+    # Every device adds up its own parts of the means that scale maps, so that only rows travel.
     squeezed = means(division.graph, before(maps))
-    beside = {roles.DENSE: before(dense), roles.SQUEEZE: squeezed, roles.STEM: lambda _: None}
-    return Table({roles.MAP: before(maps)}, beside, uniform=uniform and not cut)
+    optional = {roles.DENSE: before(dense), roles.SQUEEZE: squeezed, roles.STEM: lambda _: None}
+    return Table({roles.MAP: before(maps)}, optional, uniform=uniform and not cut)
 
 
 def _along(dim: int, ranges: Callable[[int], tuple[Range, ...]]) -> Rule:
-    """Return the layout along a dimension, by each device's range of that many indices."""
+    """Return the layout along a dimension, by each device's range of its extent."""
     return lambda op: [Piece(i, region_with(op, {dim: span(*r)})) for i, r in enumerate(ranges(op.space[dim]))]
 
 
@@ -82,10 +82,10 @@ AHEAD: Final = "ahead"
 
 
 def map_rows_table(division: Division) -> Table:
-    """`map_rows`: own rows of every feature map, own columns of dense layers, one device alone behind a cut.
+    """`map_rows`: own rows of every feature map, own columns of dense layers, one device alone after a cut.
 
-    Maps of one size have one division into rows, by speed, which the planner balances on the simulator. Variants
-    `ahead` compute first what neighbours wait for.
+    Maps of equal height have one division into rows, by speed, which the planner balances on the simulator. Variants
+    `ahead` first compute the rows that neighbours wait for.
     """
     rows = _along(0, lambda n: division.plan.ranges[rows_kind(n)])
     whole = map_table(division, rows, _dense_columns(division))
@@ -128,8 +128,8 @@ MODNN: Final = Method(
 def coedge_table(division: Division) -> Table:
     """`coedge`: the same share of the rows of each map, by a linear programme, as in CoEdge (Zeng et al., 2021).
 
-    The programme weighs computation, links and memory. Dense layers run on the root device. Variant `energy` takes the
-    least energy under a deadline where devices' watts are known; without it a plan takes the least time.
+    The programme weighs computation, links and memory. Dense layers run on the root device. Variant `energy` minimises
+    energy under a deadline if the site states the devices' power; otherwise a plan minimises time.
     """
     shares = division.plan.shares["coedge_rows"]
     return map_table(division, _along(0, lambda n: apportion(n, shares)), on_device(division.root))
@@ -155,9 +155,9 @@ COEDGE: Final = Method(
 
 
 def edgeflow_table(division: Division) -> Table:
-    """`edgeflow`: each layer in ranges of its own, solved one layer after the other, as EdgeFlow (Hu and Li, 2022).
+    """`edgeflow`: each layer in ranges of its own, solved layer by layer, as in EdgeFlow (Hu and Li, 2022).
 
-    What a unit requires and who forwards it follows from the ranges.
+    The ranges determine what a unit needs and which device forwards it.
     """
     ranges = division.plan.ranges
 
@@ -181,13 +181,13 @@ EDGEFLOW: Final = Method(
 
 
 def fused_tiles_table(division: Division) -> Table:
-    """`fused_tiles`: tiles of the maps that are read behind the cut, each with all below it, halo included.
+    """`fused_tiles`: tiles of the maps that are read after the cut, each with all maps before it, halo included.
 
-    As in DeepThings (Zhao et al., 2018); behind the cut one device continues. Tiles have fixed owners, by speed, or
-    wait in a task queue from which free devices lease the next one (`leased`).
+    As in DeepThings (Zhao et al., 2018); after the cut one device continues. Tiles have fixed owners, by speed, or wait
+    in a task queue from which free devices lease the next one (`leased`).
     """
     weights = division.plan.shares["tiles"]
-    # Leased tiles wait for no other one: each has all that its means are of.
+    # Leased tiles wait for no other tile: each computes all inputs of its means.
     apart = "owners" in division.plan.options
     ends = boundary_maps(division.graph, cut_number(division.plan.options), apart)
 
@@ -204,14 +204,14 @@ FUSED_TILES: Final = Method(
     needs=(roles.MAP,),
     options=(*CUTS[:4], *({**cut, "owners": "leased"} for cut in CUTS[:4])),
     solve=lambda _graph, _options, weights, _lanes: ({"tiles": tuple(weights)}, {}),
-    # Where no device slows down during a request, owners by speed are as fast: leases have to be asked for.
+    # Owners by speed are as fast unless a device slows down during a request, so leases must be pinned.
     is_distinct=lambda graph, options: "owners" not in options and divides_behind_cut(graph, options),
     task_count=lambda options: TILES if "owners" in options else 0,
 )
 
 
 def pipeline_table(division: Division) -> Table:
-    """`pipeline`: consecutive parts of the model per device, micro-batches in a row (PipeEdge, Hu et al., 2022).
+    """`pipeline`: consecutive parts of the model per device, with micro-batches (PipeEdge, Hu et al., 2022).
 
     Every tensor of a stage is on its device, with a piece and a turn per micro-batch.
     """

@@ -1,4 +1,4 @@
-"""Methods for transformers, and `single` and `replicas`: a table each, and what of it a plan can choose."""
+"""Methods for transformers, and `single` and `replicas`: for each its table and its variants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hepti_mqtt.strategies.method import BRANCHES, COLUMNS, HEADS, MLP, MLP_IN_P
 
 
 def single_table(_: Division) -> Table:
-    """`single`, the yardstick: an empty table, so the root device computes everything."""
+    """`single`, the baseline: an empty table, so the root device computes everything."""
     return Table()
 
 
@@ -84,8 +84,8 @@ ROW: Final = Method(
 def column_table(division: Division) -> Table:
     """`column`: every device holds own columns of every matrix (docs/methods/column.md; reconstructed).
 
-    No partial sums: each output element is computed whole, in the same order as on one device. Norms and residuals are
-    computed by every device that needs them.
+    No partial sums: each output element is computed whole, in the same order as on one device. Every device computes
+    the norms and residuals that it needs.
     """
     own = split_along(division.device_sets(COLUMNS), 1)
     return Table(
@@ -123,7 +123,7 @@ BLOCK: Final = Method(
 def grid_table(division: Division) -> Table:
     """`grid`: devices in Nt x Ns; heads and MLP columns over Nt, token rows over Ns (ours, between `row` and `block`).
 
-    Device s Nt + t holds heads and columns t and computes rows s, of which it has its own part between the blocks.
+    Device s Nt + t holds heads and columns t and computes rows s; between the blocks it has its own part of them.
     """
     n, nt = division.devices, int(division.option("nt", "1"))
     own = division.device_sets(ROWS)
@@ -219,13 +219,13 @@ TWO_D: Final = Method(
 def galaxy_table(division: Division) -> Table:
     """`galaxy`: `block` with uneven shares by capacity and overlapped exchanges (Ye et al., 2024).
 
-    A matmul beside an exchange is cut into rows: one part travels while the next is computed, direct or, as in the
+    A matmul next to an exchange is cut into rows: one part travels while the next is computed, direct or, as in the
     paper, in a ring.
     """
     rows, heads, mlp = division.device_sets(ROWS), division.device_sets(HEADS), division.device_sets(MLP)
     n, qkv = division.devices, [qkv_columns(division.graph, own) for own in heads]
     ring = division.option("exchange", "direct") == "ring"
-    # Which device's rows each computes one after the other: in a ring as they arrive, its own first.
+    # The order of rows in which each device computes: in a ring as they arrive, its own first.
     order = [(i, (i - t) % n if ring else t) for i in range(n) for t in range(n)]
 
     def by_rows(parts: list[IndexSet], dim: int) -> Rule:
@@ -254,8 +254,8 @@ GALAXY: Final = Method(
 def voltage_table(division: Division) -> Table:
     """`voltage`: shares of the token rows, gathered once a layer (Voltage, Hu and Li, 2024).
 
-    Shares are equal, or follow the speed of the devices (`shares: uneven`). Everyone computes keys and values of all
-    rows, or attends to the rows themselves, whichever takes less for a request (`order: kept` or `reordered` pins it).
+    Shares are equal, or follow the devices' speeds (`shares: uneven`). Every device computes all keys and values, or
+    attends to the rows themselves, whichever is faster for a request (`order: kept` or `reordered` pins it).
     """
     return Table({roles.AFTER_MLP: split_along(division.device_sets(ROWS), 0)})
 
@@ -290,9 +290,9 @@ VOLTAGE: Final = Method(
 def decoupled_table(division: Division) -> Table:
     """`decoupled`: DeTransformer's placement (DATE 2024) of a decoupled transformer: sub-blocks on own devices.
 
-    The end of every sub-block has a place, by time, bytes sent and memory; what leads to it follows. Original layers
-    are computed by every device that continues (plan i), or divided as `megatron` does (plan ii); behind the last
-    group by the root alone, or divided.
+    The end of every sub-block has a place, by time, bytes sent and memory; the ops before it follow. Every device that
+    continues computes the original layers (plan i), or they are divided as in `megatron` (plan ii); after the last
+    group the root computes them alone, or they are divided.
     """
     owners = division.owners(BRANCHES)
     inner, end = division.option("original"), division.graph.layer_count() - 1
@@ -325,11 +325,11 @@ DECOUPLED: Final = Method(
 def decoder_table(division: Division) -> Table:
     """`decoder`: each device keeps keys and values of its own heads, and has its own MLP columns.
 
-    In runs of few rows partial sums go to everyone, who adds them (a one-shot all-reduce: one round, which is what
-    counts where one token at a time is computed), and norms and residuals are computed by everyone. Runs of more rows
-    have another layout, where the planner finds that faster: sums are reduced on own rows as in `block`, or each device
-    computes own rows with all weights, as in `row`, and queries, keys and values go to where the cache of their heads
-    is, so that the cache is the same in all layouts.
+    In runs of few rows every device receives all partial sums and adds them (a one-shot all-reduce in one round, since
+    rounds dominate the time of a single token), and computes norms and residuals. Runs of more rows have another
+    layout if the planner finds it faster. `block` reduces sums on own rows. `row` computes own rows with all weights,
+    as the method `row` does, and sends queries, keys and values to the devices with the cache of their heads. So the
+    cache is the same in all layouts.
     """
     heads, rows = division.device_sets(HEADS), split_along(division.device_sets(ROWS), 0)
 
@@ -379,11 +379,11 @@ def replica_groups(options: Options, weights: Speeds) -> Sequence[Sequence[int]]
     return balanced_groups(count, weights)
 
 
-# Which plan a replica has inside is the planner's choice. Replicas exchange nothing, and a device knows only its own.
+# The planner chooses the plan inside a replica. Replicas exchange nothing, and a device knows only its own replica.
 REPLICAS: Final = Method(
     "replicas",
     "several complete plans side by side, each request on one of them",
-    single_table,  # a run is under a replica's own plan, which has its own table
+    single_table,  # a run uses a replica's own plan, which has its own table
     needs=(),
     variants=lambda n: [{}, *({"groups": str(count)} for count in range(2, n))],
     keeps_cache=True,

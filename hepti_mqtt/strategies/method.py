@@ -1,4 +1,4 @@
-"""What a parallel method is: a table of layouts, and the plans that it can make."""
+"""The type of a parallel method: its table of layouts, and the plans that it can make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hepti_mqtt.plan import Plan, Range, WeightDtype, apportion
 from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.shares import Branches, DeviceResources, Options, Share, Shares, Speeds
 
-# What methods share out.
+# Kinds of shares.
 ROWS: Final = Share("rows", roles.AFTER_MLP, 0, by_length=True)
 HEADS: Final = Share("heads", roles.ATTENTION, 1)
 MLP: Final = Share("mlp", roles.MLP_UP, 1)
@@ -22,31 +22,31 @@ MLP_IN_PROPORTION: Final = replace(MLP, in_proportion=True)
 COLUMNS: Final = Share("columns", roles.ATTENTION_OUT, 1)
 BRANCHES: Final = Branches("parts", roles.SLICE, 1)
 STAGES: Final = Share("stages", roles.AFTER_MLP, 0)
-# Of every plan of several devices, whatever its method. Kernels keep this many columns side by side: cut there,
-# a device's own words are a part of all that it has for embeddings.
+# Of every plan for several devices, whatever its method. The unit is the kernels' panel width: with cuts there, a
+# device's own tokens are a part of all its embeddings.
 WORDS: Final = Share("words", roles.WORDS, 1, unit=64)
-# Of plans that divide the table of words too: the same words. Such a plan says so, since it sends more for each token.
+# The same tokens, in plans that also divide the token embeddings; such plans send more per token.
 EMBEDDINGS: Final = Share("embeddings", roles.EMBEDDINGS, 2)
 
-WORTH_SPLITTING: Final = 0.7  # of the head's time: what the exchange takes beside links and bytes is not known here
+WORTH_SPLITTING: Final = 0.7  # of the root's time, because an exchange also costs time besides links and bytes
 
-MAX_NAMED_DEVICES: Final = 64  # devices up to which options that depend on their number are known by name
+MAX_NAMED_DEVICES: Final = 64  # largest number of devices for which options have names
 
 
 class Division(NamedTuple):
-    """A graph, and the plan under which it is divided: what a table is made from."""
+    """A graph, and the plan that divides it: the input of a table."""
 
     graph: Graph
     plan: Plan
 
     @property
     def devices(self) -> int:
-        """Return how many devices there are."""
+        """Return the number of devices."""
         return len(self.plan.devices)
 
     @property
     def root(self) -> int:
-        """Return the number of the head device."""
+        """Return the root device's number."""
         return self.plan.index(self.plan.root)
 
     def device_sets(self, share: Share) -> list[IndexSet]:
@@ -56,7 +56,7 @@ class Division(NamedTuple):
         return [span(*r) for r in self.plan.ranges[share.kind]]
 
     def split(self, share: Share, dim: int) -> Rule:
-        """Return the layout in which a dimension is shared out; in proportion where it has another extent."""
+        """Return the layout that divides a dimension by a share; in proportion if its extent differs."""
         parts, whole = self.device_sets(share), share.unit_count(self.graph)
 
         def rule(op: Op) -> list[Piece] | None:
@@ -70,17 +70,17 @@ class Division(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """Return the layout that the plan has for runs of as many rows; empty: the method's usual one."""
+        """Return the plan's layout for runs of the graph's number of rows; empty: the method's usual layout."""
         rows = ROWS.unit_count(self.graph)
         return max((most, name) for name, most in {"": -1, **self.plan.layouts}.items() if rows > most)[1]
 
     @property
     def divides_embeddings(self) -> bool:
-        """Return whether devices have the embeddings of their own words, so that none has them all."""
+        """Return whether each device has only its own tokens' embeddings."""
         return EMBEDDINGS.kind in self.plan.ranges
 
     def owners(self, share: Share) -> dict[int, int]:
-        """Return the device of each part, by its number."""
+        """Return the device of each part, by the part's number."""
         return {part: i for i, (first, stop) in enumerate(self.plan.ranges[share.kind]) for part in range(first, stop)}
 
     def equal_sets(self, share: Share, devices: int) -> list[IndexSet]:
@@ -93,10 +93,10 @@ class Division(NamedTuple):
 
 
 def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[DeviceResources]) -> tuple[Range, ...]:
-    """Return each device's words of the logits: by how fast it reads weights, or all of them on the head device.
+    """Return each device's tokens of the logits, by its speed in reading weights, or all on the root device.
 
-    A token takes the time of reading a matrix of all words, of which nothing but the logits or the likeliest
-    words has to be sent. lanes: of the devices; without any, links are taken to cost nothing.
+    A token takes the time of reading a matrix of all tokens, and only the logits or the likeliest tokens are sent.
+    lanes: of the devices; without lanes, links cost nothing.
     """
     resources = lanes or [DeviceResources()] * len(weights)
     speeds = [lane.row_flops_per_s or weight for lane, weight in zip(resources, weights, strict=True)]
@@ -106,7 +106,7 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
         alone_s = 2.0 * words * width / speeds[root]
         own = divided[root][1] - divided[root][0]
         rate, delay_s = min(lane.bytes_per_s for lane in lanes), max(lane.latency_s for lane in lanes)
-        meet = words - own  # numbers that the others send, where they do not choose the likeliest of their own
+        meet = words - own  # numbers that the others send, unless they send only their likeliest tokens
         if roles.CANDIDATES in graph.roles:
             meet = (len(weights) - 1) * graph.first_with_role(roles.CANDIDATES).space[1]
         sent_s = 2 * delay_s + DTYPE_BYTES["f32"] * meet / rate
@@ -117,71 +117,73 @@ def word_ranges(graph: Graph, root: int, weights: Speeds, lanes: Sequence[Device
 
 @dataclass(frozen=True)
 class Method:
-    """A parallel method: its table, and the plans that it can make.
-
-    shares: what a plan of it divides. needs: roles that a graph must have; needs_any: of which one will do. options:
-    variants to price against each other; variants: the same where they depend on the number of devices. solve: finds
-    the (weights, ranges) of which one weight per device does not say it all, from devices' speeds in FLOP/s and links.
-    is_distinct: whether a variant is one of its own for a graph; others are priced only where they are asked for.
-    max_devices: None means any number. equal_shares: every device gets the same, however fast. keeps_cache: its table
-    says where sessions keep keys and values. automatic: False keeps it out of the planner's own choice; it can be
-    pinned. for_throughput: it is offered where throughput is the objective. fixed_shares: its shares stay as they are
-    solved, instead of following what one request keeps busy. coarse: it divides few units, so that shares are tried
-    step by step too, where rounding hides what keeps a device busy. order_matters: a device exchanges with those
-    before and behind it, so that their order counts. chooses_devices: whether a variant chooses devices and shares by
-    itself, for the least energy, which takes the watts of all devices. groups: of a method whose plans are replicas
-    side by side, which devices make up each of them. task_count: into how many tasks a variant divides its work that
-    are leased while a request runs, 0 for none; its table is then made for a place per task and one more, the head's.
-    rewrite: of a request, what makes the family's graph the one that is computed: as many tensors, and the same
-    weights. is_free_of_weights: whether ranges of a kind may change and no device needs other weights. weight_dtypes:
-    how the weights of a variant may be kept. layouts: others of its table, for runs of more and
-    more rows; the planner finds from how many on each is faster.
-    """
+    """A parallel method: its table, and the plans that it can make."""
 
     name: str
     summary: str
     table: Callable[[Division], Table]
+    #: Divided dimensions of a plan.
     shares: tuple[Share, ...] = ()
+    #: Roles that a graph must have; of `needs_any` one is enough.
     needs: tuple[str, ...] = (roles.ATTENTION, roles.AFTER_MLP)
     needs_any: tuple[str, ...] = ()
+    #: Variants that the planner compares.
     options: tuple[Options, ...] = ({},)
+    #: The same, if they depend on the number of devices.
     variants: Callable[[int], Sequence[Options]] | None = None
+    #: Returns (shares, ranges) that one number per device cannot express, given speeds in FLOP/s and links.
     solve: Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares] | None = None
+    #: A variant differs from all others for a graph; variants that do not are priced only if pinned.
     is_distinct: Callable[[Graph, Options], bool] | None = None
+    #: None: any number.
     max_devices: int | None = None
+    #: Every device has the same share, whatever its speed.
     equal_shares: bool = False
+    #: The table places the keys and values of sessions.
     keeps_cache: bool = False
+    #: False: the planner never chooses it, but it can be pinned.
     automatic: bool = True
+    #: The solved shares stay, in place of shares refined by the load of one request.
     fixed_shares: bool = False
+    #: It divides few units, so the planner also varies shares step by step, because rounding hides a device's load.
     coarse: bool = False
+    #: A device exchanges with its neighbours in the order of the plan.
     order_matters: bool = False
+    #: A variant itself chooses devices and shares, for least energy; it needs the power of all devices.
     chooses_devices: Callable[[Options], bool] = lambda _: False
+    #: The planner considers it if the objective is throughput.
     for_throughput: bool = False
+    #: The devices of each replica, for a method with plans of replicas.
     groups: Callable[[Options, Speeds], Sequence[Sequence[int]]] | None = None
+    #: Number of leased tasks of a variant, 0 for none; its table then has a place per task and one for the root device.
     task_count: Callable[[Options], int] = lambda _: 0
+    #: Returns the rewrite of a family's graph: equally many tensors, and the same weights.
     rewrite: Callable[[Division], Rewrite] | None = None
+    #: Ranges of a kind may change without changing any device's weights.
     is_free_of_weights: Callable[[str], bool] = lambda _: False
+    #: Storages of weights that a variant supports.
     weight_dtypes: Callable[[Options], Sequence[WeightDtype]] = lambda _: get_args(WeightDtype)
+    #: Further layouts of the table, for runs of ever more rows; the planner measures from which number each is faster.
     layouts: tuple[str, ...] = ()
 
     def variants_for(self, devices: int, graph: Graph | None = None) -> Sequence[Options]:
-        """Return the variants to price against each other for a number of devices, and for a graph if it is given."""
-        found = self.options if self.variants is None else self.variants(devices)
+        """Return the variants to compare for a number of devices, and for a graph if given."""
+        variants = self.options if self.variants is None else self.variants(devices)
         if graph is None or self.is_distinct is None:
-            return found
-        return [options for options in found if self.is_distinct(graph, options)]
+            return variants
+        return [options for options in variants if self.is_distinct(graph, options)]
 
     def all_variants(self, most: int = MAX_NAMED_DEVICES) -> dict[str, Options]:
-        """Return every variant that there is for up to `most` devices, by its name: the values of its options."""
+        """Return every variant for up to `most` devices, by its name: the values of its options."""
         more = () if self.variants is None else (o for n in range(1, most + 1) for o in self.variants(n))
         return {"/".join(options.values()): options for options in (*self.options, *more)}
 
     def accepts(self, options: Options) -> bool:
-        """Return whether these are options of the method, for some number of devices."""
-        return any(dict(options) == dict(known) for known in self.all_variants().values())
+        """Return whether these are options of the method for some number of devices."""
+        return any(dict(options) == dict(variant) for variant in self.all_variants().values())
 
     def why_unsupported(self, graph: Graph) -> str | None:
-        """Return why a graph cannot be divided by this method, None if it can."""
+        """Return the reason why this method cannot divide a graph, None if it can."""
         missing = [role for role in self.needs if role not in graph.roles]
         words = dict.fromkeys(map(roles.describe, missing))
         if self.needs_any and not graph.roles & set(self.needs_any):
@@ -190,19 +192,19 @@ class Method:
             has = " and ".join(words)
             return f"{self.name} needs a model with {has}{roles.missing_role_hint(missing)}"
         if roles.CACHE in graph.roles and not self.keeps_cache:
-            return f"{self.name} does not say which device keeps the cache of a decoder"
+            return f"{self.name} does not place the KV cache of a decoder"
         for share in self.shares:
             sizes = {op.space[share.dim] for op in graph.ops if op.role == share.role}
             if len(sizes) > 1 and not share.in_proportion:
-                return f"{self.name} shares out {share.kind} alike in all layers, and this model has {sorted(sizes)}"
+                return f"{self.name} divides {share.kind} equally in all layers, but this model has {sorted(sizes)}"
         return None
 
     def make_shares(
         self, graph: Graph, options: Options, weights: Speeds, lanes: Sequence[DeviceResources] = ()
     ) -> Shares:
-        """Return (weights, ranges) of a plan in which what `solve` does not say follows one weight per device.
+        """Return (shares, ranges) of a plan; kinds that `solve` leaves out follow one weight per device.
 
-        lanes: of the devices; without any, links are taken to cost nothing.
+        lanes: of the devices; without lanes, links cost nothing.
         """
         used = [1.0] * len(weights) if self.equal_shares else list(weights)
         by_length = {s.kind: tuple(used) for s in self.shares if s.by_length}

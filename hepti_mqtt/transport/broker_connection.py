@@ -1,6 +1,6 @@
-"""A connection to a broker that restores itself: network thread, reconnection, subscriptions, unacknowledged messages.
+"""A broker connection with a network thread that reconnects, resubscribes and repeats unacknowledged messages.
 
-A message on which a broker hangs up is kept apart (`_HangUps`). One connection is a `Link`.
+`_HangUps` isolates a message that makes the broker close connections. One connection is a `Link`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from hepti_mqtt.transport.base import (
     Subscribed,
     VersionRefused,
     Will,
-    check_filters,
-    check_message,
 )
 from hepti_mqtt.transport.client_protocol import Acknowledged, Granted
 from hepti_mqtt.transport.codec import (
@@ -50,17 +48,19 @@ from hepti_mqtt.transport.codec import (
     Connect,
     Puback,
     Publish,
+    is_filter,
+    is_topic,
     reason,
 )
 from hepti_mqtt.transport.link import TURN_S, Link, Lost, Taken
 from hepti_mqtt.transport.sockets import Wake
 from hepti_mqtt.transport.url import BrokerUrl
 
-ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more instead of refusing
+ANSWER_S: Final = 1.0  # amqtt misreads some CONNECTs of MQTT 5 and waits for more bytes instead of refusing
 RECONNECT_TIMEOUT_S: Final = 5.0
-SUBACK_S: Final = 5.0  # amqtt forgets one now and then when several connections begin at once
-AWAY_S: Final = 0.3  # for a DISCONNECT that the broker must read, and for a thread that looks for a broker to end
-LATE_S: Final = 2.0  # beyond what `connect` is given, for a name look-up, which nothing interrupts
+SUBACK_S: Final = 5.0  # amqtt sometimes loses a SUBACK when several connections start together
+AWAY_S: Final = 0.3  # for the broker to read DISCONNECT, and for a reconnecting thread to end
+LATE_S: Final = 2.0  # beyond the timeout of `connect`, for a name look-up, which cannot be interrupted
 SESSION_EXPIRY_S: Final = 3600
 MAX_INFLIGHT: Final = 20
 HANG_UPS: Final = 3
@@ -70,7 +70,7 @@ Filters = tuple[tuple[str, int], ...]
 
 
 class Message(NamedTuple):
-    """A message to be published; packet_bytes: of its PUBLISH packet. taken: see `BrokerConnection.publish`."""
+    """A queued message of QoS 1; taken: see `BrokerConnection.publish`."""
 
     topic: str
     payload: bytes
@@ -81,7 +81,7 @@ class Message(NamedTuple):
 
 
 class _First(NamedTuple):
-    """The first attempt to connect: its outcome, and whether `connect` has given it up."""
+    """The first attempt to connect; is_over: set if `connect` gives it up."""
 
     outcome: queue.SimpleQueue[Exception | None]
     is_over: threading.Event
@@ -90,24 +90,20 @@ class _First(NamedTuple):
 class BrokerConnection:
     """A connection to one broker over MQTT 3.1.1 or 5, with its own network thread.
 
-    client_id: made such that no other user can know it (`BrokerUrl.client_id`). protocol: 4 (3.1.1), 5, or None to try
-    5 and fall back where the broker refuses the version. will: may be set until `connect`. clean: forget the session of
-    the last connection. on_message(topic, payload), on_state: called on the network thread; they must only hand over.
-    name: for the log.
-    on_delivery: takes messages instead of on_message, and the broker keeps each of QoS 1 until it is acknowledged; how
-    many may wait for that is the broker's limit (`max_inflight_messages` of Mosquitto).
-    max_queued_bytes: bound of what waits for the network or, at QoS 1, for its acknowledgement; one message larger than
-    that is taken when nothing else waits. receive_maximum: messages of QoS 1 that the broker may send before any is
-    acknowledged (MQTT 5; Mosquitto takes it in place of its own limit); None for the broker's limit.
+    client_id: extended to a secret id by `BrokerUrl.client_id`. name: for the log.
+    protocol: 4 (3.1.1), 5, or None to try 5 and fall back to 4. will: may be set until `connect`.
+    on_message(topic, payload), on_state(state): called on the network thread; they must not block.
+    on_delivery: takes messages instead of on_message; the broker keeps those of QoS 1 until `acknowledge`.
+    clean: start a new session. max_queued_bytes: of unsent and unacknowledged messages; one message may exceed it.
+    receive_maximum: limit of unacknowledged messages from the broker (MQTT 5); None for the broker's own limit.
 
-    A publish at QoS 0 without a connection or with a full queue is counted as lost. At QoS 1 it waits for the
-    connection, and a full queue raises NetworkError; it is sent again after a reconnection, so at least once, unless
-    the broker hangs up on it repeatedly: then it is reported as `Refused`.
+    A message of QoS 0 is lost without a connection or with a full queue. A message of QoS 1 waits for the connection
+    and is repeated after a reconnection; if the broker hangs up on it repeatedly, it is reported as `Refused`.
     """
 
-    #: payloads that come are views of memory that is used again, instead of copies
+    #: whether received payloads are views of reused memory instead of copies
     bulk = False
-    #: of MQTT, to try in this order
+    #: versions of MQTT in the order of attempts
     versions: tuple[int, ...] = (5, 4)
 
     def __init__(
@@ -129,23 +125,23 @@ class BrokerConnection:
         self.on_message, self._on_state, self.on_delivery = on_message, on_state, on_delivery
         self.clean, self.will, self.receive_maximum = clean, will, receive_maximum
         self._max_queued_bytes = max_queued_bytes
-        self._lock = threading.RLock()  # guards all that follows, and sending on a link
-        self._link: Link | None = None  # that is up
-        self._waiting: deque[Message] = deque()  # QoS 1, for a connection or for the broker's window
-        self._kept_bytes = 0  # of messages of QoS 1
-        self._window = self._full_window = MAX_INFLIGHT  # messages of QoS 1 that may wait for an acknowledgement now
+        self._lock = threading.RLock()  # guards the fields below and sending on a link
+        self._link: Link | None = None  # None while disconnected
+        self._waiting: deque[Message] = deque()  # QoS 1, not sent on this connection
+        self._kept_bytes = 0  # of all messages of QoS 1
+        self._window = self._full_window = MAX_INFLIGHT  # limits of unacknowledged messages: now, and without a suspect
         self._filters: dict[int, Filters] = {}
         self._token = 0
-        self._largest_bytes: int | None = None  # as the broker said on the last connection
+        self._largest_bytes: int | None = None  # announced on the last connection
         self._counts = Counts()
-        self._connection = 0  # number of the last one
-        self._stop_at = inf  # when the thread must have ended; finite once closed
+        self._connection = 0  # number of the last connection
+        self._stop_at = inf  # the thread's deadline; finite after `close`
         self._thread: threading.Thread | None = None
         self._wake = Wake()
-        # The network thread's alone:
-        self._versions = self.versions if protocol is None else (protocol,)  # to try, in this order
+        # Only the network thread uses the fields below.
+        self._versions = self.versions if protocol is None else (protocol,)  # in the order of attempts
         self._backoff, self._hang_ups = Backoff(), _HangUps()
-        self._awaited: set[int] = set()  # tokens whose SUBACK comes before `_connected` is reported
+        self._awaited: set[int] = set()  # tokens without SUBACK; `_connected` is reported after the last one
         self._connected: Connected | None = None
         self._resumed = False
         self._heard_s = 0.0  # on earlier connections
@@ -153,10 +149,10 @@ class BrokerConnection:
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float = 5.0) -> None:
-        """Connect once and start the network thread, which repairs later losses for ever.
+        """Connect and start the network thread, which reconnects after losses until `close`.
 
-        Raises NetworkError (nobody answers at host:port), RefusedError (user, password, client id) or ConfigError (CA
-        file); then connect may be called again. Raises ValueError if already connected or closed.
+        Raises NetworkError (no broker at host:port), RefusedError (user, password, client id) or ConfigError (files);
+        a second attempt is allowed. Raises ValueError if already connected or closed.
         """
         first = _First(queue.SimpleQueue(), threading.Event())
         with self._lock:
@@ -180,15 +176,16 @@ class BrokerConnection:
     ) -> None:
         """Queue a message; the payload must not change afterwards.
 
-        taken: called on the network thread when the broker has acknowledged it (QoS 1), or refused it for good; with
-        False if the broker says that nobody was subscribed to its topic, or on a later connection that it takes nothing
-        so large (MQTT 5 only).
+        taken: called on the network thread after the broker acknowledged or finally refused a message of QoS 1;
+        False means no subscribers or, after a reconnection, a packet above the broker's limit (MQTT 5).
 
-        Raises NetworkError if the transport is closed, or at QoS 1 if the queue is full; PacketLimitError for what the
-        broker announces not to take; TypeError for a payload that is not bytes; ValueError for a topic with a wildcard,
-        another QoS, or a payload that no packet can carry.
+        Raises NetworkError if the connection is closed or, at QoS 1, the queue is full; PacketLimitError above the
+        broker's limit; TypeError for a payload other than bytes; ValueError for an invalid topic, QoS or length.
         """
-        check_message(topic, payload, qos)
+        if not isinstance(payload, (bytes, bytearray)):
+            raise TypeError(f"a payload is bytes, not {type(payload).__name__}")
+        if not is_topic(topic) or qos not in (0, 1):
+            raise ValueError(f"cannot publish to {topic!r} at QoS {qos}")
         if not qos:
             self._send(topic, (payload,), retain, copied=False)
             return
@@ -202,15 +199,19 @@ class BrokerConnection:
             self._keep(message)
 
     def send(self, topic: str, *parts: Body) -> None:
-        """Publish at QoS 0 a payload in C-contiguous parts, which are the caller's again on return."""
+        """Publish a payload in C-contiguous parts at QoS 0; the caller may reuse the parts afterwards."""
         self._send(topic, parts, False, copied=True)
 
     def subscribe(self, filters: Sequence[tuple[str, int]]) -> int:
-        """Subscribe to (filter, QoS), now and after every reconnection; return the token that `Subscribed` will carry.
+        """Subscribe to (filter, QoS), now and after every reconnection; return the token of its `Subscribed`.
 
-        Raises ValueError without filters or for one that MQTT does not allow.
+        Raises ValueError without filters or for an invalid filter.
         """
-        check_filters(filters)
+        if not filters:
+            raise ValueError("name at least one filter")
+        for name, qos in filters:
+            if not is_filter(name) or qos not in (0, 1):
+                raise ValueError(f"cannot subscribe to {name!r} at QoS {qos}")
         with self._lock:
             self._token += 1
             self._filters[self._token] = tuple(filters)
@@ -219,7 +220,7 @@ class BrokerConnection:
             return self._token
 
     def unsubscribe(self, filters: Sequence[str]) -> None:
-        """Leave filters and forget them."""
+        """Unsubscribe from filters."""
         gone = set(filters)
         with self._lock:
             kept = {token: tuple(f for f in own if f[0] not in gone) for token, own in self._filters.items()}
@@ -228,7 +229,7 @@ class BrokerConnection:
                 self._link.say(self._link.protocol.unsubscribe(sorted(gone)))
 
     def acknowledge(self, receipt: Receipt) -> None:
-        """Let the broker forget a delivery; what came on an earlier connection comes again instead."""
+        """Acknowledge a delivery; the broker repeats deliveries of earlier connections."""
         with self._lock:
             if self._link is not None and receipt.connection == self._connection:
                 self._link.say(self._link.protocol.encode(Puback(receipt.packet)))
@@ -240,20 +241,19 @@ class BrokerConnection:
 
     @property
     def heard_s(self) -> float:
-        """Return when bytes last came on this connection, by `time.monotonic`."""
+        """Return the time of the last received bytes, by `time.monotonic`."""
         link = self._link
         return self._heard_s if link is None else link.heard_at
 
     @property
     def connected(self) -> bool:
-        """Return whether the connection is up at this moment."""
+        """Return whether the connection is up."""
         return self._link is not None
 
     def close(self, last: Will | None = None, timeout_s: float = 2.0) -> None:
-        """Send what is queued and `last` (if connected, for at most `timeout_s`), then disconnect cleanly.
+        """Send the queue and `last` for at most `timeout_s` if connected, then disconnect cleanly.
 
-        Blocks until the connection is closed, except when called on the network thread or while that looks for a broker
-        that is away. A second call does nothing.
+        Waits for the network thread, except on this thread or while it reconnects. A second call does nothing.
         """
         with self._lock:
             if self._is_closed():
@@ -288,7 +288,7 @@ class BrokerConnection:
         return self._kept_bytes + (0 if self._link is None else self._link.unwritten_bytes)
 
     def _has_room(self, packet_bytes: int) -> bool:
-        """Return whether a message may be queued; raises NetworkError and PacketLimitError as `publish`."""
+        """Return whether the queue has room. Raises NetworkError and PacketLimitError as `publish`."""
         if self._is_closed():
             raise NetworkError(f"the connection {self.name} is closed; nothing can be published on it")
         if self._largest_bytes is not None and packet_bytes > self._largest_bytes:
@@ -319,7 +319,7 @@ class BrokerConnection:
         self._feed()
 
     def _feed(self) -> None:
-        """Send messages that wait, as many as the broker's window allows."""
+        """Send waiting messages up to the window's limit."""
         link = self._link
         while link is not None and self._waiting and len(link.protocol.inflight) < self._window:
             message = self._waiting.popleft()
@@ -358,10 +358,10 @@ class BrokerConnection:
         self._wake.close()
 
     def _open(self, timeout_s: float, stop: Callable[[], bool]) -> Link:
-        """Connect in the first version of MQTT that the broker speaks; raises as `connect`.
+        """Connect in the first version of MQTT that the broker accepts. Raises as `connect`.
 
-        A version that it took when it had refused another, and was not only silent as a slow broker is, comes first in
-        later attempts.
+        This version comes first in later attempts if the broker clearly refused another one; silence may mean a slow
+        broker.
         """
         until, is_refused, versions = time.monotonic() + timeout_s, False, self._versions
         for version in versions[:-1]:
@@ -398,7 +398,7 @@ class BrokerConnection:
         return Connect(version, self.client_id, *login, self.clean, KEEPALIVE_S, will, properties, options)
 
     def _reopen(self) -> Link | None:
-        """Return the next connection, None once closed."""
+        """Reconnect; return None after `close`."""
         while not self._is_closed():
             self._wake.pause(self._backoff.pause_s(), self._is_closed)
             if self._is_closed():
@@ -411,23 +411,23 @@ class BrokerConnection:
         return None
 
     def _up(self, link: Link) -> None:
-        """Subscribe, and send what waits."""
+        """Subscribe and send waiting messages."""
         connack, refusals = link.protocol.connack, list[tuple[Message, str, bool]]()
         assert connack is not None
         limit = connack.properties.get(MAXIMUM_PACKET_SIZE)
-        largest = limit - 1 if isinstance(limit, int) else None  # the byte that MQTT 5 adds to what we count
+        largest = limit - 1 if isinstance(limit, int) else None  # `publish_bytes` omits one byte of MQTT 5
         window = connack.properties.get(RECEIVE_MAXIMUM, MAX_INFLIGHT)
-        self._resumed, self._connected = (
-            connack.present,
-            Connected(link.protocol.version, largest, link.local, connack.present),
-        )
+        self._resumed = connack.present
+        self._connected = Connected(link.protocol.version, largest, link.local, connack.present)
         with self._lock:
             self._counts.reconnections += self._connection > 0
             self._connection += 1
             self._largest_bytes, self._link = largest, link
             self._window = self._full_window = min(int(window), MAX_INFLIGHT)
             if (bad := self._hang_ups.unwanted()) is not None:
-                why = f"it hung up {HANG_UPS} times on end on these {bad.packet_bytes} bytes, which may be too many"
+                why = (
+                    f"it closed the connection {HANG_UPS} times after these {bad.packet_bytes} bytes, perhaps too many"
+                )
                 same = self._give_up(lambda m: (m.topic, m.payload) == (bad.topic, bad.payload))
                 refusals += [(message, why, True) for message in same]
             if largest is not None:
@@ -438,19 +438,19 @@ class BrokerConnection:
             for token, filters in self._filters.items():
                 link.say(link.protocol.subscribe(token, filters))
             if self._hang_ups.suspect is not None:
-                self._window = 1  # until it is acknowledged
+                self._window = 1  # until the suspect is acknowledged
             self._feed()
         for refusal in refusals:
             self._refuse(*refusal)
         self._announce()
 
     def _serve(self, link: Link) -> Lost:
-        """Drive a connection until it is lost or we are closed; return why it ended."""
+        """Drive a connection until its loss or `close`; return the reason."""
         try:
             while time.monotonic() < self._stop_at and not (self._is_closed() and not self._unfinished()):
                 link.turn(TURN_S)
-                # What it kept for us comes before, and shows that it is at work. Where it kept nothing it may have
-                # forgotten the acknowledgement, though it sends.
+                # A resumed session's messages precede the SUBACK and prove progress. Without a session, received
+                # messages do not exclude a lost SUBACK.
                 heard_at = link.heard_at if self._resumed else link.up_at
                 if self._awaited and time.monotonic() - heard_at > SUBACK_S:
                     return Lost(f"the broker has not acknowledged our subscriptions within {SUBACK_S:g} s")
@@ -458,7 +458,7 @@ class BrokerConnection:
         except Lost as lost:
             return lost
         except Exception as error:
-            _log.exception("%s: the connection is made again", self.name)
+            _log.exception("%s: reconnecting after an internal error", self.name)
             return Lost(repr(error))
         return Lost("closed")
 
@@ -472,11 +472,11 @@ class BrokerConnection:
         self._hang_ups.lost(inflight[0] if inflight and lost.hung_up and not self._awaited else None)
         self._backoff.lost(up_s)
         if lost.malformed:
-            _log.info("%s: the broker sent what cannot be read: %s", self.name, lost)
-            bad = link.protocol.version  # the last to try
+            _log.info("%s: the broker sent a malformed packet: %s", self.name, lost)
+            bad = link.protocol.version  # moves to the end of the attempts
             self._versions = (*(version for version in self._versions if version != bad), bad)
         if not self._is_closed():
-            self._emit(Disconnected(str(lost)))
+            self._call(self._on_state, Disconnected(str(lost)))
 
     def _take(self, link: Link, event: Taken) -> None:
         match event:
@@ -496,29 +496,27 @@ class BrokerConnection:
 
     def _arrived(self, link: Link, event: Publish) -> None:
         with self._lock:
-            self._counts.bad += not event.topic  # no UTF-8
-            self._counts.received += bool(event.topic)
-            self._counts.received_bytes += bool(event.topic) and publish_bytes(
-                event.topic, event.payload.nbytes, event.qos
-            )
-        payload: Any = event.payload if self.bulk else event.payload.tobytes()
-        acknowledges = self.on_delivery is not None and event.topic
-        if not event.topic:
-            pass
-        elif self.on_delivery is None:
+            if event.topic:
+                self._counts.received += 1
+                self._counts.received_bytes += publish_bytes(event.topic, event.payload.nbytes, event.qos)
+            else:  # an invalid topic
+                self._counts.bad += 1
+        if event.topic:
+            payload: Any = event.payload if self.bulk else event.payload.tobytes()
+            if self.on_delivery is not None:
+                receipt = Receipt(self._connection, event.packet_id) if event.qos else None
+                self._call(self.on_delivery, Delivery(event.topic, payload, receipt, event.repeated, event.retain))
+                return
             self._call(self.on_message, event.topic, payload)
-        else:
-            receipt = Receipt(self._connection, event.packet_id) if event.qos else None
-            self._call(self.on_delivery, Delivery(event.topic, payload, receipt, event.repeated, event.retain))
-        if event.qos and not acknowledges:
+        if event.qos:
             link.say(link.protocol.encode(Puback(event.packet_id)))
 
     def _granted(self, event: Granted) -> None:
         refused = [(name, code) for name, code in zip(event.filters, event.codes, strict=True) if code >= FAILURE]
+        state: State = Subscribed(event.key)
         if refused:
-            self._emit(Refused(event.key, tuple(name for name, _ in refused), reason(refused[0][1])))
-        else:
-            self._emit(Subscribed(event.key))
+            state = Refused(event.key, tuple(name for name, _ in refused), reason(refused[0][1]))
+        self._call(self._on_state, state)
         self._awaited.discard(event.key)
         self._announce()
 
@@ -526,60 +524,56 @@ class BrokerConnection:
         connected = self._connected
         if connected is not None and not self._awaited:
             self._connected = None
-            self._emit(connected)
+            self._call(self._on_state, connected)
 
     def _refuse(self, message: Message, why: str, heard: bool) -> None:
         if message.taken is not None:
             self._call(message.taken, heard)
-        self._emit(Refused(None, (message.topic,), why))
-
-    def _emit(self, state: State) -> None:
-        self._call(self._on_state, state)
+        self._call(self._on_state, Refused(None, (message.topic,), why))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             callback(*arguments)
         except Exception:
-            # The connection must outlive a mistake in what it carries.
+            # A bug in a callback must not end the connection.
             _log.exception("%s: a callback failed", self.name)
             with self._lock:
                 self._counts.bad += 1
 
 
 class DataConnection(BrokerConnection):
-    """A connection for tensors: QoS 0 over MQTT 3.1.1; payloads that come are views of memory that is used again."""
+    """A connection for tensors: QoS 0 over MQTT 3.1.1; received payloads are views of reused memory."""
 
     bulk = True
     versions = (4,)
 
 
 class _HangUps:
-    """Counts how often in a row the broker has hung up on one message of QoS 1.
+    """Counts consecutive hang-ups of the broker on one message of QoS 1.
 
-    A connection that is lost for other reasons says nothing of the message under way, however often it happens. A
-    broker that restarts is away for a while, or says that it leaves; a link that fails ends in silence. A broker that
-    does not want the message closes the connection, and accepts the next one at once. What was sent after the message
-    may have been the reason too, since acknowledgements can get lost with the connection. So after a hang-up the
-    message goes alone, and only hang-ups after the broker has acknowledged the subscriptions are counted.
+    A broker that refuses a message closes the connection and accepts the next one immediately. A restarting broker
+    is unreachable for a while or announces its shutdown, and a failing link is silent; neither counts.
+    A later message may be the reason too, so after a hang-up the suspect is sent alone.
+    Only hang-ups after all SUBACKs count.
     """
 
     def __init__(self) -> None:
-        self.suspect: Message | None = None  # the next to go alone
+        self.suspect: Message | None = None  # sent alone on the next connection
         self._count = 0
 
     def lost(self, first: Message | None) -> None:
-        """A connection is lost; first: the message that was longest under way if the broker hung up, else None."""
+        """Note a lost connection; first: the oldest unacknowledged message after a hang-up, else None."""
         if first is None or first is not self.suspect:
             self.suspect, self._count = first, 0
         else:
             self._count += 1
 
     def away(self) -> None:
-        """The broker could not be reached at first: it was not the message on which it hung up."""
+        """Note an unreachable broker, i.e. a restart instead of a refusal."""
         self._count = 0
 
     def unwanted(self) -> Message | None:
-        """Return a message to be given up, once."""
+        """Return the message to give up, once, or None."""
         if self._count < HANG_UPS:
             return None
         gone, self.suspect, self._count = self.suspect, None, 0

@@ -1,7 +1,6 @@
-"""What a broker can take: its largest packet, what it keeps for a slow client, and whether it lets everyone in.
+"""Limits of a broker: its largest packet, its queue for a slow client, and access without a password.
 
-What it announces is checked by sending to oneself, on connections of our own. Top to bottom: the largest packet, what a
-device knows of it, the queue for one client, what a planner's requests do with it, and open brokers.
+A separate connection measures the limits by sending messages to itself.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 SMALLEST: Final = 1024
-WANTED_BYTES: Final = 4 << 20  # a packet that large is tried where the broker announces no limit
-DOUBTED_BYTES: Final = 1 << 20  # and that large where it announces (MQTT 5) that it takes it
-LOW_BYTES: Final = 1 << 20  # an exchange of a common model, or a tile of its weights, has less
-MOST_IN_FLIGHT: Final = 1024  # a broker that sends more at once has no limit that matters here
+WANTED_BYTES: Final = 4 << 20  # packet to try if the broker announces no limit
+DOUBTED_BYTES: Final = 1 << 20  # packet to try below an announced limit (MQTT 5)
+LOW_BYTES: Final = 1 << 20  # larger than an exchange of a common model or a tile of its weights
+MOST_IN_FLIGHT: Final = 1024  # more unacknowledged messages count as unlimited
 ANSWER_S: Final = 10.0
 OPEN_ANSWER_S: Final = 3.0
-_PRECISION: Final = 16  # the answer may be a sixteenth below the true limit
+_PRECISION: Final = 16  # relative error of the largest packet: 1/16
 _MARK: Final = b"hepti-mark"
 _SMALL: Final = b"\0"
 LOW_QUEUE: Final = 100  # messages beyond those in flight
-KEPT_MESSAGES: Final = 2000  # that a broker should keep for a client that is away; Mosquitto as delivered keeps 1000
+KEPT_MESSAGES: Final = 2000  # wanted queue for a disconnected client; Mosquitto's default is 1000
 
 
 def low_packet_limit_warning(largest_bytes: int, place: str) -> str:
@@ -65,21 +64,21 @@ def largest_packet(
     protocol: int | None = None,
     timeout_s: float = ANSWER_S,
 ) -> int:
-    """Return the bytes of the largest PUBLISH, at most `wanted_bytes`, that comes back from the broker.
+    """Return the bytes of the largest PUBLISH that the broker returns, at most `wanted_bytes`.
 
-    It makes connections of its own as `client_id`, because a broker closes the one that sends too much; `topic` must be
-    one on which the user may write and read (a device's probe topic). Usually one round trip. Below `wanted_bytes` the
-    answer is exact to a sixteenth. timeout_s: for each size tried. Raises NetworkError, or RefusedError if not even
-    1 KiB comes back.
+    Uses separate connections as `client_id`, because a broker closes a connection after too large a packet.
+    topic: the user must be allowed to publish and read it. timeout_s: for each size.
+    A result below `wanted_bytes` may be 1/16 too small; otherwise one round trip is enough.
+    Raises NetworkError, or RefusedError if not even 1 KiB returns.
     """
-    make = partial(Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES)
+    new_echo = partial(Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES)
 
     def passes(packet_bytes: int) -> bool:
-        with make() as echo:
+        with new_echo() as echo:
             echo.open()
             return echo.gives_back(packet_bytes)
 
-    with make() as echo:
+    with new_echo() as echo:
         wanted = max(SMALLEST, min(wanted_bytes, echo.open().largest_packet_bytes or MAX_PACKET_BYTES))
         if echo.gives_back(wanted):
             return wanted
@@ -96,9 +95,10 @@ def largest_packet(
 
 
 class Echo:
-    """A connection on which a user sends to itself on `topic`; timeout_s: for each answer, until `until_s` at most.
+    """A connection that sends messages to itself on `topic`.
 
-    Errors are NetworkError where nothing comes back, RefusedError where the broker does not let the user read.
+    timeout_s: for each answer. until_s: deadline for all answers.
+    Raises NetworkError if no answer arrives, RefusedError if the user may not read the topic.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Echo:
         self.acknowledge = self._transport.acknowledge
 
     def open(self) -> Connected:
-        """Connect and subscribe; whatever comes of it, `close` follows."""
+        """Connect and subscribe; call `close` also after an error."""
         self._transport.connect(self._timeout_s)
         self._transport.subscribe([(self._topic, self._qos)])
         connected, is_subscribed = None, False
-        while connected is None or not is_subscribed:  # either may come first
+        while connected is None or not is_subscribed:  # in either order
             event = self.next()
             is_subscribed |= isinstance(event, Subscribed)
             connected = event if isinstance(event, Connected) else connected
@@ -140,11 +140,11 @@ class Echo:
         return connected
 
     def send(self, payload: bytes, qos: int = 0) -> None:
-        """Send a message; of QoS 1 True comes when the broker has taken it."""
+        """Send a message; at QoS 1 `next` returns a bool after its acknowledgement."""
         self._transport.publish(self._topic, payload, qos, taken=self._events.put if qos else None)
 
     def next(self) -> State | bytes | Delivery | bool:
-        """Return what comes next: a payload (a delivery where it subscribed at QoS 1), or a state of the connection."""
+        """Return the next payload (QoS 0), delivery (QoS 1), connection state or acknowledgement (a bool)."""
         try:
             event = self._events.get(timeout=max(min(self._timeout_s, self._until_s - time.monotonic()), 0.0))
         except queue.Empty:
@@ -152,28 +152,26 @@ class Echo:
                 f"the broker at {self._place} does not give back what is published to {self._topic} within "
                 f"{self._timeout_s:g} s: let user {self._user!r} write and read it, or take another login"
             ) from None
-        if (
-            isinstance(event, Refused) and self._topic in event.topics
-        ):  # a refusal of another topic is news for the caller
+        if isinstance(event, Refused) and self._topic in event.topics:  # the caller handles other topics
             raise RefusedError(f"the broker at {self._place} refused to send {self._topic}: {event.reason}")
         return event
 
     def subscribe(self, filters: Iterable[str]) -> None:
-        """Read more topics, at QoS 0."""
-        if several := [(one, 0) for one in filters]:
-            self._transport.subscribe(several)
+        """Subscribe to more filters at QoS 0."""
+        if added := [(name, 0) for name in filters]:
+            self._transport.subscribe(added)
 
     def clear(self, topic: str) -> None:
-        """Clear what is retained on a topic."""
+        """Clear the retained message of a topic."""
         self._transport.publish(topic, b"", 1, retain=True)
 
     def gives_back(self, packet_bytes: int) -> bool:
-        """Return whether a PUBLISH of that size comes back, or of one byte less where its header grows."""
+        """Return whether a PUBLISH of this size returns; one byte less if no payload length fits exactly."""
         payload_bytes = packet_bytes - publish_bytes(self._topic, 0, 0)
         while publish_bytes(self._topic, payload_bytes, 0) > packet_bytes:
             payload_bytes -= 1
         self.send(bytes(payload_bytes))
-        self.send(_MARK)  # if it comes back alone, the large one was dropped without a word
+        self.send(_MARK)  # if only the mark returns, the broker silently dropped the large message
         is_back = False
         while (event := self.next()) != _MARK:
             if isinstance(event, Disconnected):
@@ -193,9 +191,9 @@ class Echo:
 
 
 class PacketLimit:
-    """What a device knows of its broker's largest packet; what was tried once is not tried again.
+    """The broker's largest packet for a device, measured once.
 
-    client_id, topic: as for `largest_packet`. complain(code, text): called where the limit is low or unknown.
+    client_id, topic: as for `largest_packet`. complain(code, text): called if the limit is low or unknown.
     """
 
     def __init__(self, url: BrokerUrl, client_id: str, topic: str, complain: Callable[[str, str], None]) -> None:
@@ -203,8 +201,8 @@ class PacketLimit:
         self._largest: int | None = None
 
     def largest(self, protocol: int, announced: int | None) -> tuple[int | None, int | None]:
-        """Return the largest packet known to pass and the limit, if any: as announced, or (3.1.1) by trying."""
-        # Mosquitto drops what is over its message_size_limit without a word, and does not announce it.
+        """Return the largest packet that passes and the limit, if any: announced (MQTT 5) or measured."""
+        # Mosquitto does not announce its message_size_limit, and silently drops larger messages.
         wanted = WANTED_BYTES if protocol != 5 else min(announced or DOUBTED_BYTES, DOUBTED_BYTES)
         if self._largest is None:
             try:
@@ -224,9 +222,11 @@ class PacketLimit:
 
 
 class QueueCapacity(NamedTuple):
-    """in_flight: messages of QoS 1 on their way to one client. queued: those kept beyond; what is more is dropped."""
+    """Messages of QoS 1 that a broker keeps for one client; it drops further messages."""
 
+    #: sent and unacknowledged
     in_flight: int
+    #: kept beyond them
     queued: int
 
 
@@ -239,12 +239,11 @@ def queue_capacity(
     receive_maximum: int | None = None,
     timeout_s: float = ANSWER_S,
 ) -> QueueCapacity | None:
-    """Return how many messages the broker keeps for one client, None if those are `wanted` beyond the ones in flight.
+    """Return the broker's queue for one client, None if it keeps `wanted` messages beyond those in flight.
 
-    It sends small messages to itself on `topic`, where its user may write and read, and acknowledges none until the
-    broker has taken all. A broker of MQTT 3.1.1 alone is not asked: amqtt sends nothing more before each
-    acknowledgement. Raises NetworkError if that takes longer than timeout_s in all, or RefusedError if the broker does
-    not let it read the topic.
+    Sends small messages to itself on `topic` and acknowledges none until the broker has accepted all.
+    Returns None for MQTT 3.1.1, because amqtt waits for each acknowledgement.
+    Raises NetworkError after timeout_s in all, or RefusedError if the user may not read the topic.
     """
     until_s = time.monotonic() + timeout_s
     with _QueueProbe(
@@ -263,36 +262,37 @@ def queue_capacity(
 
 
 class _QueueProbe(Echo):
-    """Sends messages of QoS 1 to itself and acknowledges none until `fetch`; arrived: those that have come."""
+    """Sends messages of QoS 1 to itself and acknowledges none until `fetch`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._unacknowledged: list[Receipt] = []
+        #: received messages
         self.arrived = 0
 
     def fill(self, count: int) -> int:
-        """Send so many messages and return when the broker has taken all of them."""
+        """Send messages, wait until the broker has accepted all, and return their number."""
         for _ in range(count):
             self.send(_SMALL, 1)
-        taken = 0
-        while taken < count:
-            taken += isinstance(self.next(), bool)
+        accepted = 0
+        while accepted < count:
+            accepted += isinstance(self.next(), bool)
         return max(count, 0)
 
     def fetch(self) -> int:
-        """Acknowledge what has come until nothing more does; return how many came in all."""
+        """Acknowledge messages until no more arrive; return the number of all received messages."""
         while self._unacknowledged:
             for receipt in self._unacknowledged:
                 self.acknowledge(receipt)
             self._unacknowledged.clear()
-            # What these acknowledgements make room for comes before what we send after them.
+            # Messages that these acknowledgements release arrive before the mark.
             self.send(_MARK)
             while not (isinstance(event := self.next(), Delivery) and event.payload == _MARK):
                 continue
         return self.arrived
 
     def next(self) -> State | bytes | Delivery | bool:
-        """Return what comes next, and count the messages."""
+        """Return the next event, and count messages."""
         event = super().next()
         if isinstance(event, Delivery) and event.receipt is not None:
             self.arrived += 1
@@ -303,10 +303,11 @@ class _QueueProbe(Echo):
 def warn_of_limits(
     url: BrokerUrl, name: str, topic: str, log: logging.Logger, receive_maximum: int
 ) -> QueueCapacity | None:
-    """Log where the broker's limits are lower than models need; return its queue's capacity if that is small.
+    """Log low limits of the broker; return its queue's capacity if it is small.
 
-    name: for connections of its own. topic: one on which the planner may write and read. receive_maximum: of the
-    connection that brings requests. It takes some round trips and a message of 1 MiB: do not wait for it at start-up.
+    name: prefix of client ids. topic: the planner must be allowed to publish and read it.
+    receive_maximum: of the connection for requests.
+    Takes several round trips and a message of 1 MiB, so do not wait for it at start-up.
     """
     try:
         largest = largest_packet(url, client_id=f"{name}-size", topic=topic, wanted_bytes=LOW_BYTES)
@@ -324,25 +325,25 @@ def warn_of_limits(
 
 
 class DeliveryWindow:
-    """Unacknowledged requests of the current connection; all methods may be called from any thread.
+    """Unacknowledged requests of the current connection; any thread may call its methods.
 
-    spilled: called when all are acknowledged after there had been as many as the broker hands over at once: it may have
-    dropped what came beyond. limit: how many that is, None where the broker keeps enough beyond.
+    spilled: called if the window was full and all its requests are acknowledged: the broker may have dropped others.
     """
 
     def __init__(self, spilled: Callable[[], None]) -> None:
         self._spilled = spilled
+        #: size of the window, None if the broker keeps enough requests beyond it
         self.limit: int | None = None
-        self._lock = threading.Lock()  # guards all that follows
+        self._lock = threading.Lock()  # guards the fields below
         self._connection = 0
-        self._waiting: dict[int, float] = {}  # by packet id: when it came
+        self._waiting: dict[int, float] = {}  # time of arrival by packet id
         self._full = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def opened(self, receipt: Receipt, now: float) -> None:
-        """Note a request."""
+        """Add a request."""
         with self._lock:
             if receipt.connection != self._connection:
                 self._connection = receipt.connection
@@ -351,17 +352,17 @@ class DeliveryWindow:
             self._full |= self.limit is not None and len(self._waiting) >= self.limit
 
     def begun(self, receipt: Receipt, now: float) -> None:
-        """Note that a request is read."""
+        """Restart a request's time when it is read."""
         with self._lock:
             if receipt.connection == self._connection and receipt.packet in self._waiting:
                 self._waiting[receipt.packet] = now
 
     def is_of_earlier(self, receipt: Receipt) -> bool:
-        """Return whether requests of a later connection have come."""
+        """Return whether a request belongs to an earlier connection."""
         return receipt.connection < self._connection
 
     def closed(self, receipt: Receipt) -> None:
-        """Note an acknowledgement."""
+        """Remove an acknowledged request."""
         with self._lock:
             if receipt.connection != self._connection:
                 return
@@ -371,22 +372,29 @@ class DeliveryWindow:
         if spilled:
             self._spilled()
 
-    def opened_before(self, then_s: float) -> set[Receipt]:
-        """Return the unacknowledged requests that came before a time."""
+    def opened_before(self, time_s: float) -> set[Receipt]:
+        """Return the unacknowledged requests that arrived before a time."""
         with self._lock:
-            return {Receipt(self._connection, packet) for packet, came_s in self._waiting.items() if came_s < then_s}
+            return {Receipt(self._connection, packet) for packet, at_s in self._waiting.items() if at_s < time_s}
 
 
 def open_broker_warning(url: BrokerUrl) -> str | None:
-    """Return one loud line if others than this machine reach the broker and it lets everyone in, None otherwise.
-
-    It tries, without user and password; whatever goes wrong with that says nothing of the broker.
-    """
-    return None if is_loopback(url.host) or not _lets_everyone_in(url) else open_line(url.place)
+    """Return a warning if a broker on the network admits a connection without a password, else None."""
+    if is_loopback(url.host):
+        return None
+    name = f"hepti-open-{uuid.uuid4().hex[:12]}"
+    transport = BrokerConnection(replace(url, user=None, password=None), name, name="open-check")
+    try:
+        transport.connect(OPEN_ANSWER_S)
+    except HeptiError:
+        return None
+    finally:
+        transport.close(timeout_s=0.5)
+    return open_line(url.place)
 
 
 def open_line(place: str) -> str:
-    """Return the line about an open broker at host:port."""
+    """Return the warning about an open broker at host:port."""
     return (
         f"OPEN BROKER: {place} lets everyone in without a password: whoever reaches it can read requests, answer them "
         "and command devices; close it with `hepti site init`"
@@ -394,21 +402,8 @@ def open_line(place: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address stands for this machine alone."""
+    """Return whether all addresses of a host are loopback addresses."""
     with suppress(OSError, UnicodeError, ValueError):
-        found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
-        return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+        addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+        return bool(addresses) and all(ipaddress.ip_address(address).is_loopback for address in addresses)
     return False
-
-
-def _lets_everyone_in(url: BrokerUrl) -> bool:
-    nobody = replace(url, user=None, password=None)
-    name = f"hepti-open-{uuid.uuid4().hex[:12]}"
-    transport = BrokerConnection(nobody, name, name="open-check")
-    try:
-        transport.connect(OPEN_ANSWER_S)
-    except HeptiError:
-        return False
-    finally:
-        transport.close(timeout_s=0.5)
-    return True

@@ -1,4 +1,4 @@
-"""Aligned memory for payloads, used again when nobody refers to it any more."""
+"""Aligned memory for payloads, reused after the last reference is gone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, held_bytes
 
 ALIGN: Final = 64
-LOOKED_AT: Final = 8  # how many of one size are asked whether they are free before a new one is made
+LOOKED_AT: Final = 8  # buffers of one size to examine before a new one is allocated
 
 _Array = np.ndarray[Any, Any]
 
 
 class Buffers:
-    """Buffers by size; the reference count says when one is free, so that none is released too early.
+    """Buffers by size; a buffer is free if its reference count says so.
 
-    limit_bytes: what is kept to be used again; more may be in use.
+    limit_bytes: of the pool; the pool forgets all its buffers rather than exceed it.
     """
 
     def __init__(self, limit_bytes: int = 64 << 20) -> None:
@@ -27,13 +27,13 @@ class Buffers:
         self._bytes, self._limit = 0, limit_bytes
 
     def take(self, nbytes: int) -> memoryview:
-        """Return `nbytes` of memory at an address that is a multiple of 64, its content undefined."""
+        """Return `nbytes` of uninitialised memory, aligned to 64 bytes."""
         size = held_bytes(nbytes)
         array = _free_one(self._kept.get(size))
         if array is None:
             array = _aligned(size)
             if self._bytes + size > self._limit:
-                self._kept, self._bytes = {}, 0  # what is still in use lives on without us
+                self._kept, self._bytes = {}, 0  # users keep their own references
             self._kept.setdefault(size, deque()).append(array)
             self._bytes += size
         return array.data[:nbytes]
@@ -46,9 +46,9 @@ def _aligned(size: int) -> _Array:
 
 
 def _free_one(kept: deque[_Array] | None) -> _Array | None:
-    """Return one that nobody uses; the one looked at comes last the next time."""
-    for _ in range(min(len(kept), LOOKED_AT) if kept else 0):
-        assert kept is not None
+    """Return a free buffer, None without one; examined buffers move to the end."""
+    kept = deque() if kept is None else kept
+    for _ in range(min(len(kept), LOOKED_AT)):
         array = kept.popleft()
         kept.append(array)
         if sys.getrefcount(array) == _FREE:
@@ -57,7 +57,7 @@ def _free_one(kept: deque[_Array] | None) -> _Array | None:
 
 
 def _count_of_free() -> int:
-    """Return the count that `_free_one` sees where there is no view: interpreters differ in what they count."""
+    """Return a free buffer's reference count in `_free_one`, which depends on the interpreter."""
     kept: deque[_Array] = deque((_aligned(BUFFER_GRANULARITY),))
     array = kept.popleft()
     kept.append(array)

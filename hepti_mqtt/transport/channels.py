@@ -1,7 +1,7 @@
-"""The sockets of a mesh as compiled code uses them: plain ones, to peers with which nothing is under way in Python.
+"""A mesh's plain sockets for compiled code; each is open while Python neither sends nor receives on it.
 
-Who holds them has the endpoint's lock, so that no other thread writes to a connection or closes it meanwhile. One that
-needs it says so before it waits.
+`Channels.hold` takes the endpoint's lock, so no other thread can write or close a socket meanwhile.
+A thread that needs the lock calls `Turns.on_wait` before it waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CLOSED: Final = [-1, -1, 0, 0, 0, 0, 0, 0]
 
 
 class Channels:
-    """The channels of one mesh (`kernels.transfers`), by peer; for the thread that calls `Mesh.wait`.
+    """The channels of one mesh (`kernels.transfers`) by peer, for the thread that calls `Mesh.wait`.
 
-    wake: the descriptor that ends a wait. stats_of: the counts of a peer.
+    wake: descriptor that ends a wait. stats_of: returns the counters of a peer.
     """
 
     def __init__(
@@ -31,7 +31,11 @@ class Channels:
     ) -> None:
         self._endpoint, self._peers, self.wake, self._stats_of = endpoint, peers, wake, stats_of
         self._words: dict[str, NDArray[np.int64]] = {}
-        #: frames and bytes of their payloads that went and came
+        #: (peer, topic, bytes): a payload's PUBLISH header; None unless the peer is the only reader on a plain socket
+        self.route: Callable[[str, str, int], bytes | None] = endpoint.head_for
+        #: (peer, parts, sent): sends the rest of a frame after its first `sent` bytes
+        self.keep: Callable[[str, Sequence[bytes | NDArray[Any]], int], None] = endpoint.keep
+        #: frames and payload bytes, sent and received
         self.traffic = (0, 0)
 
     @property
@@ -41,7 +45,7 @@ class Channels:
 
     @contextmanager
     def hold(self) -> Iterator[bool]:
-        """Open the channels for compiled code; gives False if another thread waits for the endpoint."""
+        """Open the channels for compiled code; yield False if another thread waits for the endpoint."""
         if not self._endpoint.lock.take():
             yield False
             return
@@ -53,24 +57,16 @@ class Channels:
             self._endpoint.lock.release()
 
     def channel(self, peer: str) -> int:
-        """Return the address of a peer's channel, which stays."""
+        """Return the constant address of a peer's channel."""
         if peer not in self._words:
             self._words[peer] = np.array(_CLOSED, np.int64)
             self._open()
         return int(self._words[peer].__array_interface__["data"][0])
 
-    def route(self, peer: str, topic: str, nbytes: int) -> bytes | None:
-        """Return what stands before a payload of so many bytes; None if it does not go straight to this peer alone."""
-        return self._endpoint.head_for(peer, topic, nbytes)
-
-    def keep(self, peer: str, parts: Sequence[bytes | NDArray[Any]], sent: int) -> None:
-        """Send the rest of a frame, of which some bytes were sent."""
-        self._endpoint.keep(peer, parts, sent)
-
     def give_back(self, peer: str, data: bytes) -> None:
-        """Let a peer's decoder have what was read."""
-        if (there := self._peers.get(peer)) is not None:
-            there.take(memoryview(data))
+        """Pass bytes that compiled code received to the peer's decoder."""
+        if (subscription := self._peers.get(peer)) is not None:
+            subscription.take(memoryview(data))
 
     def _open(self) -> None:
         readers = self._endpoint.open_readers()

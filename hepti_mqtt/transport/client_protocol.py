@@ -1,6 +1,6 @@
-"""A client's end of one MQTT connection: without I/O, and the loop that reads a socket for it.
+"""A client's state in one MQTT connection, without I/O, and the loop that reads its socket.
 
-The connection to the broker (`link.py`) and the subscription at a peer's endpoint (`peer.py`) drive it.
+The connection to the broker (`link.py`) and the subscription at a peer's endpoint (`peer.py`) use both.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from hepti_mqtt.transport.codec import (
 )
 from hepti_mqtt.transport.sockets import Connection, low_water
 
-LOW_WATER: Final = 512 * 1024  # wake for so much of a payload, not for every segment
-MAX_READS: Final = 64  # of one connection before others have their turn
+LOW_WATER: Final = 512 * 1024  # bytes of a payload that wake the reader, instead of every segment
+MAX_READS: Final = 64  # of one connection before the next connection's turn
 
 
 class Granted(NamedTuple):
-    """The answer to a SUBSCRIBE; key: of `ClientProtocol.subscribe`. codes: one for each filter."""
+    """The answer to a SUBSCRIBE."""
 
+    #: of `ClientProtocol.subscribe`
     key: Any
     filters: tuple[str, ...]
+    #: one per filter
     codes: bytes
 
 
 class Acknowledged(NamedTuple):
-    """A message of QoS 1 was taken, or (MQTT 5) refused; message: of `ClientProtocol.publish`."""
+    """The broker accepted or (MQTT 5) refused a message of QoS 1."""
 
+    #: of `ClientProtocol.publish`
     message: Any
     code: int
 
 
 class ClientProtocol:
-    """A client of MQTT 3.1.1 or 5: packet ids, what waits for an answer, and which packets may come when."""
+    """A client of MQTT 3.1.1 or 5: packet ids, unanswered packets, and the order of packets."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.version = decoder, decoder.version
         #: The answer to CONNECT, None before it.
         self.connack: Connack | None = None
-        #: Messages of QoS 1 without an acknowledgement, by packet id, in order.
+        #: Unacknowledged messages of QoS 1 by packet id, in order.
         self.inflight: dict[int, Any] = {}
         self._subscribing: dict[int, tuple[Any, tuple[str, ...]]] = {}
         self._id = 0
@@ -60,7 +63,7 @@ class ClientProtocol:
         return encode(command, self.version)
 
     def subscribe(self, key: Any, filters: Sequence[tuple[str, int]]) -> bytes:
-        """Return a SUBSCRIBE to (filter, QoS); `Granted` has this key."""
+        """Return a SUBSCRIBE to (filter, QoS); its `Granted` carries the key."""
         packet_id = self._next_id()
         self._subscribing[packet_id] = (key, tuple(name for name, _ in filters))
         return self.encode(Subscribe(packet_id, tuple(filters)))
@@ -70,14 +73,14 @@ class ClientProtocol:
         return self.encode(Unsubscribe(self._next_id(), tuple(names)))
 
     def publish(self, message: Any, topic: str, nbytes: int, qos: int = 0, retain: bool = False) -> bytes:
-        """Return what stands before a payload; at QoS 1 `Acknowledged` has this message."""
+        """Return the PUBLISH header of a payload; at QoS 1 its `Acknowledged` carries the message."""
         packet_id = self._next_id() if qos else 0
         if qos:
             self.inflight[packet_id] = message
         return publish_head(topic, nbytes, self.version, qos=qos, retain=retain, packet_id=packet_id)
 
     def accept(self, event: Event) -> Event | Granted | Acknowledged | None:
-        """Return what an event of the decoder means, None for an answer that nothing waits for; raises Malformed."""
+        """Match a decoder's event with its request; return None for an unexpected answer. Raises Malformed."""
         if (self.connack is None) is not isinstance(event, Connack):
             raise Malformed(f"{type(event).__name__.upper()} is out of place")
         match event:
@@ -103,19 +106,19 @@ class ClientProtocol:
 
 
 class Reader:
-    """Receives on one connection what has come; sock: its socket, whose low-water mark may be moved; None with TLS."""
+    """Reads one connection. sock: its socket, for low-water marks; None with TLS or a WebSocket."""
 
     def __init__(self, decoder: Decoder, connection: Connection, sock: socket.socket | None) -> None:
         self._decoder, self._connection, self._sock = decoder, connection, sock
-        #: Bytes so far, headers included.
+        #: Received bytes, headers included.
         self.nbytes = 0
-        #: Bytes that must have come before the socket is readable.
+        #: The socket's low-water mark.
         self.low = 1
 
     def read(self, take: Callable[[Event], None], pending: Callable[[], int] | None = None) -> bool:
-        """Take what is there, at most one large payload; return whether more may be.
+        """Read available bytes, at most one large payload; return whether more may be available.
 
-        pending: of TLS, how many bytes it has decrypted. Raises OSError at the end, Malformed.
+        pending: returns the decrypted bytes that TLS buffers. Raises OSError at the end of the stream, Malformed.
         """
         decoder, receive = self._decoder, self._connection.recv_into
         is_left = False
@@ -139,7 +142,7 @@ class Reader:
         return is_left
 
     def take(self, data: memoryview, take: Callable[[Event], None]) -> None:
-        """Take what was read of the socket elsewhere; raises Malformed."""
+        """Process bytes that other code read from the socket. Raises Malformed."""
         while data.nbytes:
             room = self._decoder.buffer()[: data.nbytes]
             room[:] = data[: room.nbytes]
@@ -148,7 +151,6 @@ class Reader:
         self._wake_for_the_rest()
 
     def _handle(self, nbytes: int, take: Callable[[Event], None]) -> None:
-        """Handle what has come into the decoder's buffer."""
         self.nbytes += nbytes
         event = self._decoder.received(nbytes)
         while event is not None:
@@ -156,7 +158,6 @@ class Reader:
             event = self._decoder.next_event()
 
     def _wake_for_the_rest(self) -> None:
-        """Wake up once for the rest of a payload instead of once for every few segments."""
         low = min(max(self._decoder.missing, 1), LOW_WATER)
         if self._sock is not None and low != self.low:
             low_water(self._sock, low)

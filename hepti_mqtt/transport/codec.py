@@ -1,12 +1,10 @@
 """MQTT 3.1.1 and 5 without I/O: bytes in and events out, commands in and bytes out.
 
-Connections to the broker, subscriptions at a peer's endpoint and the endpoint itself use it. Control packets
-are small classes that `Decoder.next_event` returns and `encode` takes. Large payloads are not copied: the decoder names
-the memory to receive them into (`Decoder.buffer`), and `publish_head` is what stands before a payload that its sender
-writes from where it lies (`sendmsg`).
+Broker connections, endpoints and their subscribers use it. `Decoder.next_event` returns and `encode` takes control
+packets. Large payloads are not copied: `Decoder.buffer` is the memory to receive into, and a sender writes
+`publish_head` and then the payload from its own memory (`sendmsg`).
 
-Source: OASIS MQTT 3.1.1 and MQTT 5.0, chapters 2 and 3. Not here, because nothing of ours uses it: QoS 2, AUTH, topic
-aliases.
+Source: OASIS MQTT 3.1.1 and MQTT 5.0, chapters 2 and 3. Unsupported because unused: QoS 2, AUTH, topic aliases.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from hepti_mqtt.transport.buffers import Buffers
 CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK = 0x10, 0x20, 0x30, 0x40, 0x82, 0x90
 UNSUBSCRIBE, UNSUBACK, PINGREQ, PINGRESP, DISCONNECT = 0xA2, 0xB0, 0xC0, 0xD0, 0xE0
 RETAIN: Final = 1
-MAX_LENGTH: Final = 268_435_455  # what four bytes of a length can say
-FAILURE: Final = 0x80  # codes from here on are refusals
+MAX_LENGTH: Final = 268_435_455  # largest variable byte integer
+FAILURE: Final = 0x80  # smallest refusal code
 NO_SUBSCRIBERS: Final = 0x10
-# What codes of refusals say: of CONNACK in 3.1.1, and of MQTT 5.
+# Refusal codes: CONNACK in 3.1.1 (1 to 5), all packets in MQTT 5.
 REASONS: Final[dict[int, str]] = {
     1: "Unsupported protocol version", 2: "Client identifier not valid", 3: "Server unavailable",
     4: "Bad user name or password", 5: "Not authorized", 0x80: "Unspecified error", 0x81: "Malformed packet",
@@ -43,34 +41,31 @@ REASONS: Final[dict[int, str]] = {
 
 SESSION_EXPIRY, ASSIGNED_CLIENT, AUTHENTICATION_METHOD = 0x11, 0x12, 0x15
 RECEIVE_MAXIMUM, MAXIMUM_PACKET_SIZE = 0x21, 0x27
-# Properties of MQTT 5: how many bytes their number has, "v" where the number says so itself, "s" for a text, "ss" for
-# two.
+# Properties of MQTT 5: bytes of the number, "v" for a variable byte integer, "s" for a text, "ss" for two texts.
 _PROPERTIES: Final[dict[int, int | str]] = {
     0x01: 1, 0x02: 4, 0x03: "s", 0x08: "s", 0x09: "s", 0x0B: "v", 0x11: 4, 0x12: "s", 0x13: 2, 0x15: "s", 0x16: "s",
     0x17: 1, 0x18: 4, 0x19: 1, 0x1A: "s", 0x1C: "s", 0x1F: "s", 0x21: 2, 0x22: 2, 0x23: 2, 0x24: 1, 0x25: 1, 0x26: "ss",
     0x27: 4, 0x28: 1, 0x29: 1, 0x2A: 1,
 }  # fmt: skip
-# Those that a client may send in CONNECT (its will included), SUBSCRIBE and UNSUBSCRIBE.
+# Properties that a client may send in CONNECT (its will included), SUBSCRIBE and UNSUBSCRIBE.
 _FROM_CLIENT: Final = frozenset(
     {0x01, 0x02, 0x03, 0x08, 0x09, 0x0B, 0x11, 0x15, 0x16, 0x17, 0x18, 0x19, 0x21, 0x22, 0x26, 0x27}
 )
 
-STAGE: Final = 4096  # received first, to see what comes; the rest of a larger payload goes where it belongs
-MAX_CONTROL: Final = (
-    1024  # bytes of the longest control packet from an endpoint, and of the longest topic with its header
-)
-MAX_TOPICS: Final = 4096  # topics remembered as text
-# First byte, length and length of the topic of a PUBLISH lie in so many bytes, which say where its topic and payload
-# lie: those of frames that come with every request are read once.
+STAGE: Final = 4096  # bytes of the receive buffer; the rest of a larger payload goes directly to its own memory
+# Bytes of the longest control packet from an endpoint, and of the longest topic with its header.
+MAX_CONTROL: Final = 1024
+MAX_TOPICS: Final = 4096  # decoded topics in the cache
+# The first LEAD bytes of a PUBLISH contain its length and its topic's length. A cache maps them to the positions of
+# topic and payload, because the same frames come with every request.
 LEAD, MAX_LEADS = 7, 256
-_NOTHING: Final = memoryview(b"")
 
-Buffer = Any  # what has the buffer protocol, C-contiguous: bytes, a memoryview, an array
-Properties = Mapping[int, int | bytes]  # numbers, and the bytes of texts
+Buffer = Any  # a C-contiguous object with the buffer protocol: bytes, memoryview, array
+Properties = Mapping[int, int | bytes]  # numbers, and texts as bytes
 
 
 class Malformed(HeptiError):
-    """The other end of a connection broke MQTT or a limit; the connection must be closed."""
+    """The other end broke a rule of MQTT or a limit; close the connection."""
 
     code = "wire"
 
@@ -79,25 +74,22 @@ class Malformed(HeptiError):
 
 
 class Publish(NamedTuple):
-    """A message; payload: a view of memory that is used again once nobody refers to it. packet_id: 0 at QoS 0.
-
-    repeated: it was sent before.
-    """
+    """A message."""
 
     topic: str
+    #: its memory is reused after the last reference is gone
     payload: memoryview
     qos: int = 0
     retain: bool = False
+    #: 0 at QoS 0
     packet_id: int = 0
+    #: whether the sender has sent it before (DUP)
     repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """A client introduces itself; of a version other than 4 and 5 nothing but the version is known.
-
-    will: topic and payload of the last will, None without one. will_options: its QoS and RETAIN, as CONNECT's flags.
-    """
+    """A client's CONNECT; for other versions than 4 and 5 only the version is read."""
 
     version: int
     client: str = ""
@@ -105,23 +97,27 @@ class Connect:
     password: bytes | None = None
     clean: bool = True
     keepalive_s: int = 0
+    #: topic and payload of the last will
     will: tuple[str, bytes] | None = None
     properties: Properties = field(default_factory=dict)
+    #: QoS and RETAIN of the will, as flags of CONNECT
     will_options: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Connack:
-    """The answer to CONNECT; code: 0, or why not, in the numbers of the version. present: it knew our session."""
+    """The answer to CONNECT."""
 
+    #: 0, or the version's code for a refusal
     code: int
+    #: whether the broker kept our session
     present: bool = False
     properties: Properties = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Puback:
-    """A message of QoS 1 has been taken, or (MQTT 5) refused."""
+    """The answer to a PUBLISH of QoS 1; code: 0, or why it was refused (MQTT 5)."""
 
     packet_id: int
     code: int = 0
@@ -129,7 +125,7 @@ class Puback:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Filters to subscribe to, each with its options (in 3.1.1 its QoS)."""
+    """Filters to subscribe to, each with its options (QoS in 3.1.1)."""
 
     packet_id: int
     filters: tuple[tuple[str, int], ...]
@@ -137,7 +133,7 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Suback:
-    """A code for each filter of a SUBSCRIBE."""
+    """The answer to a SUBSCRIBE, one code per filter."""
 
     packet_id: int
     codes: bytes
@@ -145,7 +141,7 @@ class Suback:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """Filters to leave."""
+    """Filters to unsubscribe from."""
 
     packet_id: int
     filters: tuple[str, ...]
@@ -153,7 +149,7 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class Unsuback:
-    """Filters have been left; codes: one for each, in MQTT 5 only."""
+    """The answer to an UNSUBSCRIBE; codes: one per filter (MQTT 5)."""
 
     packet_id: int
     codes: bytes = b""
@@ -161,17 +157,17 @@ class Unsuback:
 
 @dataclass(frozen=True, slots=True)
 class Pingreq:
-    """Are you there?"""
+    """PINGREQ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pingresp:
-    """Yes."""
+    """PINGRESP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The connection ends; code: why, in MQTT 5."""
+    """The end of the connection; code: the reason (MQTT 5)."""
 
     code: int = 0
 
@@ -187,7 +183,7 @@ AnyControl = TypeVar("AnyControl", bound=Control)
 
 
 def encode(command: Control, version: int = 4) -> bytes:
-    """Return a packet of this version of MQTT; raises ValueError for what no packet can hold."""
+    """Return a packet of this version of MQTT. Raises ValueError if it is too long."""
     first, write = _WRITERS[type(command)]
     body = b"".join(write(command, version))
     return bytes((first,)) + varint(len(body)) + body
@@ -196,18 +192,18 @@ def encode(command: Control, version: int = 4) -> bytes:
 def publish_head(
     topic: str, nbytes: int, version: int, *, qos: int = 0, retain: bool = False, packet_id: int = 0
 ) -> bytes:
-    """Return what stands before a payload of `nbytes` in a PUBLISH; raises ValueError if that is too long."""
+    """Return the PUBLISH header of a payload of `nbytes`. Raises ValueError if the packet is too long."""
     name = text(topic) + (struct.pack(">H", packet_id) if qos else b"") + (b"\0" if version == 5 else b"")
     return bytes((PUBLISH | qos << 1 | retain,)) + varint(len(name) + nbytes) + name
 
 
 def reason(code: int) -> str:
-    """Return what the code of a refusal says."""
+    """Return the text of a refusal code."""
     return REASONS.get(code, f"code {code}")
 
 
 def varint(value: int) -> bytes:
-    """Return MQTT's variable byte integer."""
+    """Encode a variable byte integer."""
     if value > MAX_LENGTH:
         raise ValueError(f"{value} bytes are more than one MQTT packet can hold ({MAX_LENGTH})")
     out = bytearray()
@@ -218,7 +214,7 @@ def varint(value: int) -> bytes:
 
 
 def text(value: str | bytes) -> bytes:
-    """Return a length-prefixed string."""
+    """Encode a length-prefixed string."""
     data = value.encode() if isinstance(value, str) else value
     if len(data) > 65_535:
         raise ValueError(f"{len(data)} bytes are more than one text of MQTT can hold (65535)")
@@ -226,7 +222,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def _listed(properties: Properties, version: int) -> bytes:
-    """Return the list of properties that every packet of MQTT 5 has, and none of 3.1.1."""
+    """Encode the properties of an MQTT 5 packet; empty in 3.1.1."""
     if version != 5:
         return b""
     out = bytearray()
@@ -274,7 +270,7 @@ _WRITERS: Final[Mapping[type, tuple[int, Callable[[Any, int], Sequence[bytes]]]]
 
 
 class Fields:
-    """Reads the body of a packet from front to back; raises Malformed where it ends too early."""
+    """Reads the body of a packet from front to back. Raises Malformed if it is too short."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -287,10 +283,8 @@ class Fields:
         return self._data[start : self._at]
 
     def rest(self) -> bytes:
-        """Return all bytes that are left, at least one."""
-        if not self.more():
-            raise Malformed("a packet ends too early")
-        return self.take(self.left())
+        """Return the remaining bytes, at least one."""
+        return self.take(max(self.left(), 1))
 
     def number(self, nbytes: int) -> int:
         """Return a big-endian number."""
@@ -298,10 +292,10 @@ class Fields:
 
     def packet_id(self) -> int:
         """Return a packet id."""
-        found = self.number(2)
-        if not found:
+        packet_id = self.number(2)
+        if not packet_id:
             raise Malformed("packet id 0")
-        return found
+        return packet_id
 
     def varint(self) -> int:
         """Return a variable byte integer."""
@@ -328,8 +322,8 @@ class Fields:
         return value
 
     def properties(self, version: int, allowed: frozenset[int] | Mapping[int, Any] = _PROPERTIES) -> Properties:
-        """Return the properties of MQTT 5, of those with two texts the first; nothing in 3.1.1."""
-        found: dict[int, int | bytes] = {}
+        """Return the properties of MQTT 5, the first text of pairs; empty in 3.1.1."""
+        properties: dict[int, int | bytes] = {}
         end = self.varint() + self._at if version == 5 else 0
         while self._at < end:
             identifier = self.number(1)
@@ -337,29 +331,25 @@ class Fields:
                 raise Malformed(f"property {identifier:#x} where it may not be")
             kind = _PROPERTIES[identifier]
             if isinstance(kind, int):
-                found[identifier] = self.number(kind)
+                properties[identifier] = self.number(kind)
             elif kind == "v":
-                found[identifier] = self.varint()
+                properties[identifier] = self.varint()
             else:
-                found[identifier] = self.data()
+                properties[identifier] = self.data()
                 if kind == "ss":
                     self.data()
         if end and self._at > end:
             raise Malformed("a property longer than its list")
-        return found
+        return properties
 
     def left(self) -> int:
-        """Return how many bytes are left."""
+        """Return the number of remaining bytes."""
         return len(self._data) - self._at
 
-    def more(self) -> bool:
-        """Return whether bytes are left."""
-        return self._at < len(self._data)
-
     def end(self, packet: AnyControl) -> AnyControl:
-        """Return a packet that has been read; raises Malformed if bytes are left."""
-        if self.more():
-            raise Malformed("a packet longer than what it says")
+        """Return a decoded packet. Raises Malformed if bytes remain."""
+        if self.left():
+            raise Malformed("a packet longer than its fields")
         return packet
 
 
@@ -389,15 +379,15 @@ def _read_connect(fields: Fields, _version: int) -> Connect:
 
 def _read_connack(fields: Fields, version: int) -> Connack:
     present, code = fields.number(1), fields.number(1)
-    # One that does not speak MQTT 5 refuses it in the words of 3.1.1, without properties.
-    properties = fields.properties(version) if fields.more() else {}
+    # A broker of 3.1.1 refuses MQTT 5 with a CONNACK without properties.
+    properties = fields.properties(version) if fields.left() else {}
     return fields.end(Connack(code, bool(present & 1), properties))
 
 
 def _read_puback(fields: Fields, version: int) -> Puback:
     packet_id = fields.packet_id()
-    code = fields.number(1) if version == 5 and fields.more() else 0
-    if version == 5 and fields.more():
+    code = fields.number(1) if version == 5 and fields.left() else 0
+    if version == 5 and fields.left():
         fields.properties(version)
     return fields.end(Puback(packet_id, code))
 
@@ -406,7 +396,7 @@ def _read_subscribe(fields: Fields, version: int) -> Subscribe:
     packet_id, filters = fields.packet_id(), list[tuple[str, int]]()
     fields.properties(version, _FROM_CLIENT)
     reserved = 0xC0 if version == 5 else 0xFC
-    while fields.more() or not filters:
+    while fields.left() or not filters:
         name, options = fields.text(), fields.number(1)
         if options & reserved or options & 3 == 3 or options & 0x30 == 0x30:
             raise Malformed(f"options {options:#x} in SUBSCRIBE")
@@ -423,7 +413,7 @@ def _read_suback(fields: Fields, version: int) -> Suback:
 def _read_unsubscribe(fields: Fields, version: int) -> Unsubscribe:
     packet_id, filters = fields.packet_id(), list[str]()
     fields.properties(version, _FROM_CLIENT)
-    while fields.more() or not filters:
+    while fields.left() or not filters:
         filters.append(fields.text())
     return Unsubscribe(packet_id, tuple(filters))
 
@@ -436,16 +426,16 @@ def _read_unsuback(fields: Fields, version: int) -> Unsuback:
 
 
 def _read_disconnect(fields: Fields, version: int) -> Disconnect:
-    return Disconnect(fields.number(1) if version == 5 and fields.more() else 0)
+    return Disconnect(fields.number(1) if version == 5 and fields.left() else 0)
 
 
 def _publishes(_fields: Fields, _version: int) -> Control:
-    raise AssertionError("a PUBLISH is read where it lies")
+    raise AssertionError("Decoder reads a PUBLISH in place")
 
 
 Reads = Mapping[int, Callable[[Fields, int], Control]]
 
-# Who may send what: by the first byte of a packet, flags included.
+# Readers of the allowed packets for each sender, by a packet's first byte (type and flags).
 FROM_STRANGER: Final[Reads] = {CONNECT: _read_connect}
 FROM_SUBSCRIBER: Final[Reads] = {
     SUBSCRIBE: _read_subscribe,
@@ -469,12 +459,12 @@ FROM_BROKER: Final[Reads] = {
 
 
 class Decoder:
-    """Reads what the other end sends: receive into `buffer()`, say how much came (`received`), take events until None.
+    """Decodes a stream: receive into `buffer()`, pass the count to `received`, call `next_event` until None.
 
-    reads: which packets the other end may send now. version: of MQTT, 4 or 5. limit_bytes: the longest PUBLISH;
-    control_bytes: the longest other packet, and the longest topic with its header. any_topic: read a topic that MQTT
-    does not allow as "", instead of Malformed. missing: bytes of the payload on its way that have not come yet. Once a
-    method has raised Malformed the connection cannot be read any further.
+    reads: packets that the other end may send now. version: 4 or 5. limit_bytes: of the longest PUBLISH.
+    control_bytes: of the longest other packet, and of the longest topic with its header.
+    any_topic: return an invalid topic as "" instead of raising Malformed.
+    After Malformed the stream cannot be read further.
     """
 
     def __init__(
@@ -488,22 +478,23 @@ class Decoder:
         any_topic: bool = False,
     ) -> None:
         self.reads, self.version, self.limit_bytes = reads, version, limit_bytes
+        #: Bytes of the current payload that have not arrived.
         self.missing = 0
         self._control_bytes, self._any_topic = control_bytes, any_topic
         self._buffers = Buffers() if buffers is None else buffers
         self._stage = memoryview(bytearray(max(STAGE, control_bytes + 5)))
-        self._start = self._end = 0  # what of the stage is not parsed
+        self._start = self._end = 0  # unparsed range of the stage
         self._topics: dict[bytes, str] = {}
         self._leads: dict[bytes, tuple[int, int, int]] = {}
-        self._begun: Publish | None = None  # whose payload has not all come
+        self._begun: Publish | None = None  # message with an incomplete payload
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing of a packet has come that `next_event` has not returned."""
+        """Return whether no partial or unread packet is buffered."""
         return not self.missing and self._start == self._end
 
     def buffer(self) -> memoryview:
-        """Return where to receive: the rest of a payload and nothing beyond it, or the stage."""
+        """Return the memory to receive into: exactly the rest of a payload, or the stage."""
         if self.missing:
             assert self._begun is not None
             return self._begun.payload[-self.missing :]
@@ -514,25 +505,25 @@ class Decoder:
         return self._stage[left:]
 
     def received(self, nbytes: int) -> Event | None:
-        """So many bytes have come into `buffer()`; return as `next_event`, to be called until it returns None."""
+        """Process `nbytes` that arrived in `buffer()`; return the next event as `next_event` does."""
         if not self.missing:
             self._end += nbytes
             return self.next_event()
         self.missing -= nbytes
         if self.missing:
             return None
-        begun, self._begun = self._begun, None  # a view that is kept would keep the buffer
+        begun, self._begun = self._begun, None  # a kept view would keep its buffer in use
         return begun
 
     def next_event(self) -> Event | None:
-        """Return what came next, None if more bytes are needed. Raises Malformed."""
+        """Return the next event, None if more bytes are needed. Raises Malformed."""
         stage, start, end = self._stage, self._start, self._end
         if start == end or self.missing:
             return None
         if end - start >= LEAD:
-            known = self._leads.get(bytes(stage[start : start + LEAD]))
-            if known is not None and known[2] <= self.limit_bytes:
-                return self._publish(PUBLISH, start + known[0], start + known[1], start + known[2])
+            lead = self._leads.get(bytes(stage[start : start + LEAD]))
+            if lead is not None and lead[2] <= self.limit_bytes:
+                return self._publish(PUBLISH, start + lead[0], start + lead[1], start + lead[2])
         first = stage[start]
         read = self.reads.get(first)
         if read is None:
@@ -549,12 +540,12 @@ class Decoder:
         return read(Fields(bytes(stage[at : at + length])), self.version)
 
     def feed(self, data: Buffer) -> Event | None:
-        """Receive bytes that lie elsewhere and return as `received`; raises ValueError if `buffer()` has no room."""
+        """Copy bytes into `buffer()` and return as `received`. Raises ValueError if they do not fit."""
         self.buffer()[: len(data)] = data
         return self.received(len(data))
 
     def _length(self, limit: int) -> tuple[int, int] | None:
-        """Return (where the body starts, its length), None if the stage holds too little to tell."""
+        """Return (start of the body, its length), None if the header is incomplete."""
         length = shift = 0
         for at in range(self._start + 1, self._end):
             byte = self._stage[at]
@@ -569,7 +560,7 @@ class Decoder:
         return None
 
     def _unknown(self, first: int, at: int, length: int) -> Publish | None:
-        """Check where topic and payload of a PUBLISH lie whose body starts at `at`, and take their beginning."""
+        """Locate and check topic and payload of a PUBLISH with its body at `at`, and start to receive it."""
         stage, begin, end = self._stage, self._start, self._end
         plain = first & 6 == 0 and self.version == 4
         least = 2 if plain else 2 + (2 if first & 6 else 0) + (self.version == 5)
@@ -589,7 +580,7 @@ class Decoder:
         return self._publish(first, at + 2, start, at + length)
 
     def _with_more(self, first: int, at: int, name_end: int, stop: int) -> Publish | None:
-        """Read what stands between topic and payload at QoS 1 and in MQTT 5: packet id and properties."""
+        """Read packet id (QoS 1) and properties (MQTT 5) between topic and payload."""
         limit = min(stop, at + self._control_bytes)
         head = bytes(self._stage[name_end : min(self._end, limit)])
         fields = Fields(head)
@@ -598,7 +589,7 @@ class Decoder:
             fields.properties(self.version)
         except Malformed:
             if name_end + len(head) < limit:
-                return None  # not all of it has come, or it is broken: then all of it shows that
+                return None  # incomplete, or malformed; the complete header decides
             raise
         start = name_end + len(head) - fields.left()
         return self._publish(first, at + 2, start, stop, name_end, packet_id)
@@ -606,14 +597,14 @@ class Decoder:
     def _publish(
         self, first: int, name_at: int, start: int, stop: int, name_end: int = 0, packet_id: int = 0
     ) -> Publish | None:
-        """Take the topic and the first bytes of a payload that lies from `start` to `stop`; None if more is needed."""
+        """Take the topic and the available bytes of the payload at start:stop; None if bytes are missing."""
         stage, end = self._stage, self._end
         if end < start:
             return None
         name = bytes(stage[name_at : name_end or start])
         topic = self._topics.get(name) or self._new_topic(name)
         payload = self._buffers.take(stop - start)
-        # Without the arguments of `Publish` to look up, this costs half.
+        # Calling `Publish` takes twice as long.
         fields = (topic, payload, first >> 1 & 3, first & RETAIN == RETAIN, packet_id, first & 8 == 8)
         message = tuple.__new__(Publish, fields)
         if end >= stop:
@@ -643,7 +634,7 @@ class Decoder:
 
 
 def is_filter(pattern: str) -> bool:
-    """Return whether this is a topic filter."""
+    """Return whether a text is a valid topic filter."""
     levels = pattern.split("/")
     return (
         bool(pattern)
@@ -655,20 +646,20 @@ def is_filter(pattern: str) -> bool:
 
 
 def is_topic(name: str) -> bool:
-    """Return whether a message may be published on this."""
+    """Return whether a text is a valid topic name."""
     return bool(name) and not any(c in name for c in "+#\0")
 
 
 def matches(pattern: str, topic: str) -> bool:
-    """Return whether a filter takes in a topic."""
+    """Return whether a filter matches a topic."""
     return _within(pattern.split("/"), topic.split("/"))
 
 
-def covers(allowed: str, asked: str) -> bool:
-    """Return whether every topic that `asked` takes in is taken in by `allowed` as well."""
-    outer, inner = allowed.split("/"), asked.split("/")
+def covers(allowed: str, pattern: str) -> bool:
+    """Return whether the filter `allowed` matches every topic that the filter `pattern` matches."""
+    outer, inner = allowed.split("/"), pattern.split("/")
     if inner[-1] == "#":
-        # "a/#" is also "a": only a "#" at or before its place has all of it.
+        # "a/#" also matches "a", so `allowed` needs a "#" at the same level or above.
         return outer[-1] == "#" and len(outer) <= len(inner) and _within(outer, inner)
     return _within(outer, inner)
 

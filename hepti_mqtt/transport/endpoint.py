@@ -1,7 +1,6 @@
-"""A small MQTT server that only sends: what a device publishes goes straight from memory to its subscribers.
+"""A small MQTT server that sends one device's messages directly from memory to subscribers.
 
-Top to bottom: who may come in and read what (`Acl`), what one client may say and is answered (`ClientSession`, without
-I/O), and the sockets (`Endpoint`).
+`Acl` is its access list, `ClientSession` the state of one client without I/O, `Endpoint` drives the sockets.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ from hepti_mqtt.transport.peer import PeerStats
 from hepti_mqtt.transport.sockets import Connection, listen, tune_sender, unacknowledged
 
 MAX_CLIENTS: Final = 64
-CONNECT_S: Final = 5.0  # a client that has not sent CONNECT after so long,
-STALL_S: Final = 5.0  # or takes nothing of what waits, is disconnected
-MAX_FLUSH: Final = 256 * 1024  # sent under the lock at once, so that a publish waits for 0.1 ms at most
+CONNECT_S: Final = 5.0  # limit for CONNECT
+STALL_S: Final = 5.0  # longest stall of a client with queued messages
+MAX_FLUSH: Final = 256 * 1024  # bytes of one send under the lock, so that a publish waits 0.1 ms at most
 MAX_CACHED: Final = 4096
-MAX_ASKED: Final = 16_384  # the largest packet that a client may send
+MAX_ASKED: Final = 16_384  # bytes of the largest packet from a client
 MAX_FILTERS: Final = 64
-MAX_AT_ONCE: Final = 128  # packets in one read: a client that asks for more work at once is disconnected
+MAX_AT_ONCE: Final = 128  # packets in one read
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
-# MQTT 5 alone has reasons; 3.1.1 has one code per packet.
+# Reason codes of MQTT 5; 3.1.1 has one code per packet.
 _BAD_LOGIN, _BAD_METHOD, _NO_FILTER, _NOT_ALLOWED, _TOO_MANY = 0x86, 0x8C, 0x8F, 0x87, 0x97
 _NOT_FOUND: Final = 0x11
-# To a client of MQTT 5: QoS 0 only, nothing retained, no wildcards in shares, no subscription ids, 16 KB a packet.
+# For clients of MQTT 5: QoS 0 only, no RETAIN, no subscription ids, no shared subscriptions, packets of 16 KB.
 _OFFERED: Final[Properties] = {0x24: 0, 0x25: 0, 0x29: 0, 0x2A: 0, MAXIMUM_PACKET_SIZE: MAX_ASKED}
 _numbers = itertools.count(1)
 _log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class _Grant:
 
 
 class Acl:
-    """The access list of an endpoint: grants by user and key (a model's plan version), each with a token of its own."""
+    """The access list of an endpoint: grants by user and key (a model's plan version), each with its own token."""
 
     def __init__(self) -> None:
         self._by_user: dict[str, dict[Hashable, _Grant]] = {}
@@ -92,42 +91,43 @@ class Acl:
             self._by_user.pop(user, None)
 
     def holds(self, user: str) -> bool:
-        """Return whether this user has any grant."""
+        """Return whether a user has a grant."""
         return user in self._by_user
 
     def knows(self, user: str, token: bytes) -> bool:
-        """Return whether a live grant of this user has this token, in constant time."""
-        found = [hmac.compare_digest(grant.token, token) for grant in self._by_user.get(user, {}).values()]
-        return any(found)
+        """Return whether a grant of this user has this token, in constant time."""
+        matching = [hmac.compare_digest(grant.token, token) for grant in self._by_user.get(user, {}).values()]
+        return any(matching)
 
     def allows(self, user: str, pattern: str) -> bool:
-        """Return whether the live grants of this user cover a filter."""
+        """Return whether one grant of this user covers a filter."""
         grants = self._by_user.get(user, {})
         return any(covers(allowed, pattern) for grant in grants.values() for allowed in grant.filters)
 
     def limit_bytes(self, user: str) -> int:
-        """Return how much may wait for this user."""
+        """Return the limit of queued bytes for a user."""
         return max((grant.limit_bytes for grant in self._by_user.get(user, {}).values()), default=0)
 
 
 class ClientSession:
-    """One connection to an endpoint: `feed` it what came and send what it returns.
-
-    version: 4 or 5 once it is let in, 0 before. filters: what it has subscribed to. largest_bytes: the largest packet
-    that it takes. silence_s: how long it may say nothing. over: close the connection after the answer.
-    """
+    """A client's session at an endpoint: `feed` takes received bytes and returns the answers."""
 
     def __init__(self, rules: Acl) -> None:
-        self.version, self.client, self.user = 0, "", ""
+        #: 4 or 5 after the login, 0 before
+        self.version = 0
+        self.client = self.user = ""
         self.filters: set[str] = set()
+        #: longest silence that its keep-alive allows
         self.silence_s = float("inf")
+        #: largest packet that the client accepts
         self.largest_bytes = MAX_LENGTH
+        #: whether to close the connection after the answer
         self.over = False
         self._rules = rules
         self._decoder = Decoder(FROM_STRANGER, control_bytes=MAX_ASKED)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the answers to what came, whole packets or parts. Raises Malformed."""
+        """Return the answers to received bytes, whole packets or parts. Raises Malformed."""
         answers, rest, packets = bytearray(), memoryview(data), 0
         while rest.nbytes and not self.over:
             fits = min(rest.nbytes, self._decoder.buffer().nbytes)
@@ -145,39 +145,39 @@ class ClientSession:
         match event:
             case Connect():
                 return self._connect(event)
-            case Subscribe(packet_id, asked):
-                codes = [self._grant(name) for name, _ in asked]
+            case Subscribe(packet_id, filters):
+                codes = [self._grant(name) for name, _ in filters]
                 if self.version == 4:
                     codes = [FAILURE if code else 0 for code in codes]
                 return encode(Suback(packet_id, bytes(codes)), self.version)
-            case Unsubscribe(packet_id, left):
-                return encode(Unsuback(packet_id, bytes(map(self._leave, left))), self.version)
+            case Unsubscribe(packet_id, names):
+                return encode(Unsuback(packet_id, bytes(map(self._leave, names))), self.version)
             case Pingreq():
                 return encode(Pingresp())
         self.over = True  # DISCONNECT
         return b""
 
-    def _connect(self, asked: Connect) -> bytes:
-        if asked.version not in (4, 5):
+    def _connect(self, connect: Connect) -> bytes:
+        if connect.version not in (4, 5):
             self.over = True
-            return encode(Connack(1))  # as 3.1.1 refuses other versions
-        if refusal := self._refusal(asked):
+            return encode(Connack(1))  # refusal of a version in 3.1.1
+        if refusal := self._refusal(connect):
             self.over = True
-            return encode(Connack(refusal), asked.version)
-        self.version, self.client, self.user = asked.version, asked.client, asked.user or ""
-        limit = asked.properties.get(MAXIMUM_PACKET_SIZE, MAX_LENGTH)
+            return encode(Connack(refusal), connect.version)
+        self.version, self.client, self.user = connect.version, connect.client, connect.user or ""
+        limit = connect.properties.get(MAXIMUM_PACKET_SIZE, MAX_LENGTH)
         assert isinstance(limit, int)
-        self.largest_bytes, self.silence_s = limit, 1.5 * asked.keepalive_s or float("inf")
-        self._decoder.reads, self._decoder.version = FROM_SUBSCRIBER, asked.version
-        named = {} if asked.client else {ASSIGNED_CLIENT: f"client-{next(_numbers):08x}".encode()}
-        return encode(Connack(0, properties={**_OFFERED, **named}), self.version)
+        self.largest_bytes, self.silence_s = limit, 1.5 * connect.keepalive_s or float("inf")
+        self._decoder.reads, self._decoder.version = FROM_SUBSCRIBER, connect.version
+        assigned = {} if connect.client else {ASSIGNED_CLIENT: f"client-{next(_numbers):08x}".encode()}
+        return encode(Connack(0, properties={**_OFFERED, **assigned}), self.version)
 
-    def _refusal(self, asked: Connect) -> int:
-        if AUTHENTICATION_METHOD in asked.properties:
+    def _refusal(self, connect: Connect) -> int:
+        if AUTHENTICATION_METHOD in connect.properties:
             return _BAD_METHOD
-        if not self._rules.knows(asked.user or "", asked.password or b""):
-            return 4 if asked.version == 4 else _BAD_LOGIN
-        return 2 if asked.version == 4 and not asked.client and not asked.clean else 0
+        if not self._rules.knows(connect.user or "", connect.password or b""):
+            return 4 if connect.version == 4 else _BAD_LOGIN
+        return 2 if connect.version == 4 and not connect.client and not connect.clean else 0
 
     def _grant(self, pattern: str) -> int:
         if not is_filter(pattern):
@@ -198,34 +198,36 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class _Subscriber:
-    """One connection: who it is, and what it has not taken yet."""
+    """One connection and its queue."""
 
     connection: Connection
     session: ClientSession
-    deadline: float  # to introduce itself; then to take something, or to be heard of
+    deadline: float  # for CONNECT, then for progress of the queue, or for the keep-alive
     stats: PeerStats = field(default_factory=PeerStats)
     limit_bytes: int = 0
     out: deque[memoryview] = field(default_factory=deque)
     out_bytes: int = 0
-    left_bytes: int | None = None  # that the kernel had not delivered at the last look
+    left_bytes: int | None = None  # unacknowledged in the kernel at the last tick
 
 
 class _Route(NamedTuple):
-    """One reader of messages of one topic and size: what stands before the payload, and the bytes of both."""
+    """One subscriber of the messages of one topic and size."""
 
     reader: _Subscriber
-    head: bytes
-    size: int
+    head: bytes  # PUBLISH header
+    size: int  # bytes of header and payload
 
 
 class Turns:
-    """A lock that one thread may hold for long: others tell it to leave off before they wait."""
+    """A lock that one thread may hold for long; other threads call `on_wait` to request it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiting: deque[None] = deque()
-        #: called on a thread that is about to wait
+        #: called by a thread before it waits
         self.on_wait: Callable[[], None] = lambda: None
+        #: releases the lock of `take`
+        self.release = self._lock.release
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -240,21 +242,17 @@ class Turns:
         self._lock.release()
 
     def take(self) -> bool:
-        """Take the lock until `release`; False, and it is not taken, if others wait or have it."""
+        """Take the lock until `release`; return False if another thread holds it or waits."""
         return not self._waiting and self._lock.acquire(blocking=False)
-
-    def release(self) -> None:
-        """Give back what `take` has taken."""
-        self._lock.release()
 
 
 class Endpoint:
-    """Sends what is published to the subscribers that may read it; anything but a subscription is refused.
+    """Sends published messages to the subscribers that may read them; clients may only subscribe.
 
-    A thread publishes, another one calls `turn` and `tick`. `publish` never waits for the network, and the payload is
-    the caller's again when it returns: only what the kernel does not take at once is copied. secure: starts TLS on
-    an accepted socket. stats_of: the counts of a user. on_drop(user, bytes): a message was dropped; called under a
-    lock, on either thread. rejected: connections closed because a client broke a rule.
+    One thread publishes, another one calls `turn` and `tick`. `publish` never waits for the network: it copies the
+    bytes that the kernel does not accept immediately, so the caller may reuse the payload.
+    stats_of: returns the counters of a user. on_drop(user, bytes): called under the lock for a dropped message.
+    secure: starts TLS on an accepted socket.
     """
 
     def __init__(
@@ -269,70 +267,71 @@ class Endpoint:
     ) -> None:
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
+        #: connections closed because the client broke a rule
         self.rejected = 0
         self._clock, self._stats_of, self._on_drop, self._secure = clock, stats_of, on_drop, secure
         self.lock = Turns()
-        #: changes with the readers of messages
+        #: changes with the routes
         self.version = 1
         self._acl = Acl()
         self._subscribers: dict[int, _Subscriber] = {}
-        #: by topic and bytes of the payload, until something changes
+        #: cache by topic and bytes of the payload
         self._routes: dict[tuple[str, int], list[_Route]] = {}
-        self._full = False  # no descriptors left: new connections wait
+        self._full = False  # no descriptors left, so new connections wait
         self._epoll = select.epoll()
         self._epoll.register(self._listener, IN)
 
     def head_for(self, user: str, topic: str, nbytes: int) -> bytes | None:
-        """Return what stands before a payload, where a message goes to this user alone, and is not encrypted."""
-        routes = self._find(topic, nbytes)
+        """Return the PUBLISH header for a user; None unless the user is the only reader and the socket is plain."""
+        routes = self._new_routes(topic, nbytes)
         if self._secure is not None or [route.reader.session.user for route in routes] != [user]:
             return None
         (route,) = routes
         return route.head if route.size <= route.reader.session.largest_bytes else None
 
     def open_readers(self) -> dict[str, int]:
-        """Return the descriptors of those users with one connection, to which nothing waits to be sent."""
-        found: dict[str, int] = {}
+        """Return descriptors by user; -1 for a user with queued messages or several connections."""
+        descriptors: dict[str, int] = {}
         for fd, reader in self._subscribers.items():
-            found[reader.session.user] = -1 if reader.out or reader.session.user in found else fd
-        return found
+            descriptors[reader.session.user] = -1 if reader.out or reader.session.user in descriptors else fd
+        return descriptors
 
     def keep(self, user: str, parts: Sequence[Buffer], sent: int) -> None:
-        """Send the rest of a message to a user, of which some bytes were sent."""
+        """Send the rest of a message to a user after its first `sent` bytes."""
         reader = next(reader for reader in self._subscribers.values() if reader.session.user == user)
         self._keep(reader, parts, sent)
         reader.stats.frames_out += 1
         reader.stats.bytes_out += sum(memoryview(part).nbytes for part in parts[1:])
 
     def admit(self, user: str, key: Hashable, token: str, filters: Sequence[str], limit_bytes: int) -> None:
-        """Let a user in with this token to read what these filters take in; limit_bytes: what may wait for it."""
+        """Add a grant: a user with this token may read these filters; limit_bytes: of its queue."""
         with self.lock:
             self._acl.admit(user, key, token, filters, limit_bytes)
             self._review()
 
     def expel(self, user: str, key: Hashable) -> None:
-        """End one grant of a user, and its connections with the last one."""
+        """Remove a grant; close the user's connections after its last grant."""
         with self.lock:
             self._acl.expel(user, key)
             self._review()
 
     def publish(self, topic: str, *parts: Buffer) -> int:
-        """Send one message, its payload in parts; return to how many it went or is on its way."""
-        nbytes = went = 0
+        """Send one message with its payload in parts; return the number of its subscribers."""
+        nbytes = sent = 0
         for part in parts:
             nbytes += memoryview(part).nbytes
         with self.lock:
             routes = self._routes.get((topic, nbytes))
-            for reader, head, size in self._find(topic, nbytes) if routes is None else routes:
+            for reader, head, size in self._new_routes(topic, nbytes) if routes is None else routes:
                 if self._send(reader, (head, *parts), size):
                     stats = reader.stats
                     stats.frames_out += 1
                     stats.bytes_out += nbytes
-                    went += 1
-        return went
+                    sent += 1
+        return sent
 
     def turn(self, timeout_s: float | None) -> None:
-        """Wait, then accept, answer, and write what is left over."""
+        """Wait, then accept connections, answer, and flush queues."""
         for fd, events in self._epoll.poll(timeout_s):
             with self.lock:
                 subscriber = self._subscribers.get(fd)
@@ -342,11 +341,11 @@ class Endpoint:
                     self._serve(subscriber, events)
 
     def tick(self, now: float) -> None:
-        """Disconnect clients that send no CONNECT, take nothing or are silent."""
+        """Disconnect clients after their deadlines: no CONNECT, no progress, no keep-alive."""
         with self.lock:
             for reader in self._subscribers.values():
                 if reader.out:
-                    self._look(reader, now)
+                    self._extend_if_flowing(reader, now)
             for subscriber in [s for s in self._subscribers.values() if s.deadline < now]:
                 self._offend(subscriber)
             if self._full:
@@ -354,20 +353,20 @@ class Endpoint:
                 self._epoll.modify(self._listener, IN)
 
     def busy(self) -> bool:
-        """Return whether `tick` has work."""
+        """Return whether to call `tick`."""
         return self._full or bool(self._subscribers)
 
     def queued_bytes(self) -> dict[str, int]:
-        """Return what waits, by user."""
-        found: dict[str, int] = {}
+        """Return the queued bytes by user."""
+        queued: dict[str, int] = {}
         with self.lock:
             for subscriber in self._subscribers.values():
                 user = subscriber.session.user
-                found[user] = found.get(user, 0) + subscriber.out_bytes
-        return found
+                queued[user] = queued.get(user, 0) + subscriber.out_bytes
+        return queued
 
     def stop(self) -> None:
-        """Accept no more connections, and let a `turn` that waits return; from any thread."""
+        """Accept no more connections and end a waiting `turn`; any thread may call it."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
@@ -381,18 +380,16 @@ class Endpoint:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def _find(self, topic: str, nbytes: int) -> list[_Route]:
-        """Return the readers of this topic and what they get before a payload of this size, and remember them."""
-        allows = self._acl.allows
-        found = [
-            s
-            for s in self._subscribers.values()
-            if any(matches(f, topic) and allows(s.session.user, f) for f in s.session.filters)
-        ]
-        heads = [publish_head(topic, nbytes, s.session.version) for s in found]
+    def _new_routes(self, topic: str, nbytes: int) -> list[_Route]:
+        """Compute and cache the routes of a topic and payload size."""
+        routes = []
+        for subscriber in self._subscribers.values():
+            session = subscriber.session
+            if any(matches(name, topic) and self._acl.allows(session.user, name) for name in session.filters):
+                head = publish_head(topic, nbytes, session.version)
+                routes.append(_Route(subscriber, head, len(head) + nbytes))
         if len(self._routes) >= MAX_CACHED:
             self._routes.clear()
-        routes = [_Route(s, head, len(head) + nbytes) for s, head in zip(found, heads, strict=True)]
         self._routes[topic, nbytes] = routes
         return routes
 
@@ -405,7 +402,7 @@ class Endpoint:
         if size > reader.session.largest_bytes or (reader.out and reader.out_bytes + size > reader.limit_bytes):
             self._count_drop(reader, 1, size)
             return False
-        if not reader.out:  # else the packet before this one is not finished
+        if not reader.out:  # otherwise an earlier packet is unfinished
             try:
                 sent = reader.connection.sendmsg(parts)
             except BlockingIOError:
@@ -426,8 +423,8 @@ class Endpoint:
             sent = max(sent - view.nbytes, 0)
         if not reader.out:
             reader.deadline = self._clock() + STALL_S
-            # It is not read until it has taken what waits, or it could ask for more answers than it takes. This
-            # reaches a thread that is waiting in `turn` already.
+            # Read nothing until the queue is empty; otherwise requests could pile up answers.
+            # The change also reaches a thread that waits in `turn`.
             self._epoll.modify(reader.connection, OUT)
         reader.out.append(memoryview(rest))
         reader.out_bytes += len(rest)
@@ -443,7 +440,7 @@ class Endpoint:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptors left: the next tick tries again
+        except OSError:  # no descriptors left; the next tick retries
             self._full = True
             self._epoll.modify(self._listener, 0)
             return
@@ -460,7 +457,7 @@ class Endpoint:
             self._epoll.register(connection, IN)
 
     def _make_room(self) -> bool:
-        """Disconnect the oldest that has sent no CONNECT, so that silent ones keep nobody out."""
+        """Disconnect the oldest client without CONNECT; return False if there is none."""
         for subscriber in self._subscribers.values():
             if not subscriber.session.version:
                 self._offend(subscriber)
@@ -480,7 +477,7 @@ class Endpoint:
         except OSError:
             self._drop(subscriber)
         except Exception:
-            # The others must outlive a mistake in serving one of them.
+            # A bug in serving one client must not stop the others.
             _log.exception("a subscriber of this device is disconnected")
             self._drop(subscriber)
 
@@ -496,20 +493,20 @@ class Endpoint:
             reader.deadline = self._clock() + reader.session.silence_s
             self._epoll.modify(reader.connection, IN)
 
-    def _look(self, reader: _Subscriber, now: float) -> None:
-        """Give a reader time while it takes something: over a slow link the kernel asks for more only after seconds."""
+    def _extend_if_flowing(self, reader: _Subscriber, now: float) -> None:
+        """Extend a reader's deadline if bytes flow: on a slow link the socket becomes writable only after seconds."""
         before, reader.left_bytes = reader.left_bytes, unacknowledged(reader.connection)
         if before is not None and reader.left_bytes is not None and reader.left_bytes < before:
             reader.deadline = now + STALL_S
 
     def _read(self, subscriber: _Subscriber) -> None:
         data, session = subscriber.connection.recv(MAX_ASKED), subscriber.session
-        known = bool(session.version)
+        was_admitted = bool(session.version)
         if not data:
             self._drop(subscriber)
             return
         answer = session.feed(data)
-        if session.version and not known:
+        if session.version and not was_admitted:
             self._welcome(subscriber)
         self._forget_routes()
         if answer:
@@ -524,7 +521,7 @@ class Endpoint:
             subscriber.deadline = self._clock() + session.silence_s
 
     def _welcome(self, subscriber: _Subscriber) -> None:
-        """Close an older connection of the same client, as MQTT requires."""
+        """Set the client's limits, and close its older connection, as MQTT requires."""
         session = subscriber.session
         subscriber.stats = self._stats_of(session.user)
         subscriber.limit_bytes = self._acl.limit_bytes(session.user)
@@ -534,7 +531,7 @@ class Endpoint:
                 self._drop(old)
 
     def _review(self) -> None:
-        """Apply changed grants: a client reads what it subscribed to and its grants cover now."""
+        """Apply changed grants to subscribers."""
         self._forget_routes()
         for subscriber in [s for s in self._subscribers.values() if s.session.version]:
             subscriber.limit_bytes = self._acl.limit_bytes(subscriber.session.user)

@@ -1,7 +1,6 @@
-"""One connection to a broker, from CONNECT to its loss, on a socket that never blocks.
+"""One connection to a broker, from CONNECT to its loss, on a non-blocking socket.
 
-A message goes out as it lies, on the thread that sends it if the kernel takes it. What comes is received where it
-stays, in memory that is used again.
+The sending thread writes a message without a copy if the kernel accepts it. Payloads are received into reused memory.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from hepti_mqtt.transport.websocket import WebSocketConnection, shake_hands
 
 TURN_S: Final = 1.0
 CONTROL_BYTES: Final = 70_000  # the longest topic that MQTT allows, with its header
-SENT_TOGETHER: Final = 64  # pieces for one call of the kernel
+SENT_TOGETHER: Final = 64  # parts of one sendmsg call
 _VERSIONS: Final = {4: "3.1.1", 5: "5"}
 _CHECK: Final = "check the URL's port and scheme (mqtt, mqtts, ws or wss)"
 _WRONG_VERSION: Final = frozenset({1, 132})
@@ -65,21 +64,21 @@ Taken = Publish | Granted | Acknowledged
 
 
 class Lost(Exception):
-    """The connection ended; the text says why."""
+    """The connection ended; the text is the reason."""
 
     def __init__(self, text: str, *, hung_up: bool = False, malformed: bool = False) -> None:
         super().__init__(text)
-        #: The broker closed it, without saying that it has to.
+        #: The broker closed it without a shutdown reason.
         self.hung_up = hung_up
-        #: The broker sent what cannot be read.
+        #: The broker sent a malformed packet.
         self.malformed = malformed
 
 
 class Link:
-    """One connection: `open` it, then `turn` on one thread until `Lost`.
+    """One connection: `open` it, then call `turn` on one thread until `Lost`.
 
-    lock: its holder may send, from any thread. take(link, event): called with what comes after CONNACK. bulk: for
-    tensors: the kernel gets large buffers, and only short topics are read.
+    lock: any thread that holds it may send. take(link, event): called with each event after CONNACK.
+    bulk: for tensors, i.e. large socket buffers and short topics only.
     """
 
     def __init__(
@@ -100,14 +99,14 @@ class Link:
         #: When CONNACK came, and when bytes last came, by `time.monotonic`.
         self.up_at = self.heard_at = -inf
         self._is_up = False
-        self._early: list[Taken] = []  # came together with CONNACK
+        self._early: list[Taken] = []  # events that arrived together with CONNACK
         self._ended = Lost("the socket is closed")
         self._out: deque[memoryview] = deque()
-        #: Where messages of QoS 0 end among the bytes of all packets, and their bytes.
+        #: End positions of QoS 0 messages in the outgoing stream, and their bytes.
         self._ends: deque[tuple[int, int]] = deque()
-        #: Bytes of messages of QoS 0 that the kernel has not taken.
+        #: Bytes of queued QoS 0 messages.
         self.unwritten_bytes = 0
-        self._queued = self._written = 0  # bytes of all packets, and those that the kernel has taken
+        self._queued = self._written = 0  # stream positions: end of the queue, end of the kernel's part
         self._sock: socket.socket | None = None
         self._connection: Connection | None = None
         self._buffered: BufferedConnection | None = None  # the connection, if it is TLS or a WebSocket
@@ -116,8 +115,8 @@ class Link:
         self._poll.register(wake.fileno(), select.POLLIN)
         self._events = 0
         self._ping_at = self._answer_by = inf
-        self._ping_end = self._gone = 0  # where PINGREQ ends, and how far the broker's kernel was at the last look
-        self._flowed = False  # whether bytes came, or the kernel took some of what waited, since the last look
+        self._ping_end = self._gone = 0  # stream positions: end of PINGREQ, last one that the broker's host received
+        self._flowed = False  # whether bytes arrived or the kernel accepted bytes since the last check
 
     @property
     def local(self) -> bool:
@@ -126,13 +125,13 @@ class Link:
 
     @property
     def unwritten(self) -> int:
-        """Return how many messages of QoS 0 the kernel has not taken."""
+        """Return the number of queued QoS 0 messages."""
         return len(self._ends)
 
     def open(self, timeout_s: float, patience_s: float, stop: Callable[[], bool]) -> None:
-        """Connect within `timeout_s` and wait for the CONNACK, for `patience_s`.
+        """Connect within `timeout_s` and wait `patience_s` for the CONNACK.
 
-        Raises NetworkError, of it VersionRefused where another version may help, or RefusedError.
+        Raises NetworkError, RefusedError, or VersionRefused if another version may help.
         """
         until = time.monotonic() + timeout_s
         self._connect(timeout_s)
@@ -173,7 +172,7 @@ class Link:
         return RefusedError(f"{broker} refused {who}: {reason(code)}; check user and password in the broker's URL")
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for the socket or a wake-up, read and write. Raises `Lost`."""
+        """Wait for the socket or a wake-up, then read and write. Raises `Lost`."""
         if self._is_up:
             early, self._early = self._early, []
             for taken in early:
@@ -185,14 +184,14 @@ class Link:
             self._poll.register(self._connection.fileno(), events)
             self._events = events
         pending = self._buffered is not None and self._buffered.pending() > 0
-        # Low water must not hide that bytes flow: over a slow link it may take longer than an answer may.
+        # While PINGRESP is due, read below the low-water mark too: a slow link may need longer than the deadline.
         readable = pending or self._answer_by < inf
         for fd, occurred in self._poll.poll(0 if pending else min(timeout_s, TURN_S) * 1000):
             if fd == self._wake.fileno():
                 self._wake.clear()
             else:
                 self._flowed |= bool(occurred & select.POLLOUT)
-                readable = readable or bool(occurred & ~select.POLLOUT)  # hang-ups and errors show when reading
+                readable = readable or bool(occurred & ~select.POLLOUT)  # reading raises hang-ups and errors
         if readable:
             self._guarded(self._read)
             acknowledge_soon(self._sock)
@@ -200,11 +199,11 @@ class Link:
         self._keep_alive()
 
     def send(self, parts: list[memoryview], copied: bool, counted: bool = True) -> None:
-        """Send a message, on this thread if nothing waits before it.
+        """Send a message, on the calling thread if the queue is empty.
 
-        copied: its payload is the caller's again on return. counted: its loss counts, as it is of QoS 0. Over TLS or a
-        WebSocket the network thread sends everything: one connection cannot read and write at once. A loss is seen by
-        that thread.
+        copied: copy unsent bytes, so that the caller may reuse the payload. counted: QoS 0, i.e. `close` counts a loss.
+        Over TLS or a WebSocket only the network thread sends, because it cannot read and write concurrently.
+        The network thread reports a lost connection.
         """
         nbytes = sum(part.nbytes for part in parts)
         self._queued += nbytes
@@ -226,21 +225,21 @@ class Link:
             self._out.clear()
 
     def say(self, data: bytes) -> None:
-        """Send a control packet, from any thread."""
+        """Queue a control packet; any thread may call it."""
         with self._lock:
             self._queued += len(data)
             self._out.append(memoryview(data))
             self._wake.set()
 
     def disconnect(self, deadline: float) -> None:
-        """Write what is queued, until the deadline, and DISCONNECT, and let the broker read it."""
+        """Write the queue and DISCONNECT until the deadline, and wait for the broker to close."""
         self.say(self.protocol.encode(Disconnect()))
         while self._out and time.monotonic() < deadline:
             self.turn(max(deadline - time.monotonic(), 0.0))
         linger(self._sock, deadline)
 
     def close(self) -> int:
-        """Close the socket without a word; return how many messages of QoS 0 had not all been written."""
+        """Close the socket without DISCONNECT; return the number of queued QoS 0 messages."""
         with self._lock:
             if self._connection is not None:
                 with suppress(KeyError):
@@ -260,7 +259,7 @@ class Link:
             self._sock = sock = connect_any(url.host, url.port, timeout_s)
             connection: Connection = sock
             context = url.ssl_context()
-            if context is not None:  # shakes hands at once, within the same time
+            if context is not None:  # the handshake has the socket's timeout
                 self._sock = sock = secured = context.wrap_socket(sock, server_hostname=url.host)
                 connection = self._buffered = TlsConnection(secured)
             if url.path:
@@ -295,7 +294,7 @@ class Link:
             raise Lost(str(error) or repr(error), hung_up=by_broker, malformed=isinstance(error, Malformed)) from error
 
     def _shut(self) -> None:
-        """Hang up; what was queued is counted by `close`."""
+        """Close the connection; `close` counts the queue later."""
         assert self._connection is not None
         with self._lock, suppress(KeyError):
             self._poll.unregister(self._connection.fileno())
@@ -323,7 +322,7 @@ class Link:
     def _keep_alive(self) -> None:
         now = time.monotonic()
         if self._answer_by < inf and (self._goes_out() or self._flowed):
-            # PINGREQ waits behind what we send, and PINGRESP behind what the broker has for us: both may take long.
+            # Large messages may delay PINGREQ in our queue and PINGRESP in the broker's queue.
             self._answer_by = now + KEEPALIVE_S
         self._flowed = False
         if now >= self._answer_by:
@@ -339,10 +338,10 @@ class Link:
             self._goes_out()
 
     def _goes_out(self) -> bool:
-        """Return whether the broker's kernel has taken more of what ends with PINGREQ since the last look.
+        """Return whether the broker's host acknowledged more bytes up to PINGREQ since the last call.
 
-        It may lie behind megabytes in our own, which asks for nothing more meanwhile. What is sent after it proves
-        nothing: kernels take that for long after a broker has stopped.
+        Megabytes in our send buffer may precede PINGREQ. Bytes after PINGREQ prove nothing: the kernel of a stopped
+        broker still accepts them.
         """
         left = None if self._connection is None else unacknowledged(self._connection)
         if left is None:

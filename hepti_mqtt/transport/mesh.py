@@ -1,4 +1,4 @@
-"""Tensors from device to device without a broker: one device's endpoint and its subscriptions at its peers'."""
+"""Tensors from device to device without a broker: one device's endpoint and its subscriptions at peers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hepti_mqtt.transport.endpoint import Endpoint
 from hepti_mqtt.transport.peer import NEVER, Address, Callbacks, Dropped, MeshEvent, Peer, PeerStats
 from hepti_mqtt.transport.sockets import MeshTls, Wake
 
-QUEUE_BYTES: Final = 32 << 20  # what may wait for one subscriber, unless its grant says less
-PACKET_BYTES: Final = 32 << 20  # the largest packet from a peer, unless who joins says otherwise
+QUEUE_BYTES: Final = 32 << 20  # default limit of a subscriber's queue
+PACKET_BYTES: Final = 32 << 20  # default limit of a packet from a peer
 TICK_S: Final = 1.0
-LEAST_WAIT_S: Final = 1e-4  # for the rest of a payload, that says something of a link
+LEAST_WAIT_S: Final = 1e-4  # shortest wait for a payload that counts as a measurement of the link
 _MAX_PEERS: Final = 1024
 
 OnMessage = Callable[[str, str, memoryview], None]
@@ -28,13 +28,13 @@ OnEvent = Callable[[MeshEvent], None]
 
 
 class Mesh:
-    """Tensors from device to device over MQTT, without a broker between.
+    """Exchanges tensors between devices over MQTT without a broker.
 
-    One thread, the session's, calls everything but `wake`; `wait` calls on_message(peer, topic, payload) and on_event
-    on it. A payload is aligned to 64 bytes, and its memory is used again when nobody refers to it any more. A helper
-    thread accepts subscribers and sends what the kernel did not take at once. user: this device's name, with which it
-    introduces itself. limit_bytes: what may wait for one subscriber. tls: everything is encrypted, both ways. Raises
-    OSError if it cannot listen there.
+    One thread, the session's, calls all methods except `wake`; `wait` calls on_message(peer, topic, payload) and
+    on_event. A payload is aligned to 64 bytes; its memory is reused after the last reference is gone.
+    A helper thread accepts subscribers and flushes queues.
+    user: this device's name for logins. limit_bytes: of a subscriber's queue. tls: encrypt both directions.
+    Raises OSError if the address cannot be used.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class Mesh:
     ) -> None:
         self._on_message, self._on_event, self._limit_bytes = on_message, on_event, limit_bytes
         self._stats: dict[str, PeerStats] = {}
-        # First, because it may fail and leaves nothing behind then.
+        # Created first, because it may raise.
         self._endpoint = Endpoint(
             host, port, clock=clock, stats_of=self._stats_of, on_drop=self._dropped, secure=tls.serve if tls else None
         )
         self.port = self._endpoint.port
-        # Sends one message, its payload in C-contiguous parts; returns to how many subscribers it went. It never waits;
-        # the parts are the caller's again on return. `Dropped` names the subscribers that did not get it.
+        #: Sends one message (topic, C-contiguous parts); see `Endpoint.publish`. `Dropped` reports a full queue.
         self.publish: Callable[..., int] = self._endpoint.publish
+        #: Ends a grant (user, key); disconnects the user after its last grant.
+        self.expel: Callable[[str, Hashable], None] = self._endpoint.expel
         self._peers: dict[str, Peer] = {}
-        self._due = NEVER  # when the first timer of a peer is
+        self._due = NEVER  # the peers' earliest timer
         self._by_fd: dict[int, Peer] = {}
-        self._receiving: list[Peer] = []  # of a payload on its way
-        self._eager: list[Peer] = []  # have read some of what came, and not all
-        # Reported on this thread in `wait`, in order of arrival.
+        self._receiving: list[Peer] = []  # peers with an incomplete payload
+        self._eager: list[Peer] = []  # peers that stopped before the end of the available bytes
+        # Messages and events for `wait` to report, in order of arrival.
         self._reported: deque[MeshEvent | tuple[str, str, memoryview]] = deque()
         self._epoll = select.epoll()
         self._wake = Wake()
-        #: Lets `wait` return at once; from any thread, also after `close`.
+        #: Ends `wait`; any thread may call it, also after `close`.
         self.wake = self._wake.set
         self._epoll.register(self._wake.fileno(), select.EPOLLIN)
         self.channels = Channels(self._endpoint, self._peers, self._wake.fileno(), self._stats_of)
@@ -84,7 +85,8 @@ class Mesh:
             buffers=Buffers(),
             secure=tls.ask if tls else None,
         )
-        self.woke_s = 0.0  # when `wait` last ended waiting and began to read, by time.perf_counter()
+        #: When `wait` last ended its wait, by `time.perf_counter`.
+        self.woke_s = 0.0
         self._stopping = False
         self._helper = threading.Thread(target=self._help, name="mesh-helper", daemon=True)
         self._helper.start()
@@ -92,15 +94,8 @@ class Mesh:
     def admit(
         self, user: str, key: Hashable, token: str, filters: Sequence[str], limit_bytes: int | None = None
     ) -> None:
-        """Grant: `user` may come in with this token and read what these filters take in, until `expel` of this key.
-
-        limit_bytes: what may wait for this user.
-        """
+        """Grant: `user` may log in with this token and read these filters until `expel`; limit_bytes: of its queue."""
         self._endpoint.admit(user, key, token, filters, limit_bytes or self._limit_bytes)
-
-    def expel(self, user: str, key: Hashable) -> None:
-        """End a grant: what no other grant covers is no longer sent; without any grant the user is disconnected."""
-        self._endpoint.expel(user, key)
 
     def join(
         self,
@@ -111,35 +106,35 @@ class Mesh:
         filters: Sequence[str],
         limit_bytes: int = PACKET_BYTES,
     ) -> None:
-        """Subscribe at a peer's endpoint, until `leave` of this key; `Joined` says when, and again after a loss.
+        """Subscribe at a peer's endpoint until `leave`; `Joined` reports success, also after a reconnection.
 
-        All keys share one connection. limit_bytes: the largest packet that may come.
+        All keys share one connection. limit_bytes: of the largest packet.
         """
-        there = self._peers.get(peer)
-        if there is None:
-            there = self._peers[peer] = Peer(peer, address, self._stats_of(peer), self._callbacks)
-        there.join(key, address, token, filters, limit_bytes)
+        subscription = self._peers.get(peer)
+        if subscription is None:
+            subscription = self._peers[peer] = Peer(peer, address, self._stats_of(peer), self._callbacks)
+        subscription.join(key, address, token, filters, limit_bytes)
 
     def leave(self, peer: str, key: Hashable) -> None:
-        """End the subscriptions of this key at a peer, and the connection with the last one."""
-        there = self._peers.get(peer)
-        if there is not None and not there.leave(key):
+        """End the subscriptions of a key at a peer, and close the connection after the last key."""
+        subscription = self._peers.get(peer)
+        if subscription is not None and not subscription.leave(key):
             del self._peers[peer]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until something has come, `wake` was called or the time is over; report what has come."""
+        """Wait for bytes, `wake`, a timer or the timeout; report messages and events."""
         if self._reported or self._eager:
             timeout_s = 0.0
-        elif self._due < NEVER:  # at most until the first timer
+        elif self._due < NEVER:
             timeout_s = min(max(self._due - self._clock(), 0.0), NEVER if timeout_s is None else timeout_s)
         began_s, entered_s = self.woke_s, time.perf_counter()
         receiving = any(peer.missing for peer in self._receiving)
-        found = self._epoll.poll(timeout_s)
+        ready = self._epoll.poll(timeout_s)
         self.woke_s = time.perf_counter()
         waited_s = self.woke_s - entered_s
-        # What came is the link's doing if it was waited for longer than anything else was done.
+        # The link limited the transfer if this thread waited longer than it worked.
         timed = receiving and waited_s > max(entered_s - began_s, LEAST_WAIT_S)
-        peers = [peer for fd, _ in found if (peer := self._by_fd.get(fd)) is not None]
+        peers = [peer for fd, _ in ready if (peer := self._by_fd.get(fd)) is not None]
         before = sum(peer.received_bytes for peer in peers) if timed else 0
         for peer in peers:
             peer.ready()
@@ -150,13 +145,13 @@ class Mesh:
                 peer.stats.timed_us += round(1e6 * (self.woke_s - began_s))
         if peers:
             self._receiving = [peer for peer in {*self._receiving, *peers} if peer.missing]
-        if len(peers) < len(found):
+        if len(peers) < len(ready):
             self._wake.clear()
         if self._eager:
             eager, self._eager[:] = list(self._eager), []
             for peer in eager:
                 peer.ready()
-        # After what came: this thread may have been away for longer than an answer may take.
+        # Timers run after reads, because an answer may have arrived while this thread was busy.
         if self._due < NEVER and self._due <= self._clock():
             for peer in self._peers.values():
                 peer.timer()
@@ -169,11 +164,11 @@ class Mesh:
                 self._on_event(each)
 
     def call_before_waiting(self, leave_off: Callable[[], None]) -> None:
-        """Let other threads call this before they wait for who holds `channels`."""
+        """Set a callback for threads that are about to wait for the holder of `channels`."""
         self._endpoint.lock.on_wait = leave_off
 
     def stats(self) -> Mapping[str, PeerStats]:
-        """Return what went to and from each peer so far, and what waits."""
+        """Return the counters and queued bytes of each peer."""
         queued = self._endpoint.queued_bytes()
         return {
             name: dataclasses.replace(stats, queued_bytes=queued.get(name, 0))
@@ -182,7 +177,7 @@ class Mesh:
 
     @property
     def rejected(self) -> int:
-        """Return how many connections to this endpoint were closed because they broke a rule."""
+        """Return the number of connections closed because a client broke a rule."""
         return self._endpoint.rejected
 
     def close(self) -> None:
@@ -202,7 +197,7 @@ class Mesh:
     def _watch(self, fd: int, events: int, peer: Peer) -> None:
         if not events:
             del self._by_fd[fd]
-            with suppress(OSError):  # closed already, by a TLS handshake that failed
+            with suppress(OSError):  # a failed TLS handshake has closed it
                 self._epoll.unregister(fd)
         elif fd in self._by_fd:
             self._epoll.modify(fd, events)
@@ -211,7 +206,7 @@ class Mesh:
             self._epoll.register(fd, events)
 
     def _stats_of(self, name: str) -> PeerStats:
-        """Return the counts of a peer, which outlive its connections."""
+        """Return the counters of a peer, which outlive its connections."""
         if name not in self._stats and len(self._stats) >= _MAX_PEERS:
             self._stats.pop(next(iter(self._stats)))
         return self._stats.setdefault(name, PeerStats())

@@ -1,4 +1,4 @@
-"""Retained statuses: a connection that reads one, and the term of a new start, which follows the last one's."""
+"""Reading a retained status, and the term of a new start, which follows the retained one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ CONTRADICTION_S: Final = 3.0
 
 
 class Claim(NamedTuple):
-    """A new start; held: whether a running process holds the name, as far as `claim` was asked to look."""
+    """A new start."""
 
     start: Start
+    #: whether a running process uses the name; False unless `claim` looked
     held: bool = False
 
 
@@ -33,12 +34,12 @@ def new_boot() -> int:
     return secrets.randbelow(U32) + 1
 
 
-#: of what is cleared, or of a foreign program
+#: stands for an empty or foreign payload
 UNREAD: Final = Status("offline", 0, reason="unread")
 
 
 class StatusReader:
-    """A connection of its own that reads the statuses on one topic; a `with` block closes it. name: for its id."""
+    """A separate connection that reads the statuses on one topic; a `with` block closes it. name: for its client id."""
 
     def __init__(self, url: BrokerUrl, topic: str, name: str) -> None:
         self._inbox: queue.SimpleQueue[bytes | State] = queue.SimpleQueue()
@@ -63,7 +64,7 @@ class StatusReader:
         self.connection.close()
 
     def next(self, until_s: float) -> Status | State | None:
-        """Return the next status or state of the connection, None at a time of `time.monotonic`."""
+        """Return the next status or connection state, None after `until_s` (`time.monotonic`)."""
         try:
             item = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
             return decode_status(item) if isinstance(item, bytes) else item
@@ -73,7 +74,7 @@ class StatusReader:
             return UNREAD
 
     def status(self, timeout_s: float) -> Status | None:
-        """Return the next status, None if none comes."""
+        """Return the next status, None after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         while (item := self.next(until_s)) is not None:
             if isinstance(item, Status):
@@ -82,12 +83,11 @@ class StatusReader:
 
 
 def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5.0, *, look: bool = False) -> Claim:
-    """Read the retained status on `topic` over a connection of its own, and return the start that follows it.
+    """Read the retained status on `topic` over a separate connection, and return the start that follows it.
 
-    We publish a question there: it comes back after the retained status, so a site without one costs no waiting. A
-    running process contradicts it at once. look: wait for that, if the retained status says that there is one.
-
-    Raises NetworkError and RefusedError of the connection.
+    A published question returns after the retained status, so a missing status needs no timeout.
+    A running process answers the question immediately. look: wait for this answer unless the status is offline.
+    Raises NetworkError and RefusedError.
     """
     with StatusReader(url, topic, f"{name}-claim") as reader:
         reader.connect(timeout_s)
@@ -97,21 +97,21 @@ def claim(url: BrokerUrl, topic: str, name: str, boot: int, timeout_s: float = 5
 
 
 def _retained(reader: StatusReader, topic: str) -> Status | None:
-    """Return the retained status: the one that arrives before our own question."""
-    known, transport = None, reader.connection
+    """Return the status that arrives before our own question."""
+    status, transport = None, reader.connection
     until = time.monotonic() + ECHO_S
-    while (got := reader.next(until)) is not None:
-        if isinstance(got, Connected):
+    while (item := reader.next(until)) is not None:
+        if isinstance(item, Connected):
             transport.publish(topic, encode_status(QUESTION), 1)
-        elif isinstance(got, Refused):
+        elif isinstance(item, Refused):
             raise RefusedError(
-                f"the broker does not let {transport.url.user or 'an anonymous user'} use {topic}: {got.reason}; the "
+                f"the broker does not let {transport.url.user or 'an anonymous user'} use {topic}: {item.reason}; the "
                 "user must be named as the access list wants it"
             )
-        elif got == QUESTION:
-            return known
-        elif isinstance(got, Status) and got != UNREAD:
-            known = got
+        elif item == QUESTION:
+            return status
+        elif isinstance(item, Status) and item != UNREAD:
+            status = item
     raise NetworkError(
         f"the broker at {transport.url.place} has not echoed a message on {topic} within {ECHO_S:g} s; its access list "
         "must let this user publish and read there"
@@ -120,7 +120,7 @@ def _retained(reader: StatusReader, topic: str) -> Status | None:
 
 def _contradicted(reader: StatusReader) -> bool:
     until = time.monotonic() + CONTRADICTION_S
-    while (got := reader.next(until)) is not None:
-        if isinstance(got, Status) and got not in (QUESTION, UNREAD):
-            return got.state != "offline"
+    while (item := reader.next(until)) is not None:
+        if isinstance(item, Status) and item not in (QUESTION, UNREAD):
+            return item.state != "offline"
     return False

@@ -1,4 +1,4 @@
-"""This device's subscription at one peer's endpoint: one connection for every plan, restored after a loss."""
+"""This device's subscription at one peer's endpoint: one connection for all plans, restored after a loss."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ NEVER: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an endpoint listens: an IP address, and the SHA-256 of its certificate in hex, "" without TLS.
+    """The address that an endpoint announced. Raises WireError if it is invalid."""
 
-    Raises WireError if a peer announced anything else.
-    """
-
+    #: an IP address
     host: str
     port: int
+    #: SHA-256 of the certificate in hex, "" without TLS
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
         try:
             ipaddress.ip_address(self.host)
         except ValueError:
-            # A name would have to be looked up, which blocks.
+            # A name is refused, because its look-up blocks.
             raise WireError(f"a peer announced its endpoint at {self.host!r}, which is not an IP address") from None
         if not 0 < self.port < 65_536:
             raise WireError(f"a peer announced its endpoint on port {self.port}, which is not a port")
@@ -58,7 +57,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Every filter of this key is granted at this peer's endpoint, on an open connection."""
+    """A peer's endpoint granted all filters of a key."""
 
     peer: str
     key: Hashable
@@ -66,7 +65,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A peer's endpoint refused this key, reported once per connection; the subscription is retried."""
+    """A peer's endpoint refused a key; reported once per connection and retried."""
 
     peer: str
     key: Hashable
@@ -75,7 +74,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection to a peer's endpoint is lost with what was half received; it is being made again."""
+    """The connection to a peer's endpoint is lost with any incomplete payload; it will be restored."""
 
     peer: str
     reason: str
@@ -83,7 +82,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Messages for this subscriber were dropped whole: its queue was full, or it was disconnected."""
+    """Whole messages for a subscriber were dropped, because its queue was full or its connection ended."""
 
     peer: str
     nbytes: int
@@ -94,26 +93,25 @@ MeshEvent = Joined | Refused | Lost | Dropped
 
 @dataclass(slots=True)
 class PeerStats:
-    """What went between this device and one peer since the mesh began; bytes are those of payloads.
-
-    queued_bytes: what waits for the peer now. dropped: messages that it did not get. unwanted:
-    messages from it that no filter here takes in (any more). reconnections: how often the
-    connection to its endpoint was restored. joined: whether everything that was joined there is granted. trouble: why
-    not, in words. timed_bytes: what came while this device waited for the rest of a payload and did nothing else, and
-    timed_us, for how long; from several peers at once, what came from all of them counts for each.
-    """
+    """Counters for one peer since the start of the mesh; bytes are payload bytes."""
 
     frames_in: int = 0
     bytes_in: int = 0
     frames_out: int = 0
     bytes_out: int = 0
     queued_bytes: int = 0
+    #: messages to the peer
     dropped: int = 0
+    #: messages from the peer that match no filter
     unwanted: int = 0
     reconnections: int = 0
+    #: whether the peer granted all keys
     joined: bool = False
+    #: reason if not joined
     trouble: str = ""
+    #: bytes received from all peers while this device only waited for this peer's payload
     timed_bytes: int = 0
+    #: duration of these waits
     timed_us: int = 0
 
 
@@ -121,11 +119,11 @@ class _State(Enum):
     IDLE = auto()  # no connection
     CONNECTING = auto()
     SECURING = auto()  # the TLS handshake
-    GREETING = auto()  # CONNECT and SUBSCRIBE are out
+    GREETING = auto()  # CONNECT and SUBSCRIBE are sent
     UP = auto()
 
 
-class _Asked(Enum):
+class _Request(Enum):
     NOT_YET = auto()
     WAITING = auto()
     GRANTED = auto()
@@ -137,37 +135,38 @@ class _Join:
     token: str
     filters: tuple[str, ...]
     limit_bytes: int
-    state: _Asked = _Asked.NOT_YET
-    due: float = NEVER  # when the answer is late, or when to ask again
+    state: _Request = _Request.NOT_YET
+    due: float = NEVER  # deadline of the answer, or time of the next request
     delay_s: float = BACKOFF_S[0]
-    told: bool = False  # of a refusal on this connection
+    is_reported: bool = False  # whether a refusal on this connection was reported
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What a peer calls and shares.
+    """The mesh's callbacks and resources for its peers."""
 
-    user: this device. watch(fd, events, peer): wait for these events on this descriptor, 0: no more. timed: called
-    after `due` was set. tell, hear: where events and messages (peer, topic, payload) go. again: call `ready` without
-    waiting. secure: starts TLS on a connected socket to the holder of this certificate's fingerprint.
-    """
-
+    #: this device's name
     user: str
     clock: Callable[[], float]
+    #: (fd, events, peer): poll this descriptor for events, 0 to stop
     watch: Callable[[int, int, Peer], None]
+    #: called after `Peer.due` changed
     timed: Callable[[], None]
+    #: takes events
     tell: Callable[[MeshEvent], None]
+    #: takes messages (peer, topic, payload)
     hear: Callable[[tuple[str, str, memoryview]], None]
+    #: requests a call of `Peer.ready` without waiting
     again: Callable[[Peer], None]
     buffers: Buffers
+    #: starts TLS on a socket and pins this certificate fingerprint
     secure: Callable[[socket.socket, str], TlsConnection] | None
 
 
 class Peer:
-    """Subscribes at one endpoint for every key that joined, and receives what it sends.
+    """Subscribes at one endpoint for all joined keys, and receives its messages.
 
-    The caller waits for its descriptor and calls `ready`; at `due` it calls `timer`. No name is looked up and nothing
-    waits. stats: what it counts.
+    The caller polls its descriptor and calls `ready`, and calls `timer` at `due`. No method blocks.
     """
 
     def __init__(self, name: str, address: Address, stats: PeerStats, callbacks: Callbacks) -> None:
@@ -177,21 +176,21 @@ class Peer:
         self._state = _State.IDLE
         self._sock: socket.socket | None = None
         self._connection: Connection | None = None  # the socket itself, or TLS over it
-        self._secured: TlsConnection | None = None  # the line, if it is TLS
-        self._stood = False  # was up before
+        self._secured: TlsConnection | None = None  # the connection, if it is TLS
+        self._was_up = False
         self._deadline = NEVER  # of this state
         self._delay_s = BACKOFF_S[0]
         self._tries = 0
-        self._topics: dict[str, bool] = {}  # whether somebody has asked for it
+        self._topics: dict[str, bool] = {}  # cache: whether a filter matches a topic
         self._fd = -1
-        self._earlier_bytes = 0  # of earlier connections
+        self._earlier_bytes = 0  # received on earlier connections
         self._protocol = self._new_protocol()
         self._reader: Reader | None = None
 
-    # -- what the caller wants ---------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------------------------
 
     def join(self, key: Hashable, address: Address, token: str, filters: Sequence[str], limit_bytes: int) -> None:
-        """Subscribe for this key; limit_bytes: the largest packet that may come."""
+        """Subscribe for a key; limit_bytes: of the largest packet."""
         if address != self._address:
             self._address = address
             if self._state is not _State.IDLE:
@@ -199,24 +198,24 @@ class Peer:
         self._joins[key] = _Join(token, tuple(filters), limit_bytes)
         self._topics.clear()
         if bool(address.fingerprint) != (self._callbacks.secure is not None):
-            self._cannot(key)
+            self._refuse_tls(key)
             return
         self._protocol.decoder.limit_bytes = self._limit_bytes()
         if self._state is _State.IDLE:
             self._delay_s = BACKOFF_S[0]
             self._try(self._connect)
         elif self._state in (_State.GREETING, _State.UP):
-            self._try(lambda: self._ask(key))
+            self._try(lambda: self._say(self._request(key)))
 
-    def _cannot(self, key: Hashable) -> None:
-        """Refuse without asking: a token is never sent without TLS where TLS is expected."""
+    def _refuse_tls(self, key: Hashable) -> None:
+        """Report that only one side has TLS; a token must not be sent without the expected TLS."""
         with_tls, without = ("it has", "we have") if self._address.fingerprint else ("we have", "it has")
         self._deadline, self.stats.trouble = NEVER, f"{with_tls} TLS, {without} none"
         self._schedule()
         self._callbacks.tell(Refused(self.name, key, self.stats.trouble))
 
     def leave(self, key: Hashable) -> bool:
-        """End the subscriptions of a key, and the connection with the last one; return whether any key is left."""
+        """End the subscriptions of a key, and the connection after the last key; return whether keys remain."""
         join = self._joins.pop(key, None)
         self._topics.clear()
         if not self._joins:
@@ -233,23 +232,23 @@ class Peer:
         return bool(self._joins)
 
     def close(self) -> None:
-        """Leave everything."""
+        """Leave all keys."""
         self._joins.clear()
         self._close()
         self._schedule()
 
     @property
     def missing(self) -> int:
-        """Return how many bytes of a payload on its way have not come yet."""
+        """Return the missing bytes of an incomplete payload."""
         return self._protocol.decoder.missing if self._state is _State.UP else 0
 
     def open_descriptor(self) -> int:
-        """Return the socket's descriptor; -1 if it is encrypted, not granted all, or a message has come in part."""
+        """Return the socket's descriptor; -1 if it uses TLS, is not joined, or holds a partial message."""
         is_open = self.stats.joined and self._secured is None and self._protocol.decoder.is_empty
         return self._fd if is_open else -1
 
     def take(self, data: memoryview) -> None:
-        """Take what was read of the socket elsewhere."""
+        """Process bytes that other code read from the socket."""
         reader = self._reader
         assert reader is not None
         try:
@@ -257,12 +256,12 @@ class Peer:
         except (Malformed, OSError, MemoryError) as error:
             self._give_up(str(error) or repr(error))
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- input and timers --------------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Act on a descriptor that is ready."""
+        """Handle a ready descriptor."""
         try:
-            if self._state is _State.UP or self._state is _State.GREETING:
+            if self._state in (_State.UP, _State.GREETING):
                 self._receive()
             elif self._state is not _State.IDLE:
                 self._greet()
@@ -272,14 +271,11 @@ class Peer:
             self._give_up(str(error) or repr(error))
 
     def timer(self) -> None:
-        """Do what is due."""
-        if self._late() and self._state is _State.UP and not self.stats.joined:
-            self.ready()  # something may have come, only less than wakes us
-        if self._late():
+        """Connect, repeat requests and enforce deadlines that are due."""
+        if self._clock() >= self.due and self._state is _State.UP and not self.stats.joined:
+            self.ready()  # fewer bytes than the low-water mark may have arrived
+        if self._clock() >= self.due:
             self._try(self._act)
-
-    def _late(self) -> bool:
-        return self._clock() >= self.due
 
     def _act(self) -> None:
         if self._state is _State.IDLE:
@@ -289,12 +285,12 @@ class Peer:
             raise Malformed(f"no answer from {self._address.host} port {self._address.port} within {ANSWER_S:g} s")
         for key, join in self._joins.items():
             if join.due <= self._clock():
-                if join.state is _Asked.WAITING:
+                if join.state is _Request.WAITING:
                     raise Malformed(f"no answer to SUBSCRIBE within {ANSWER_S:g} s")
-                self._ask(key)
+                self._say(self._request(key))
 
     def _try(self, action: Callable[[], None]) -> None:
-        """Do what may fail, as `ready` does."""
+        """Run an action; close the connection if it fails."""
         try:
             action()
         except (Malformed, OSError) as error:
@@ -302,9 +298,9 @@ class Peer:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Work out when something is due, and whether all is well."""
+        """Update `due` and `stats.joined`."""
         joins = self._joins.values()
-        self.stats.joined = self._state is _State.UP and all(join.state is _Asked.GRANTED for join in joins)
+        self.stats.joined = self._state is _State.UP and all(join.state is _Request.GRANTED for join in joins)
         if self.stats.joined:
             self.stats.trouble, self._delay_s = "", BACKOFF_S[0]
         if not self._joins:
@@ -327,7 +323,7 @@ class Peer:
         self._callbacks.watch(self._fd, select.EPOLLOUT, self)
 
     def _greet(self) -> None:
-        """Go on as far as it goes: connected, secured, and then CONNECT and SUBSCRIBE together."""
+        """Continue the connection: TCP, the TLS handshake, then CONNECT and SUBSCRIBE together."""
         assert self._sock is not None
         if self._state is _State.CONNECTING:
             connected(self._sock)
@@ -335,7 +331,7 @@ class Peer:
             self._state = _State.SECURING
             if self._callbacks.secure is not None:
                 self._connection = self._secured = self._callbacks.secure(self._sock, self._address.fingerprint)
-        self._heard()
+        self._extend_deadlines()
         if self._secured is not None:
             self._secured.handshake()
         tokens = [join.token.encode() for join in reversed(self._joins.values())]
@@ -345,10 +341,10 @@ class Peer:
         plain = self._sock if self._secured is None else None
         self._reader = Reader(self._protocol.decoder, self._connection, plain)
         greeting = self._protocol.encode(Connect(MESH_VERSION, user, *login))
-        self._say(greeting + b"".join([self._question(key) for key in self._joins]))
+        self._say(greeting + b"".join([self._request(key) for key in self._joins]))
 
     def _give_up(self, reason: str) -> None:
-        """Close the connection, and try again after a while."""
+        """Close the connection and schedule the next attempt."""
         was_up = self._state is _State.UP
         self._close()
         self.stats.trouble = reason
@@ -366,36 +362,33 @@ class Peer:
         self._sock = self._connection = self._secured = None
         self._state = _State.IDLE
         for join in self._joins.values():
-            join.state, join.due, join.told = _Asked.NOT_YET, NEVER, False
+            join.state, join.due, join.is_reported = _Request.NOT_YET, NEVER, False
 
     def _say(self, data: bytes) -> None:
         assert self._connection is not None
-        # An endpoint reads while it has nothing to send, and these are few bytes: the kernel takes them.
+        # The kernel accepts these few bytes, because an endpoint with an empty queue reads.
         try:
-            taken = self._connection.send(data)
+            sent = self._connection.send(data)
         except BlockingIOError:
-            taken = 0
-        if taken < len(data):
-            raise Malformed("it does not take what we ask for")
+            sent = 0
+        if sent < len(data):
+            raise Malformed("it does not read our requests")
 
-    # -- what is asked for -------------------------------------------------------------------------------------------
+    # -- requests and answers ----------------------------------------------------------------------------------------
 
-    def _ask(self, key: Hashable) -> None:
-        self._say(self._question(key))
-
-    def _question(self, key: Hashable) -> bytes:
+    def _request(self, key: Hashable) -> bytes:
         join = self._joins[key]
-        join.state, join.due = _Asked.WAITING, self._clock() + ANSWER_S
+        join.state, join.due = _Request.WAITING, self._clock() + ANSWER_S
         return self._protocol.subscribe(join, [(name, 0) for name in join.filters])
 
-    def _heard(self) -> None:
-        """Allow an endpoint that sends more time: its answer comes after what it sent before."""
-        late = self._clock() + ANSWER_S
+    def _extend_deadlines(self) -> None:
+        """Extend deadlines after received bytes: an endpoint answers only after its earlier messages."""
+        deadline = self._clock() + ANSWER_S
         if self._state is not _State.UP:
-            self._deadline = late
+            self._deadline = deadline
         for join in self._joins.values():
-            if join.state is _Asked.WAITING:
-                join.due = late
+            if join.state is _Request.WAITING:
+                join.due = deadline
         self._schedule()
 
     def _accept(self, event: Event) -> None:
@@ -404,38 +397,38 @@ class Peer:
                 self._on_publish(message.topic, message.payload)
                 return
             case Connack(code):
-                self._let_in(code)
+                self._on_connack(code)
             case Granted(join, _, codes):
-                self._answered(join, codes)
+                self._on_suback(join, codes)
         self._schedule()
 
-    def _let_in(self, code: int) -> None:
+    def _on_connack(self, code: int) -> None:
         if code:
             reason = f"it does not let us in (code {code})"
             for key in self._joins:
                 self._callbacks.tell(Refused(self.name, key, reason))
             raise Malformed(reason)
         self._state = _State.UP
-        self.stats.reconnections += self._stood
-        self._stood = True
+        self.stats.reconnections += self._was_up
+        self._was_up = True
 
-    def _answered(self, join: _Join, codes: bytes) -> None:
+    def _on_suback(self, join: _Join, codes: bytes) -> None:
         key = next((key for key, own in self._joins.items() if own is join), None)
-        if key is None or join.state is not _Asked.WAITING:
-            return  # of a key that has left, or was joined again
+        if key is None or join.state is not _Request.WAITING:
+            return  # the key has left or joined again
         if any(code > 2 for code in codes):
             reason = f"it does not let us read {join.filters[[code > 2 for code in codes].index(True)]}"
-            join.state, join.due = _Asked.REFUSED, self._clock() + join.delay_s * random.uniform(0.5, 1.0)
+            join.state, join.due = _Request.REFUSED, self._clock() + join.delay_s * random.uniform(0.5, 1.0)
             join.delay_s = min(2 * join.delay_s, BACKOFF_S[1])
             self.stats.trouble = reason
-            if not join.told:
-                join.told = True
+            if not join.is_reported:
+                join.is_reported = True
                 self._callbacks.tell(Refused(self.name, key, reason))
             return
-        join.state, join.due, join.delay_s = _Asked.GRANTED, NEVER, BACKOFF_S[0]
+        join.state, join.due, join.delay_s = _Request.GRANTED, NEVER, BACKOFF_S[0]
         self._callbacks.tell(Joined(self.name, key))
 
-    # -- what comes --------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def _new_protocol(self) -> ClientProtocol:
         return ClientProtocol(Decoder(FROM_ENDPOINT, limit_bytes=self._limit_bytes(), buffers=self._callbacks.buffers))
@@ -445,17 +438,17 @@ class Peer:
 
     @property
     def received_bytes(self) -> int:
-        """Return how many bytes have come, headers included."""
+        """Return the received bytes, headers included."""
         return self._earlier_bytes + (0 if self._reader is None else self._reader.nbytes)
 
     def _receive(self) -> None:
-        """Take what is there, at most one large payload."""
+        """Read available bytes, at most one large payload."""
         reader = self._reader
         assert reader is not None
         before = reader.nbytes
         is_left = reader.read(self._accept, None if self._secured is None else self._secured.pending)
         if reader.nbytes > before and not self.stats.joined:
-            self._heard()
+            self._extend_deadlines()
         if is_left:
             self._callbacks.again(self)
 

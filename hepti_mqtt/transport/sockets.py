@@ -1,6 +1,6 @@
-"""Sockets for MQTT: never blocking, no Nagle, dead hosts noticed by the kernel; plain, or with TLS between devices.
+"""Non-blocking sockets for MQTT, plain or with TLS between devices, and a descriptor that wakes a poller.
 
-Each device has a TLS key of its own, and peers pin its certificate by the fingerprint that it announces.
+Each device has its own TLS key; peers pin its certificate by the announced fingerprint.
 """
 
 from __future__ import annotations
@@ -30,62 +30,62 @@ from typing import Any, Final, Protocol
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.transport.codec import Buffer, Malformed
 
-SEND_BUFFER: Final = 2 << 20  # so that the kernel takes whole payloads at once; it caps this at net.core.wmem_max
-RECEIVE_AHEAD: Final = 2 << 20  # what it may hold while we compute
+SEND_BUFFER: Final = 2 << 20  # takes whole payloads; the kernel caps it at net.core.wmem_max
+RECEIVE_AHEAD: Final = 2 << 20  # bytes that the kernel may buffer during a computation
 _KEEP_ALIVE: Final = (("NODELAY", 1), ("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 15_000))
-STAGGER_S: Final = 0.25  # before the next address of a name is tried, too
+STAGGER_S: Final = 0.25  # between attempts at two addresses of a name
 _QUICK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
-RECORD: Final = 16_384  # what one TLS record holds
+RECORD: Final = 16_384  # bytes of a TLS record
 _CHACHA_FIRST: Final = "ECDHE+CHACHA20:ECDHE+AESGCM"
 _CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection(Protocol):
-    """A connected socket, plain or with TLS. All raise BlockingIOError where the kernel would let them wait."""
+    """A connected socket, plain or with TLS; its methods raise BlockingIOError instead of waiting."""
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the descriptor to poll."""
 
     def sendmsg(self, parts: Sequence[Buffer], /) -> int:
-        """Send the beginning of these parts; return how many bytes."""
+        """Send a prefix of the parts; return its length."""
 
     def send(self, data: Buffer, /) -> int:
-        """Send the beginning of this; return how many bytes."""
+        """Send a prefix; return its length."""
 
     def recv(self, nbytes: int, /) -> bytes:
-        """Receive at most so much; b"" when the other side has hung up."""
+        """Receive at most `nbytes`; b"" at the end of the stream."""
 
     def recv_into(self, room: memoryview, /) -> int:
-        """Receive into memory; 0 when the other side has hung up."""
+        """Receive into memory; 0 at the end of the stream."""
 
     def close(self) -> None:
         """Close it."""
 
 
 class BufferedConnection(Connection, Protocol):
-    """A connection that decodes what it reads: the socket may be empty while bytes are left, so its user asks."""
+    """A connection that buffers decoded bytes: its socket may be empty although bytes are pending."""
 
     def pending(self) -> int:
-        """Return how many bytes are decoded and not received."""
+        """Return the number of buffered bytes."""
 
     def send(self, data: Buffer, /) -> int:
-        """Send the beginning of this; return how many bytes."""
+        """Send a prefix; return its length."""
         return self.sendmsg((data,))
 
     def recv(self, nbytes: int, /) -> bytes:
-        """Receive at most so much; b"" when the other side has hung up."""
+        """Receive at most `nbytes`; b"" at the end of the stream."""
         room = bytearray(nbytes)
         return bytes(room[: self.recv_into(memoryview(room))])
 
 
 def mesh_possible() -> bool:
-    """Return whether this machine has what the mesh needs: Linux."""
+    """Return whether this machine supports the mesh (Linux)."""
     return hasattr(select, "epoll") and hasattr(socket, "TCP_USER_TIMEOUT")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; host "" is every address of IPv4."""
+    """Return a listening socket; host "" means all IPv4 addresses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=64)
     listener.setblocking(False)
@@ -93,32 +93,32 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def tune_sender(sock: socket.socket) -> None:
-    """Make an accepted socket as an endpoint wants it."""
+    """Set the options of an endpoint's accepted socket."""
     tune(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
 def tune_receiver(sock: socket.socket) -> None:
-    """Make a socket as a subscriber wants it."""
+    """Set the options of a subscriber's socket."""
     tune(sock)
-    # The receive buffer grows with the low-water mark and stays: it takes whole payloads while we compute.
+    # A high low-water mark enlarges the receive buffer permanently, so whole payloads fit during a computation.
     low_water(sock, RECEIVE_AHEAD)
     low_water(sock, 1)
 
 
 def begin(host: str, port: int) -> socket.socket:
-    """Begin to connect to an address, without waiting."""
+    """Start to connect to an address; `connected` checks the result when the socket becomes writable."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     tune_receiver(sock)
-    sock.connect_ex((host, port))  # what comes of it is asked for once the socket can be written
+    sock.connect_ex((host, port))
     return sock
 
 
 def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Return a socket that is connected to the first address of a name that accepts, with this timeout.
+    """Connect to the first address of a name that accepts; the socket has this timeout.
 
-    Addresses of both families in turn, the next one when one fails or `STAGGER_S` after it (RFC 8305): a dead one
-    before a good one must not take all the time. Raises OSError of the last one that failed, TimeoutError.
+    Address families alternate; the next attempt starts after a failure or `STAGGER_S` (RFC 8305), so that a dead
+    address does not use up the time. Raises the OSError of the last failed address, TimeoutError.
     """
     until = time.monotonic() + timeout_s
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -137,7 +137,7 @@ def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
                 next_s = now + STAGGER_S
                 try:
                     sock = socket.socket(family, socket.SOCK_STREAM, protocol)
-                except OSError as failed:  # no such family here
+                except OSError as failed:  # address family unsupported
                     error = failed
                     continue
                 sock.setblocking(False)
@@ -164,12 +164,12 @@ def connect_any(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def low_water(sock: socket.socket, nbytes: int) -> None:
-    """Let the socket be readable only once so much is there."""
+    """Make the socket readable only when `nbytes` have arrived."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
 def connected(sock: socket.socket) -> None:
-    """Raise OSError, in its own words, unless the connection that was begun stands."""
+    """Raise OSError unless the attempt of `begin` succeeded."""
     error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if error:
         raise OSError(error, os.strerror(error))
@@ -177,7 +177,7 @@ def connected(sock: socket.socket) -> None:
 
 
 def tune(sock: socket.socket) -> None:
-    """Let a socket never block, hold nothing back (Nagle's algorithm does, for 40 ms), and notice a dead host."""
+    """Make a socket non-blocking, disable Nagle's algorithm (delays of 40 ms), and detect dead hosts."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:
@@ -186,18 +186,17 @@ def tune(sock: socket.socket) -> None:
 
 
 def acknowledge_soon(sock: Any) -> None:
-    """Let the kernel acknowledge what comes next at once, where it can: a broker whose Nagle's algorithm is on, as is
-    Mosquitto's unless it is switched off, holds its next packet back until then, for up to 40 ms.
+    """Acknowledge the next packets without delay; the kernel resets this, so call it after each read.
 
-    The kernel forgets it, so it is said after each look.
+    Mosquitto uses Nagle's algorithm by default: it delays its next packet until our acknowledgement, up to 40 ms.
     """
     if _QUICK is not None:
-        with suppress(OSError):  # the connection has just ended
+        with suppress(OSError):  # the connection is lost
             sock.setsockopt(socket.IPPROTO_TCP, _QUICK, 1)
 
 
 def linger(sock: Any, deadline: float) -> None:
-    """Let the broker read our DISCONNECT: closing with unread bytes resets the connection, and the will goes out."""
+    """Read until the broker closes: closing with unread bytes would reset the connection and publish the will."""
     try:
         sock.settimeout(0.1)
         sock.shutdown(socket.SHUT_WR)
@@ -208,21 +207,21 @@ def linger(sock: Any, deadline: float) -> None:
 
 
 def local(sock: Any) -> bool:
-    """Return whether both ends have one address; False without a connection."""
+    """Return whether both ends have the same address; False without a connection."""
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except (AttributeError, OSError):
-        return False  # lost meanwhile
+        return False
 
 
 def unacknowledged(sock: Any) -> int | None:
-    """Return how many bytes the kernel has taken and the other side's has not acknowledged; None if unknown.
+    """Return the unacknowledged bytes in the kernel's send buffer, None if unknown.
 
-    While this number falls, bytes flow, even if the kernel takes nothing more of ours or has taken everything.
+    Bytes flow while this number falls, even if the send buffer is full or complete.
     """
     try:
         left = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    except (AttributeError, OSError, ValueError):  # no such socket, or closed
+    except (AttributeError, OSError, ValueError):  # None or closed
         return None
     return int.from_bytes(left, sys.byteorder)
 
@@ -231,7 +230,7 @@ class Wake:
     """A descriptor that is readable from `set` until `clear`, for the thread that polls it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal may come while its thread is waking already, and wake too
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt `set` and call it
         self._read, self._write = os.pipe()
         for end in (self._read, self._write):
             os.set_blocking(end, False)
@@ -241,18 +240,18 @@ class Wake:
         return self._read
 
     def set(self) -> None:
-        """Wake the poller; from any thread, also after `close`."""
-        with self._lock, suppress(BlockingIOError):  # the descriptor may be another file's once it is closed
+        """Wake the poller; any thread may call it, also after `close`."""
+        with self._lock, suppress(BlockingIOError):  # after `close` the descriptor's number may be reused
             if self._write >= 0:
                 os.write(self._write, b"\0")
 
     def clear(self) -> None:
-        """Take the wake-up; call it before looking for what it announces."""
+        """Reset the wake-up; call it before checking for work."""
         with suppress(BlockingIOError):
             os.read(self._read, 4096)
 
     def pause(self, delay_s: float, stop: Callable[[], bool]) -> None:
-        """Sleep for `delay_s`, however often woken, unless `stop()`."""
+        """Sleep for `delay_s` despite wake-ups, unless `stop()`."""
         until, poller = time.monotonic() + delay_s, select.poll()
         poller.register(self._read, select.POLLIN)
         while not stop() and (left := until - time.monotonic()) > 0:
@@ -260,7 +259,7 @@ class Wake:
                 self.clear()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         with self._lock:
             if self._write >= 0:
                 os.close(self._read)
@@ -276,7 +275,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class MeshTls:
-    """How a mesh encrypts: this device's certificate as a server, and its fingerprint for peers."""
+    """TLS settings of a mesh as a server and as a client, and the fingerprint of this device's certificate."""
 
     serving: ssl.SSLContext
     asking: ssl.SSLContext
@@ -284,14 +283,14 @@ class MeshTls:
 
     @classmethod
     def load(cls, certificate: Path, key: Path, *, aes: bool | None = None) -> MeshTls:
-        """Read this device's certificate and key (PEM); its own is the first certificate in the file, as in a login.
+        """Read this device's certificate (the first in its file) and key, both PEM.
 
-        aes: whether the processor has AES instructions; None: look. Without them ChaCha20 is several times as fast, and
-        Python can ask for it up to TLS 1.2 only. Raises ConfigError if the files are not a certificate and its key.
+        aes: whether the processor has AES instructions, None to detect them. Without them ChaCha20 is several times
+        as fast; Python can prefer it up to TLS 1.2 only. Raises ConfigError for invalid files.
         """
         try:
-            found = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
-            own = ssl.PEM_cert_to_DER_cert(found.group() if found else "")
+            match = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
+            own = ssl.PEM_cert_to_DER_cert(match.group() if match else "")
             serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             serving.load_cert_chain(certificate, key)
         except (OSError, ValueError) as error:
@@ -299,13 +298,13 @@ class MeshTls:
                 f"{certificate} and {key} are not this device's certificate and its key: {error}; both are "
                 "PEM files, the key without a password"
             ) from error
-        serving.num_tickets = 0  # no resumption: connections are few
+        serving.num_tickets = 0  # no resumption, because connections are few
         asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         asking.check_hostname = False
-        asking.verify_mode = ssl.CERT_NONE  # the fingerprint says more than any authority
+        asking.verify_mode = ssl.CERT_NONE  # the fingerprint replaces the authority
         aes = has_aes() if aes is None else aes
         if aes:
-            serving.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE  # the peer chooses: it may have no AES
+            serving.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE  # the client chooses, because it may lack AES
         for context in (serving, asking):
             context.options |= ssl.OP_NO_RENEGOTIATION
             if not aes:
@@ -314,16 +313,16 @@ class MeshTls:
         return cls(serving, asking, hashlib.sha256(own).hexdigest())
 
     def serve(self, sock: socket.socket) -> TlsConnection:
-        """Return the connection of an accepted socket; its handshake happens while it receives."""
+        """Return the connection of an accepted socket; the first reads perform the handshake."""
         return TlsConnection(self.serving.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def ask(self, sock: socket.socket, fingerprint: str) -> TlsConnection:
-        """Return the connection of a connected socket; nothing may be sent before `handshake` has returned."""
+        """Return the connection of a connected socket; send only after `handshake` has returned."""
         return TlsConnection(self.asking.wrap_socket(sock, do_handshake_on_connect=False), fingerprint)
 
 
 class TlsConnection(BufferedConnection):
-    """A socket with TLS that never blocks."""
+    """A non-blocking socket with TLS."""
 
     fileno: Callable[[], int]
     pending: Callable[[], int]
@@ -334,7 +333,7 @@ class TlsConnection(BufferedConnection):
         self.fileno, self.pending, self.close = sock.fileno, sock.pending, sock.close
 
     def handshake(self) -> None:
-        """Return once the handshake is done; raises Malformed if the other side has another certificate."""
+        """Continue the handshake; return when it is complete. Raises Malformed for another certificate."""
         try:
             self._sock.do_handshake()
         except _WAIT:
@@ -348,7 +347,7 @@ class TlsConnection(BufferedConnection):
             )
 
     def sendmsg(self, parts: Sequence[Buffer], /) -> int:
-        """Send the beginning of these parts; return how many bytes."""
+        """Send a prefix of the parts; return its length."""
         sent = 0
         try:
             for chunk in _records(parts):
@@ -362,7 +361,7 @@ class TlsConnection(BufferedConnection):
         return sent
 
     def recv_into(self, room: memoryview, /) -> int:
-        """Receive into memory; 0 when the other side has hung up."""
+        """Receive into memory; 0 at the end of the stream."""
         try:
             return self._sock.recv_into(room)
         except _WAIT:
@@ -372,16 +371,16 @@ class TlsConnection(BufferedConnection):
 
 
 def has_aes() -> bool:
-    """Return whether the processor has instructions for AES."""
+    """Return whether the processor has AES instructions; True if unknown."""
     try:
-        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
-    return re.search(r"^(flags|Features)\s*:.*\baes\b", said, re.MULTILINE) is not None
+    return re.search(r"^(flags|Features)\s*:.*\baes\b", cpuinfo, re.MULTILINE) is not None
 
 
 def _records(parts: Sequence[Buffer]) -> list[memoryview]:
-    """Return the parts, small ones joined: each would be a record of its own."""
+    """Join small parts, because each would become a TLS record."""
     joined, chunks = bytearray(), []
     for part in parts:
         view = memoryview(part)

@@ -1,4 +1,4 @@
-"""Where the broker is and who we are there, as one URL that is never printed with its password."""
+"""The broker's address and our login as one URL; its password is never printed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hepti_mqtt.errors import ConfigError
 
 DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
 FORM: Final = "mqtt[s]://[user:password@]host[:port], or ws[s]://[user:password@]host[:port][/path]"
-WEBSOCKET_PATH: Final = "/mqtt"  # where brokers listen, unless the URL says another
-FILES: Final = frozenset({"ca", "cert", "key"})  # of the query
+WEBSOCKET_PATH: Final = "/mqtt"  # the brokers' usual path
+FILES: Final = frozenset({"ca", "cert", "key"})  # keys of the query
 MAX_LOGIN_BYTES: Final = 1_000_000
 _ITERATIONS: Final = 20_000
 _CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
@@ -24,30 +24,29 @@ _CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 
 @dataclass(frozen=True, slots=True)
 class BrokerUrl:
-    """A broker's address; `str()` and `repr()` leave the password out.
-
-    tls: encrypted (mqtts, wss). path: of a WebSocket, "" for MQTT on TCP alone.
-    ca: file of the authority that signed the broker's certificate, "" for the system's own.
-    cert, key: files of the client's own certificate and its key; "" for none, and for a key in the certificate's file.
-    """
+    """A broker's address; `str()` and `repr()` omit the password."""
 
     host: str
     port: int
+    #: mqtts or wss
     tls: bool = False
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    #: file of the authority that signed the broker's certificate, "" for the system's authorities
     ca: str = ""
+    #: file of the client's certificate, "" without one
     cert: str = ""
+    #: file of the client's key, "" if the certificate's file holds the key
     key: str = ""
+    #: path of the WebSocket, "" for MQTT over TCP
     path: str = ""
 
     @classmethod
     def parse(cls, text: str) -> BrokerUrl:
-        """Return the address of `mqtt[s]://[user:password@]host[:port][?ca=FILE&cert=FILE&key=FILE]`, or of `ws[s]://`.
+        """Parse `mqtt[s]://[user:password@]host[:port][?ca=FILE&cert=FILE&key=FILE]`, `ws[s]://...` or a login file.
 
-        Or of a login file: it has such a URL as its first line that is no comment (#), and below it, with TLS, the
-        authority's certificate. User and password may be percent-encoded. Raises `ConfigError` otherwise. No message
-        repeats the text of a URL: it may hold a password.
+        A login file's first line without "#" is such a URL; with TLS, the authority's certificate follows.
+        User and password may be percent-encoded. Raises `ConfigError`, without the URL's text: it may hold a password.
         """
         return cls._of_url(text) if "://" in text else cls._of_file(text.strip())
 
@@ -57,7 +56,7 @@ class BrokerUrl:
             path = Path(name).expanduser()
             with path.open(encoding="utf-8") as file:
                 content = file.read(MAX_LOGIN_BYTES)
-        except (FileNotFoundError, IsADirectoryError, ValueError, RuntimeError):  # whatever it is, no login file
+        except (FileNotFoundError, IsADirectoryError, ValueError, RuntimeError):  # not a login file
             looks = f"there is no login file {name}: " if "@" not in name and name.isprintable() else ""
             raise ConfigError(f"{looks}the broker must be a URL, {FORM}, or a login file that is there") from None
         except OSError as error:
@@ -70,7 +69,7 @@ class BrokerUrl:
             url = cls._of_url(first)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-        # OpenSSL finds certificates between any other lines, so that one file is all that a process needs.
+        # OpenSSL skips other lines, so the login file itself serves as the authority's file.
         return replace(url, ca=str(path)) if url.tls and not url.ca and _CERTIFICATE in content else url
 
     @classmethod
@@ -79,10 +78,10 @@ class BrokerUrl:
             parts = urlsplit(text.strip())
             port = parts.port
             query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
-        except ValueError:  # its text repeats parts of the URL
+        except ValueError:  # the error's text repeats parts of the URL
             raise ConfigError(
-                f"the broker's URL cannot be read; write it as {FORM}, and percent-encode what is no ASCII letter or "
-                "digit in user and password (%2F for /, %23 for #, %3F for ?, %40 for @)"
+                f"the broker's URL cannot be read; write it as {FORM}, and percent-encode all characters of user and "
+                "password except ASCII letters and digits (%2F for /, %23 for #, %3F for ?, %40 for @)"
             ) from None
         if parts.scheme not in DEFAULT_PORTS:
             raise ConfigError(f"the broker's URL has another scheme; write it as {FORM}")
@@ -119,7 +118,7 @@ class BrokerUrl:
 
     @property
     def address(self) -> str:
-        """Return the URL without user, password and files, for announcements."""
+        """Return the URL without login and files, for announcements."""
         return f"{self.scheme}://{self.place}{'' if self.path == WEBSOCKET_PATH else self.path}"
 
     @property
@@ -128,31 +127,30 @@ class BrokerUrl:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def client_id(self, name: str) -> str:
-        """Return an MQTT client id for `name` that nobody without this user's password can know.
+        """Return the MQTT client id for `name`: constant, and secret if the user has a password.
 
-        A broker ends the connection of a client id when another connection uses it, from any machine: Mosquitto binds
-        ids to users in no other way that lets one user have two connections. The same user gets the same id for the
-        same name, after each start. Without a password, where anybody may be anybody, it is the name.
+        A broker disconnects a client if anybody else connects with its id, so strangers must not guess it.
+        Mosquitto cannot bind ids to a user with several connections. Without a password the id is the name.
         """
         if self.password is None:
             return name
         return f"{name}-{hmac.digest(_id_key(self.user or '', self.password), name.encode(), 'sha256')[:8].hex()}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS settings, None without TLS; raises `ConfigError` if the authority's file cannot be used."""
+        """Return the TLS settings, None without TLS. Raises `ConfigError` for an unusable file."""
         if not self.tls:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificate and host name
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # this protocol checks certificate and host name
         try:
             if self.ca:
                 context.load_verify_locations(self.ca)
             else:
                 context.load_default_certs()
-        except (OSError, ValueError) as error:  # ValueError: no path has a null character
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
             raise ConfigError(f"the certificate authority's file {self.ca!r} cannot be used: {error}") from error
         if self.cert:
             try:
-                # Without a terminal, a key with a passphrase is an error and no question.
+                # With an empty password OpenSSL refuses an encrypted key instead of prompting.
                 context.load_cert_chain(self.cert, self.key or None, password="")
             except (OSError, ValueError) as error:
                 raise ConfigError(
@@ -167,5 +165,5 @@ class BrokerUrl:
 
 @lru_cache(maxsize=16)
 def _id_key(user: str, password: str) -> bytes:
-    # Ids stand in the broker's log; to try passwords by them costs as much as with the broker's password file.
+    # The broker's log shows ids; guessing passwords from them must be as slow as from its password file.
     return hashlib.pbkdf2_hmac("sha256", password.encode(), b"hepti client id of " + user.encode(), _ITERATIONS)

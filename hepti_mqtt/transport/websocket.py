@@ -1,4 +1,4 @@
-"""MQTT over a WebSocket (RFC 6455): binary frames on a socket, plain or with TLS. wsproto reads and writes them."""
+"""MQTT over a WebSocket (RFC 6455): binary frames on a plain or TLS socket, coded by wsproto."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hepti_mqtt.transport.sockets import BufferedConnection, Connection, TlsConn
 if TYPE_CHECKING:
     from wsproto import WSConnection
 
-FRAME_BYTES: Final = 65_536  # some brokers refuse a message above 1 MiB, so a packet spans several
+FRAME_BYTES: Final = 65_536  # some brokers refuse a frame above 1 MiB, so a large packet spans several frames
 _READ_BYTES: Final = 65_536
 
 
 def shake_hands(sock: socket.socket, place: str, path: str, timeout_s: float) -> WSConnection:
-    """Ask for a WebSocket at `path` and return it once the broker has agreed; the socket blocks.
+    """Open a WebSocket at `path` on a blocking socket.
 
-    Raises OSError if it does not within the time, ConfigError without wsproto.
+    Raises OSError if the broker refuses or does not answer in time, ConfigError without wsproto.
     """
     try:
         from wsproto import ConnectionType, WSConnection
@@ -63,22 +63,22 @@ class WebSocketConnection(BufferedConnection):
         self._line, self._websocket = line, websocket
         self.fileno, self.close = line.fileno, line.close
         self._decrypted = line.pending if isinstance(line, TlsConnection) else None
-        #: Payloads of frames, not received yet, and their bytes.
+        #: Decoded payloads for `recv_into`, and their bytes.
         self._read: deque[memoryview] = deque()
         self._read_bytes = 0
-        #: Encoded frames that the line has not taken, and the payload bytes that `sendmsg` owes its caller for them.
+        #: Encoded frames that are not sent yet, and the payload bytes in them that `sendmsg` has not reported.
         self._out = bytearray()
         self._owed = 0
         self._is_over = False
 
     def pending(self) -> int:
-        """Return how many bytes are decoded, or decrypted, and not received."""
+        """Return the number of buffered bytes, decoded or decrypted."""
         return self._read_bytes + (0 if self._decrypted is None else self._decrypted())
 
     def sendmsg(self, parts: Sequence[Buffer], /) -> int:
-        """Send the beginning of these parts; return how many bytes.
+        """Send a prefix of the parts; return its length.
 
-        After BlockingIOError the same bytes must be sent again: their frame is on its way.
+        After BlockingIOError call it again with the same bytes: part of their frame is sent.
         """
         from wsproto.events import BytesMessage
 
@@ -97,9 +97,9 @@ class WebSocketConnection(BufferedConnection):
         return sent
 
     def recv_into(self, room: memoryview, /) -> int:
-        """Receive into memory; 0 when the other side has hung up."""
+        """Receive into memory; 0 at the end of the stream."""
         while not self._read:
-            self._take()  # bytes may have come with the handshake
+            self._take()  # bytes may have arrived with the handshake
             if self._read:
                 break
             if self._is_over:
@@ -116,7 +116,7 @@ class WebSocketConnection(BufferedConnection):
         return nbytes
 
     def _take(self) -> None:
-        """Take the events of what was received; raises Malformed for text."""
+        """Process received frames. Raises Malformed for a text frame."""
         from wsproto.events import BytesMessage, CloseConnection, Ping, TextMessage
 
         for event in self._websocket.events():
@@ -125,9 +125,9 @@ class WebSocketConnection(BufferedConnection):
                     if data:
                         self._read.append(memoryview(data))
                         self._read_bytes += len(data)
-                case Ping() if not self._out:  # only the latest of several must be answered
+                case Ping() if not self._out:  # RFC 6455 requires an answer to the latest ping only
                     self._out += self._websocket.send(event.response())
-                    with suppress(BlockingIOError):  # the next frame takes it along
+                    with suppress(BlockingIOError):  # `sendmsg` sends the rest
                         self._flush()
                 case CloseConnection():
                     self._is_over = True

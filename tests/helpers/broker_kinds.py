@@ -1,4 +1,4 @@
-"""Brokers for tests: the one that Hepti brings, one of a kind, or Mosquitto for what it alone can do."""
+"""Brokers for tests: the one that Hepti brings, one of a kind, or Mosquitto for features that only it has."""
 
 from __future__ import annotations
 

@@ -51,21 +51,21 @@ class Browser:
         self._last += 1
         self._socket.send(json.dumps({"id": self._last, "method": method, "params": parameters}))
         while True:
-            told = json.loads(self._socket.recv(timeout=PATIENCE_S))
-            if told.get("id") == self._last:
-                assert "error" not in told, told
-                result: dict[str, Any] = told["result"]
+            message = json.loads(self._socket.recv(timeout=PATIENCE_S))
+            if message.get("id") == self._last:
+                assert "error" not in message, message
+                result: dict[str, Any] = message["result"]
                 return result
-            if told.get("method") == "Log.entryAdded":
-                self.messages.append(told["params"]["entry"]["text"])
-            elif told.get("method") == "Runtime.exceptionThrown":
-                self.messages.append(json.dumps(told["params"]["exceptionDetails"])[:1000])
+            if message.get("method") == "Log.entryAdded":
+                self.messages.append(message["params"]["entry"]["text"])
+            elif message.get("method") == "Runtime.exceptionThrown":
+                self.messages.append(json.dumps(message["params"]["exceptionDetails"])[:1000])
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page; promises are awaited."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def show(self, url: str, width: int, height: int, dark: bool) -> None:
         """Open a page in a window of this size."""
@@ -79,8 +79,8 @@ class Browser:
 
     def screenshot(self, file: Path) -> None:
         """Write the whole page as a PNG file."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(found["data"]))
+        result = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(result["data"]))
 
     def _end(self) -> None:
         self._process.terminate()

@@ -67,9 +67,9 @@ class Result:
 
 def chat_model(directory: Path, seed: int) -> Path:
     """Write the model, with many tokens that end a text."""
-    known = make.KINDS["tiny-llama"]
-    config = {**known.config, "max_position_embeddings": LONGEST, "rope_scaling": None}
-    make.KINDS["chat"] = replace(known, config=config)
+    kind = make.KINDS["tiny-llama"]
+    config = {**kind.config, "max_position_embeddings": LONGEST, "rope_scaling": None}
+    make.KINDS["chat"] = replace(kind, config=config)
     try:
         path = make_model("chat", directory / MODEL, seed)
     finally:
@@ -154,13 +154,13 @@ class Clients:
 def run(turns: int, directory: Path, seed: int = 1, clients: int = 6, chats: int = 40) -> Result:
     """Let clients chat with a site of two agents; return what became of the turns."""
     path = chat_model(directory, seed)
-    known = conversations(path, chats, seed)
+    references = conversations(path, chats, seed)
     for site in running_site(directory, {MODEL: path}, {"a": "300MiB", "b": "300MiB"}):
         with Hepti.connect(site.url, site=SITE, client_id="first") as hepti:
             hepti.wait_ready(MODEL, READY_S)
             for way in WAYS:
                 hepti.infer(MODEL, ids=[1, 2], max_new_tokens=2, timeout_s=READY_S, **way)
-        return Clients(site.url, turns, seed, clients, known).run()
+        return Clients(site.url, turns, seed, clients, references).run()
     raise AssertionError("no site")
 
 

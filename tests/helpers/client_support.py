@@ -24,10 +24,10 @@ A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
 def a_record(**data):
     """Return a record without plans, and with `data`."""
     empty = {"boot": 1, "active": None, "preparing": None, "pinned": [], "spec": {}, "directory": "/m", "in_flight": 2}
-    told = {"unused": {}, "clocks": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
-    told |= {"considered": [], "evidence": {}}
+    record = {"unused": {}, "clocks": {}, "candidates": [], "progress": {}, "reason": "", "story": [], "error": None}
+    record |= {"considered": [], "evidence": {}}
     empty["pinned_preparing"] = []
-    return {**empty, **told, **data}
+    return {**empty, **record, **data}
 
 
 def an_answer(request, **data):
@@ -78,9 +78,9 @@ class Planner:
     def answer(self, request, **data):
         parsed, body = request
         topic = self.topics.response(parsed.model, parsed.client, body["id"])
-        told = an_answer(body["id"], model=parsed.model, result=body.get("text"))
-        told |= {**data, "plan": told["plan"] | data.get("plan", {})}
-        self.say(topic, json.dumps(told).encode(), retain=False)
+        fields = an_answer(body["id"], model=parsed.model, result=body.get("text"))
+        fields |= {**data, "plan": fields["plan"] | data.get("plan", {})}
+        self.say(topic, json.dumps(fields).encode(), retain=False)
 
     def part(self, request, **data):
         parsed, body = request

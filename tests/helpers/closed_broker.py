@@ -38,12 +38,12 @@ def closed_broker(
     with socket.socket() as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
-    made = SiteFolder.create(path, site, (host, "localhost"), port, now or datetime.datetime.now(datetime.UTC))
+    folder = SiteFolder.create(path, site, (host, "localhost"), port, now or datetime.datetime.now(datetime.UTC))
     for user, role in users.items():
-        made = made.add(role, user)
-    with start_broker("mosquitto", closed=made.broker, address=host, port=port) as broker:
+        folder = folder.add(role, user)
+    with start_broker("mosquitto", closed=folder.broker, address=host, port=port) as broker:
         assert broker.kind == "mosquitto", broker.reason
-        yield made, broker
+        yield folder, broker
 
 
 class ClosedSite(Site):

@@ -16,8 +16,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def cut(pid: int, other: int) -> int:
     """End every connection between two processes; return how many there were. Skips where that is forbidden."""
     ends = {c.laddr for c in psutil.Process(other).net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED}
-    found = [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr in ends]
-    for connection in found:
+    connections = [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr in ends]
+    for connection in connections:
         process = os.pidfd_open(pid)
         try:
             fd = _libc.syscall(_PIDFD_GETFD, process, connection.fd, 0)
@@ -27,4 +27,4 @@ def cut(pid: int, other: int) -> int:
             pytest.skip(f"no descriptor of another process can be had: {os.strerror(ctypes.get_errno())}")
         with socket.socket(fileno=fd) as sock:
             sock.shutdown(socket.SHUT_RDWR)
-    return len(found)
+    return len(connections)

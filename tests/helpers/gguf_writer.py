@@ -56,8 +56,8 @@ def quantised(values: np.ndarray, storage: str) -> np.ndarray:
         return values.astype("<f2").view(np.uint8)
     if storage == "bf16":
         return np.ascontiguousarray(values.view("<u4") >> 16).astype("<u2").view(np.uint8)
-    found = STORAGES[storage]
-    blocks = values.reshape(-1, found.block)
+    layout = STORAGES[storage]
+    blocks = values.reshape(-1, layout.block)
     return np.stack([_BLOCK[storage](block) for block in blocks]).reshape(len(values), -1)
 
 

@@ -45,7 +45,7 @@ CANDIDATES = (
     Case("vit-base", layers=2, stride=7),
     Case("resnet18", thin=16),
     Case("mobilenet-v2", thin=16),
-    *(Case(kind) for kind, made in KINDS.items() if kind.startswith("tiny-") and "text_config" not in made.config),
+    *(Case(kind) for kind, recipe in KINDS.items() if kind.startswith("tiny-") and "text_config" not in recipe.config),
 )
 CASES = tuple(case for case in CANDIDATES if case.file.exists())
 MINILM = GOLDEN / "minilm.npz"

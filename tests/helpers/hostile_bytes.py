@@ -46,7 +46,7 @@ SENT = [
 SMALL = [data for data in SENT if len(data) < 400]
 # Those behind which the next packet is heard.
 WHOLE = frozenset(data for data in SENT if len(plain_parse(data + b"\xb0\x02\0\x02", LIMIT)[0]) == 2)
-ASKED = [
+ANSWERED = [
     *(subscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"), ("x/a#",), ("",))),
     *(unsubscribe(*names, version=v) for v in (4, 5) for names in (("x/a",), ("x/+/b", "y/#"))),
     subscribe(*(f"x/{i}" for i in range(40))),
@@ -102,12 +102,12 @@ def pieces(rng, data):
         return [data[:at], data[at:]]
     if kind == 2 and len(data) < 80:
         return [data[i : i + 1] for i in range(len(data))]
-    found, at = [], 0
+    parts, at = [], 0
     while at < len(data):
         nbytes = rng.choice((1, 2, 5, 100, STAGE, 3 * STAGE))
-        found.append(data[at : at + nbytes])
+        parts.append(data[at : at + nbytes])
         at += nbytes
-    return found
+    return parts
 
 
 def decoder_case(rng, buffers):
@@ -135,7 +135,7 @@ def session_case(rng):
     """Compare the answers to a stream in pieces with those to all of it."""
     first = rng.choice(CONNECTS)
     parts = [first if rng.random() < 0.7 else damage(rng, first)]
-    parts += [damage(rng, rng.choice(ASKED)) for _ in range(rng.randrange(4))]
+    parts += [damage(rng, rng.choice(ANSWERED)) for _ in range(rng.randrange(4))]
     data = b"".join(parts)
     (whole, state), (cut, cut_state) = at_once(data), converse(pieces(rng, data))
     # What was answered before the stream broke may be more where it came in pieces; nothing else may differ.
@@ -152,18 +152,23 @@ def at_once(data):
 
 def converse(parts):
     """Return a guest's answers, and (whether it broke a rule, was let in, is to go, reads this)."""
-    made, answers, broken = ClientSession(Anybody()), bytearray(), False
+    session, answers, broken = ClientSession(Anybody()), bytearray(), False
     try:
         for part in parts:
-            if made.over:
+            if session.over:
                 break
-            answers += made.feed(part)
+            answers += session.feed(part)
     except Malformed:
         broken = True
-    assert len(made.filters) <= MAX_FILTERS
-    assert all(name.startswith("x/") for name in made.filters)
-    assert made.version or not made.filters
-    return GIVEN_NAME.sub(b"client-N", bytes(answers)), (broken, made.version, made.over, frozenset(made.filters))
+    assert len(session.filters) <= MAX_FILTERS
+    assert all(name.startswith("x/") for name in session.filters)
+    assert session.version or not session.filters
+    return GIVEN_NAME.sub(b"client-N", bytes(answers)), (
+        broken,
+        session.version,
+        session.over,
+        frozenset(session.filters),
+    )
 
 
 def run(cases, seed):

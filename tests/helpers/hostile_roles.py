@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from closed_broker import ClosedSite, Someone, closed_broker
-from hostile_site import TEXTS, Asked, memory_mb
+from hostile_site import TEXTS, Counts, memory_mb
 from scripted_site import caps, heartbeat
 from site_processes import PATIENCE_S, SITE
 
@@ -50,14 +50,14 @@ MOST_BYTES = 4 << 20  # of one topic, size and rate together
 def topics_of(me: str) -> list[str]:
     """Return every topic of the protocol, with this name and with another's wherever a name stands."""
     t = TOPICS
-    found = [t.planner_status(), t.plan("tiny"), t.event("left")]
+    topics = [t.planner_status(), t.plan("tiny"), t.event("left")]
     for name in (me, "a"):
-        found += [t.status(name), t.caps(name), t.heartbeat(name), t.reports(name), t.command(name), t.probe(name)]
-        found += [t.work("tiny", name), t.weights(name)]
-        found += [t.use(name), t.text("tiny", name)]
-        found += [t.request("tiny", name), t.responses(name, "tiny").replace("+", "q1")]
-        found += [t.activation("tiny", 1, name, to) for to in ("a", "b", "all")]
-    return found
+        topics += [t.status(name), t.caps(name), t.heartbeat(name), t.reports(name), t.command(name), t.probe(name)]
+        topics += [t.work("tiny", name), t.weights(name)]
+        topics += [t.use(name), t.text("tiny", name)]
+        topics += [t.request("tiny", name), t.responses(name, "tiny").replace("+", "q1")]
+        topics += [t.activation("tiny", 1, name, to) for to in ("a", "b", "all")]
+    return topics
 
 
 def named(me: str) -> Iterator[tuple[str, bytes]]:
@@ -110,13 +110,15 @@ def attack(site: ClosedSite, user: str, load: Load, rng: random.Random) -> Count
 
 def main(load: Load, seed: int = 0, users: tuple[str, ...] = ATTACKERS) -> dict[str, object]:
     """Build a closed site, let each user attack it, and return what became of the requests of another client."""
-    directory, asked = Path(tempfile.mkdtemp(prefix="hepti-roles-")), Asked()
+    directory, counts = Path(tempfile.mkdtemp(prefix="hepti-roles-")), Counts()
     path = make_model("tiny-bert", directory / "tiny", seed=3)
     with Checkpoint.open(path, "tiny") as checkpoint:
         expected = {}
         for text in TEXTS:
-            made = read_input(checkpoint, {"text": text})
-            expected[text] = models.reference(checkpoint.spec, checkpoint.tensors(), made.inputs, made.shape)[1][0]
+            prepared = read_input(checkpoint, {"text": text})
+            expected[text] = models.reference(checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape)[
+                1
+            ][0]
     with closed_broker(directory / "site", USERS, SITE) as (folder, broker):
         site = ClosedSite(directory, broker, {"tiny": path}, folder)
         try:
@@ -127,21 +129,21 @@ def main(load: Load, seed: int = 0, users: tuple[str, ...] = ATTACKERS) -> dict[
                 hepti.wait_ready(
                     "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {"a", "b"}
                 )
-            return {"seed": seed, **_attacked(site, asked, expected, load, random.Random(seed), users)}
+            return {"seed": seed, **_attacked(site, counts, expected, load, random.Random(seed), users)}
         finally:
             site.close()
 
 
 def _attacked(
     site: ClosedSite,
-    asked: Asked,
+    counts: Counts,
     expected: dict[str, np.ndarray],
     load: Load,
     rng: random.Random,
     users: tuple[str, ...],
 ) -> dict[str, object]:
     alice = str(site.folder.login("alice"))
-    thread = threading.Thread(target=asked.run, args=(alice, expected, "alice"))
+    thread = threading.Thread(target=counts.run, args=(alice, expected, "alice"))
     memory, said = {"before": memory_mb(site)}, {}
     thread.start()
     try:
@@ -152,13 +154,13 @@ def _attacked(
             hepti.infer("tiny", text=TEXTS[0], timeout_s=2 * PATIENCE_S)
             unused = hepti.unused()
     finally:
-        asked.stop.set()
+        counts.stop.set()
         thread.join(2 * PATIENCE_S)
     return {
         "said": said,
-        "requests": dict(asked.outcomes),
-        "failures": asked.failures,
-        "longest_s": round(asked.longest_s, 2),
+        "requests": dict(counts.outcomes),
+        "failures": counts.failures,
+        "longest_s": round(counts.longest_s, 2),
         "memory_mb": memory,
         "unused": unused,
         "ended": [name for name, process in site.running.items() if process.poll() is not None],

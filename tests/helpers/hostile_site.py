@@ -55,7 +55,7 @@ NOBODY = Start(0, 0)
 
 
 @dataclass
-class Asked:
+class Counts:
     """What became of the requests that went on meanwhile."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -75,14 +75,14 @@ class Asked:
                 text = TEXTS[number % len(TEXTS)]
                 begun = time.monotonic()
                 try:
-                    found = hepti.infer("tiny", text=text, timeout_s=PATIENCE_S).embedding
+                    embedding = hepti.infer("tiny", text=text, timeout_s=PATIENCE_S).embedding
                 except HeptiError as error:
                     outcome = "no end" if isinstance(error, TimeoutError) else f"error {error.code}"
                     took_s = time.monotonic() - begun
                     self.failures.append(f"{time.strftime('%H:%M:%S')} {client} after {took_s:.1f} s: {error}")
                     self.last_failure_s = max(self.last_failure_s, begun)
                 else:
-                    right = np.allclose(found, expected[text], atol=TOLERANCE)
+                    right = np.allclose(embedding, expected[text], atol=TOLERANCE)
                     outcome = "right" if right else "wrong"
                 self.outcomes[outcome] += 1
                 now = time.monotonic()
@@ -235,8 +235,8 @@ def memory_mb(site: Site) -> dict[str, int]:
 
 def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.ndarray]) -> dict[str, object]:
     """Send everything; return what was sent, how it was answered, and how the site did."""
-    asked = Asked()
-    clients = [threading.Thread(target=asked.run, args=(site.url, expected, name)) for name in ("one", "two")]
+    counts = Counts()
+    clients = [threading.Thread(target=counts.run, args=(site.url, expected, name)) for name in ("one", "two")]
     try:
         for thread in clients:
             thread.start()
@@ -246,7 +246,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         _mutations(attacker, count)
         mutated_until_s = attacker.last_sent_s
         attacker.pause.wait(2 * OUTLASTS_S)
-        outlasting = asked.last_failure_s > mutated_until_s + OUTLASTS_S
+        outlasting = counts.last_failure_s > mutated_until_s + OUTLASTS_S
         after_mutations, steps, unanswered = memory_mb(site), {}, Counter[str]()
         for name, act in named(attacker):
             act()
@@ -259,7 +259,7 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
             _answers(site, expected)
             steps[name] = memory_mb(site)
     finally:
-        asked.stop.set()
+        counts.stop.set()
         for thread in clients:
             thread.join(2 * PATIENCE_S)
     return {
@@ -267,10 +267,10 @@ def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.nd
         "mutated": count,
         "answers": dict(sorted(attacker.answers.items())),
         "unanswered": dict(unanswered),
-        "requests": dict(asked.outcomes),
-        "failures": asked.failures,
-        "longest_s": round(asked.longest_s, 2),
-        "longest_trouble_s": round(asked.longest_trouble_s, 2),
+        "requests": dict(counts.outcomes),
+        "failures": counts.failures,
+        "longest_s": round(counts.longest_s, 2),
+        "longest_trouble_s": round(counts.longest_trouble_s, 2),
         "outlasting": outlasting,
         "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
         "ended": [name for name, process in site.running.items() if process.poll() is not None],
@@ -294,8 +294,8 @@ def _mutations(attacker: Attacker, count: int) -> None:
 def _answers(site: Site, expected: dict[str, np.ndarray]) -> None:
     """Return when the site answers rightly again; raises if it does not."""
     with Hepti.connect(site.url, site=SITE) as hepti:
-        found = hepti.infer("tiny", text=TEXTS[0], timeout_s=2 * PATIENCE_S).embedding
-    assert np.allclose(found, expected[TEXTS[0]], atol=TOLERANCE), "a wrong answer"
+        embedding = hepti.infer("tiny", text=TEXTS[0], timeout_s=2 * PATIENCE_S).embedding
+    assert np.allclose(embedding, expected[TEXTS[0]], atol=TOLERANCE), "a wrong answer"
 
 
 def main(count: int, seed: int) -> dict[str, object]:
@@ -306,8 +306,10 @@ def main(count: int, seed: int) -> dict[str, object]:
         with Checkpoint.open(path, "tiny") as checkpoint:
             expected = {}
             for text in TEXTS:
-                made = read_input(checkpoint, {"text": text})
-                expected[text] = models.reference(checkpoint.spec, checkpoint.tensors(), made.inputs, made.shape)[1][0]
+                prepared = read_input(checkpoint, {"text": text})
+                expected[text] = models.reference(
+                    checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape
+                )[1][0]
         with start_broker() as broker:
             site = Site(directory, broker, {"tiny": path})
             attacker = Attacker(broker.url, random.Random(seed))  # before the plans are told

@@ -34,7 +34,7 @@ warm_up()  # so that no example of hypothesis pays for it
 settings.register_profile("kernels", deadline=None, max_examples=25 if JIT else 5)
 settings.load_profile("kernels")
 
-# The generator that hypothesis seeds anew for every example, so that a failing example fails again.
+# The generator that hypothesis seeds again for every example, so that a failing example fails again.
 RNG = np.random.mtrand._rand
 RNG.seed(1)
 

@@ -47,24 +47,24 @@ def main(*again):
 
     again: ends of their names.
     """
-    found = {name: value for name, value in stored().items() if not (again and name.endswith(again))}
+    answers_by_name = {name: value for name, value in stored().items() if not (again and name.endswith(again))}
     for kind in KINDS:
-        began, before = time.monotonic(), len(found)
+        began, before = time.monotonic(), len(answers_by_name)
         with tempfile.TemporaryDirectory() as root:
             files = base(kind, Path(root) / "base")
             cases = [change for change in CHANGES if kind in change.kinds]
             keys = keys_of(files["config.json"])
-            found[f"{kind}|keys"] = np.array(json.dumps(keys))
+            answers_by_name[f"{kind}|keys"] = np.array(json.dumps(keys))
             cases += [key_change(kind, key, value) for key, value in keys]
             for i, change in enumerate(cases):
-                if (name := f"{kind}|{change.name}") in found:
+                if (name := f"{kind}|{change.name}") in answers_by_name:
                     continue
                 path = write(Path(root) / str(i), files, change, Path(root) / "base" / "model.safetensors")
                 with contextlib.suppress(ModelError):
                     Checkpoint.open(path, "model").close()
-                    found[name] = answer_or_error(path, kind)
-        store(found)
-        print(kind, len(found) - before, "new,", round(time.monotonic() - began, 1), "s", flush=True)
+                    answers_by_name[name] = answer_or_error(path, kind)
+        store(answers_by_name)
+        print(kind, len(answers_by_name) - before, "new,", round(time.monotonic() - began, 1), "s", flush=True)
 
 
 def stored():
@@ -74,10 +74,10 @@ def stored():
     return {name: file[str(i)] for name, i in json.loads(str(file["where"])).items()}
 
 
-def store(found):
+def store(answers_by_name):
     """Write all answers, each once: most changes change nothing."""
     arrays, where = {}, {}
-    for name, value in found.items():
+    for name, value in answers_by_name.items():
         key = value.astype(np.float32).tobytes() if value.dtype.kind == "f" else str(value).encode()
         where[name] = arrays.setdefault(key, (len(arrays), value))[0]
     numbered = {str(i): v.astype(np.float32) if v.dtype.kind == "f" else v for i, v in arrays.values()}
@@ -86,9 +86,9 @@ def store(found):
 
 def keys_of(config):
     """Return another value for every key that the reference's configuration has."""
-    known = getattr(transformers, config["architectures"][0]).config_class(**config).to_dict()
+    config_keys = getattr(transformers, config["architectures"][0]).config_class(**config).to_dict()
     skipped = {"architectures", "model_type", "transformers_version", "id2label", "label2id", "quantization_config"}
-    return [(key, other(value)) for key, value in sorted(known.items()) if key not in skipped]
+    return [(key, other(value)) for key, value in sorted(config_keys.items()) if key not in skipped]
 
 
 def other(value):
@@ -150,7 +150,7 @@ def answers(path, kind):
         return numbers(model, model(**pixels, return_dict=True), kind)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     limit = min(tokenizer.model_max_length, positions(model.config))
-    found = []
+    results = []
     for request in requests_of(kind, tokenizer.mask_token):
         new = request.get("max_new_tokens", 0)
         masks = kind.endswith("-mlm")
@@ -163,11 +163,11 @@ def answers(path, kind):
                 **given, max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=False
             )
             tokens = out[0][given["input_ids"].shape[1] :].tolist()
-            found.append(json.dumps([tokens, tokenizer.decode(tokens)]))
+            results.append(json.dumps([tokens, tokenizer.decode(tokens)]))
             continue
         result = model(**given, return_dict=True)
-        found.append(numbers(model, result, kind, given["input_ids"][0] == tokenizer.mask_token_id))
-    return np.array(found) if kind in DECODERS else np.concatenate(found)
+        results.append(numbers(model, result, kind, given["input_ids"][0] == tokenizer.mask_token_id))
+    return np.array(results) if kind in DECODERS else np.concatenate(results)
 
 
 def positions(config):

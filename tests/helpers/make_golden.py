@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import transformers
 from golden_cases import CANDIDATES, GOLDEN, GREEDY, MINILM, PROMPT, STEPS, TEXTS, checksum, request
-from torch_oracle import greedy, known, outputs
+from torch_oracle import greedy, is_in_transformers, outputs
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models.shapes import TokenBatch
@@ -23,7 +23,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     for case in CANDIDATES:
-        if not known(KINDS[case.kind].config) or case.file.exists():
+        if not is_in_transformers(KINDS[case.kind].config) or case.file.exists():
             continue
         with tempfile.TemporaryDirectory() as root:
             path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)
@@ -49,7 +49,7 @@ def main() -> None:
 def texts() -> None:
     written = json.loads(GREEDY.read_text()) if GREEDY.exists() else {}
     for case in CANDIDATES:
-        if not known(KINDS[case.kind].config) or case.kind in written:
+        if not is_in_transformers(KINDS[case.kind].config) or case.kind in written:
             continue
         with tempfile.TemporaryDirectory() as root:
             path = make_model(case.kind, Path(root) / "model", case.seed, case.layers)

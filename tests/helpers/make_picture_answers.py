@@ -26,9 +26,9 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as root:
             path = make_model(case.kind, Path(root) / "model", case.seed)
-            found = answers(path, case)
-        np.savez_compressed(case.file, **found)
-        print(f"{case.file.name}: {case.file.stat().st_size} bytes, { ({k: v.shape for k, v in found.items()}) }")
+            results = answers(path, case)
+        np.savez_compressed(case.file, **results)
+        print(f"{case.file.name}: {case.file.stat().st_size} bytes, { ({k: v.shape for k, v in results.items()}) }")
 
 
 def answers(path, case):

@@ -22,7 +22,7 @@ CASES = ((True, ()), (False, ()), (False, ("▁▁", "▁▁▁", "\n", "\n\n", 
 
 def main() -> None:
     lines = [line for line in (ROOT.parent / "README.md").read_text().splitlines() if line.strip()]
-    found = []
+    cases = []
     for prefix, users in CASES:
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
@@ -40,8 +40,8 @@ def main() -> None:
             "token_type": kinds, "unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
             "add_space_prefix": prefix,
         }  # fmt: skip
-        found.append({"metadata": metadata, "ids": {text: s.encode(text) for text in TEXTS}})
-    (ROOT / "golden" / "pieces.json").write_text(json.dumps(found) + "\n")
+        cases.append({"metadata": metadata, "ids": {text: s.encode(text) for text in TEXTS}})
+    (ROOT / "golden" / "pieces.json").write_text(json.dumps(cases) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ torch.set_num_threads(1)
 
 
 def main() -> None:
-    found = {}
+    answers = {}
     for case in CASES:
         with tempfile.TemporaryDirectory() as root:
-            found[case.name] = asked(str(case.write(Path(root) / "model")), case)
-        print(case.name, json.dumps(found[case.name])[:150], flush=True)
-    lines = (f"{json.dumps(name)}: {json.dumps(found[name])}" for name in found)
+            answers[case.name] = answers_of(str(case.write(Path(root) / "model")), case)
+        print(case.name, json.dumps(answers[case.name])[:150], flush=True)
+    lines = (f"{json.dumps(name)}: {json.dumps(answers[name])}" for name in answers)
     ANSWERS.write_text("{" + ",\n".join(lines) + "}\n")
 
 
-def asked(path, case):
+def answers_of(path, case):
     request, kind = case.request, case.name.partition(":")[0]
     return {"pairs": pairs, "rank": rank, "entities": entities, "answers": answers, "labels": labels,
             "vectors": vectors, "similarity": similarity}[kind](path, request)  # fmt: skip
@@ -107,17 +107,17 @@ def labels(path, request):
     options = {
         key: request[key] for key in ("candidate_labels", "multi_label", "hypothesis_template") if key in request
     }
-    found = pipe(request.get("texts", [request.get("text")]), **options)
-    return [dict(zip(one["labels"], one["scores"], strict=True)) for one in found]
+    predictions = pipe(request.get("texts", [request.get("text")]), **options)
+    return [dict(zip(one["labels"], one["scores"], strict=True)) for one in predictions]
 
 
 def vectors(path, request):
     model = SentenceTransformer(path)
-    found = model.encode(request.get("texts", [request.get("text")]), prompt_name=request.get("prompt"))
+    embeddings = model.encode(request.get("texts", [request.get("text")]), prompt_name=request.get("prompt"))
     if (size := request.get("dimensions")) is not None:
-        cut = truncate_embeddings(torch.from_numpy(found), size)
-        found = (normalize_embeddings(cut) if len(model) == 3 else cut).numpy()
-    return np.asarray(found).tolist()
+        cut = truncate_embeddings(torch.from_numpy(embeddings), size)
+        embeddings = (normalize_embeddings(cut) if len(model) == 3 else cut).numpy()
+    return np.asarray(embeddings).tolist()
 
 
 def similarity(path, request):

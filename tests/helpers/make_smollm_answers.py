@@ -37,7 +37,7 @@ def main() -> None:
     net.model.rotary_emb = rotary
     net.eval()
     with Checkpoint.open(path) as model:
-        found = []
+        answers = []
         for prompt in PROMPTS:
             ids = model.chat.ids([{"role": "user", "content": prompt}], None)
             with torch.no_grad():
@@ -46,10 +46,10 @@ def main() -> None:
                     given, attention_mask=torch.ones_like(given), max_new_tokens=MOST, do_sample=False,
                     eos_token_id=list(model.end_tokens), pad_token_id=0,
                 )[0].tolist()  # fmt: skip
-            found.append({"prompt": prompt, "ids": ids, "tokens": out[len(ids) :]})
+            answers.append({"prompt": prompt, "ids": ids, "tokens": out[len(ids) :]})
             print(prompt, "->", model.tokenizer.decode(out[len(ids) :]), flush=True)
     source = f"transformers {transformers.__version__}, {path.name}"
-    ANSWERS.write_text(json.dumps({"source": source, "answers": found}, ensure_ascii=False) + "\n")
+    ANSWERS.write_text(json.dumps({"source": source, "answers": answers}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

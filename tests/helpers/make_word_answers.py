@@ -33,8 +33,8 @@ def times(case: WordCase) -> list[float]:
     sound = torch.from_numpy(case.frames.T[None] / 2.0**20).float()
     ids = torch.tensor([[*PROMPT, *case.text[:-1]]])
     with torch.no_grad():
-        found = model(sound, decoder_input_ids=ids, output_attentions=True)
-    outputs = GenerateEncoderDecoderOutput(sequences=ids, cross_attentions=(found.cross_attentions,))
+        output = model(sound, decoder_input_ids=ids, output_attentions=True)
+    outputs = GenerateEncoderDecoderOutput(sequences=ids, cross_attentions=(output.cross_attentions,))
     frames = torch.tensor([2 * case.sound_rows])
     answer = model._extract_token_timestamps(outputs, case.heads or every, num_frames=frames, num_input_ids=len(PROMPT))
     return [round(float(t), 2) for t in answer[0][len(PROMPT) :]]
@@ -56,6 +56,6 @@ def words(name: str, text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = {case.name: times(case) for case in CASES} | {text: words(name, text) for _, name, text in TEXTS}
-    lines = (f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in found.items())
+    answers = {case.name: times(case) for case in CASES} | {text: words(name, text) for _, name, text in TEXTS}
+    lines = (f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in answers.items())
     ANSWERS.write_text("{" + ",\n".join(lines) + "}\n")

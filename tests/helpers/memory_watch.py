@@ -21,30 +21,30 @@ KEPT = 60
 K, N = 520, 520  # two blocks, the last one and the last panel ragged
 
 
-def watch(stop: threading.Event, found: list[str]) -> None:
+def watch(stop: threading.Event, faults: list[str]) -> None:
     kept: list[bytearray] = []
     while not stop.is_set():
         kept.append(bytearray(random.choice(SIZES)))
         if len(kept) > KEPT:
             block = kept.pop(random.randrange(KEPT))
             if block.count(0) != len(block):
-                found.append(f"{len(block) - block.count(0)} of {len(block)} bytes")
+                faults.append(f"{len(block) - block.count(0)} of {len(block)} bytes")
 
 
 def watched(name: str, run: Callable[[list, list], None], reads: list, writes: list) -> bool:
-    stop, found = threading.Event(), []
-    watchers = [threading.Thread(target=watch, args=(stop, found)) for _ in range(2)]
+    stop, faults = threading.Event(), []
+    watchers = [threading.Thread(target=watch, args=(stop, faults)) for _ in range(2)]
     for thread in watchers:
         thread.start()
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end and not found:
+    while time.monotonic() < end and not faults:
         run(reads, writes)
     stop.set()
     for thread in watchers:
         thread.join()
-    if found:
-        print(f"{name} wrote to memory that is not its own: {found[0]}")
-    return not found
+    if faults:
+        print(f"{name} wrote to memory that is not its own: {faults[0]}")
+    return not faults
 
 
 def main() -> int:

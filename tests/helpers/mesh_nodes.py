@@ -1,4 +1,4 @@
-"""Devices of a mesh for tests: each has a Mesh, and remembers what it was told."""
+"""Devices of a mesh for tests: each has a Mesh and records its messages and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATIENCE_S = 20.0  # how long a test waits for what must come; never how long it
 
 
 class Node:
-    """A mesh, and what it has told: messages as (peer, topic, bytes), and events."""
+    """A mesh with its messages, as (peer, topic, bytes), and its events."""
 
     def __init__(self, user, port=0, host=HOST, **options):
         self.user, self.host, self.fingerprint = user, host, ""
@@ -27,7 +27,7 @@ class Node:
     def hear(self, peer, topic, payload):
         self.messages.append((peer, topic, bytes(payload)))
 
-    def told(self, kind):
+    def events_of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -55,4 +55,4 @@ def pump(nodes, until):
 
 
 def joined(reader, count=1):
-    return lambda: len(reader.told(Joined)) >= count
+    return lambda: len(reader.events_of(Joined)) >= count

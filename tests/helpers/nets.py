@@ -26,14 +26,14 @@ def net(side: int, lines: Sequence[Line], dense: Sequence[int] = (40,)) -> Graph
     reshaped = Reshape(
         name="image", inputs=(rows,), role=roles.STEM, space=(side, side, 3), rank=3, source=(side * side, 3)
     )
-    seen = [g.add_op(reshaped)]
+    outputs = [g.add_op(reshaped)]
     for number, line in enumerate(lines):
-        seen.append(_layer(g, seen, line, number))
-    height, width, channels = g.shape_of(seen[-1])
+        outputs.append(_layer(g, outputs, line, number))
+    height, width, channels = g.shape_of(outputs[-1])
     size = height * width * channels
     x = g.add_op(
         Flatten(
-            name="flat", inputs=(seen[-1],), role=roles.FLAT, space=(1, size), source=(height, width, channels)
+            name="flat", inputs=(outputs[-1],), role=roles.FLAT, space=(1, size), source=(height, width, channels)
         )
     )  # fmt: skip
     for number, columns in enumerate(dense):
@@ -42,8 +42,8 @@ def net(side: int, lines: Sequence[Line], dense: Sequence[int] = (40,)) -> Graph
     return g.build()
 
 
-def _layer(g: GraphBuilder, seen: Sequence[str], line: Line, number: int) -> str:
-    x = seen[-1]
+def _layer(g: GraphBuilder, sources: Sequence[str], line: Line, number: int) -> str:
+    x = sources[-1]
     height, width, channels = g.shape_of(x)
     if line == "pool":
         space = (height // 2, width // 2, channels)
@@ -53,7 +53,7 @@ def _layer(g: GraphBuilder, seen: Sequence[str], line: Line, number: int) -> str
         )  # fmt: skip
         return g.add_op(pool)
     if line == "residual":
-        return g.activation(f"{number}.map", g.sum(f"{number}.sum", seen[-3], x, roles.MAP_SUM), roles.MAP, "relu")
+        return g.activation(f"{number}.map", g.sum(f"{number}.sum", sources[-3], x, roles.MAP_SUM), roles.MAP, "relu")
     kind, n, size = line
     stride = 2 if kind == "stride" else 1
     space = (-(-height // stride), -(-width // stride), n)
@@ -67,12 +67,12 @@ def _layer(g: GraphBuilder, seen: Sequence[str], line: Line, number: int) -> str
 
 def tensors(graph: Graph) -> dict[str, np.ndarray]:
     """Return the weights of a graph, of a size that keeps maps near 1."""
-    rng, found = np.random.default_rng(5), {}
+    rng, arrays = np.random.default_rng(5), {}
     for op in graph.ops:
         for ref in op.weight_refs(op.full_region) if op.tensors else ():
             shape = (ref.rows[1], ref.columns[1]) if ref.layout != "plain" else (ref.columns[1],)
-            found[ref.tensor] = (rng.standard_normal(shape) * (2 / shape[0]) ** 0.5).astype(np.float32)
-    return found
+            arrays[ref.tensor] = (rng.standard_normal(shape) * (2 / shape[0]) ** 0.5).astype(np.float32)
+    return arrays
 
 
 def divided(
@@ -91,8 +91,8 @@ def divided(
     return Lowered(graph, STRATEGIES[method].table(division).with_defaults(base_table(division)), names)
 
 
-def run(made: Lowered, held: Mapping[str, np.ndarray]) -> np.ndarray:
+def run(lowered: Lowered, held: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the answer to one seeded picture."""
-    shape = made.graph.by_name["pixels"].space
+    shape = lowered.graph.by_name["pixels"].space
     pixels = np.random.default_rng(9).integers(0, 256, shape, dtype=np.uint8)
-    return run_programs({name: made.full_program(name) for name in made.names}, held, pixels)
+    return run_programs({name: lowered.full_program(name) for name in lowered.names}, held, pixels)

@@ -25,12 +25,12 @@ def blocks(page: Path) -> Iterator[str]:
 
 def offline_commands() -> list[tuple[str, str]]:
     """Return (page, line) of all of them."""
-    found = []
+    commands = []
     for page in PAGES:
         for block in blocks(page):
             lines = re.sub(r"for device in (.*?); do (.*?); done", _unrolled, block).splitlines()
-            found += [(page.name, line.strip()) for line in lines if OFFLINE.match(line.strip())]
-    return found
+            commands += [(page.name, line.strip()) for line in lines if OFFLINE.match(line.strip())]
+    return commands
 
 
 def _unrolled(loop: re.Match[str]) -> str:
@@ -38,10 +38,7 @@ def _unrolled(loop: re.Match[str]) -> str:
 
 
 def run_as_printed(
-    commands: list[tuple[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    commands: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run (page, line); each page is a walk of its own."""
     done = set()

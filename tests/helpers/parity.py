@@ -19,7 +19,7 @@ import transformers
 from golden_cases import TEXTS, request
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from torch_oracle import known, outputs, scaled
+from torch_oracle import is_in_transformers, outputs, scaled
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
 from hepti_mqtt.models import FAMILIES, reference
@@ -92,15 +92,15 @@ def report(name, off, text):
 
 def made_here(root):
     """Yield a comparison of each kind of `make_model`, with two layers of its real shape."""
-    for kind in (name for name, kind in KINDS.items() if known(kind.config)):
+    for kind in (name for name, kind in KINDS.items() if is_in_transformers(kind.config)):
         yield compare(f"make_model {kind}", make_model(kind, root / kind, 11, LAYERS))
 
 
 def saved_by_transformers(root):
     """Yield a comparison of directories that transformers wrote: all architectures, activations, dtypes, shards."""
     torch.manual_seed(0)
-    known = (name for family in FAMILIES.values() for name in family.ARCHITECTURES if hasattr(transformers, name))
-    for architecture in known:
+    classes = (name for family in FAMILIES.values() for name in family.ARCHITECTURES if hasattr(transformers, name))
+    for architecture in classes:
         config = getattr(transformers, architecture).config_class
         images = (transformers.ViTConfig, transformers.ResNetConfig, transformers.MobileNetV2Config)
         for activation in () if config in images else ACTIVATIONS:
@@ -134,8 +134,8 @@ def with_decoders(root):
     says that they are tied, the decoder's own are used.
     """
     torch.manual_seed(1)
-    known = (getattr(transformers, a, None) for family in FAMILIES.values() for a in family.ARCHITECTURES)
-    for model in (m for m in known if m is not None and getattr(m, "_tied_weights_keys", None)):
+    classes = (getattr(transformers, a, None) for family in FAMILIES.values() for a in family.ARCHITECTURES)
+    for model in (m for m in classes if m is not None and getattr(m, "_tied_weights_keys", None)):
         path = written(root, model(model.config_class(**small(model.config_class), tie_word_embeddings=False)))
         decoders = set(model._tied_weights_keys)
         stored = load_file(path / "model.safetensors")
@@ -164,11 +164,7 @@ MOBILENETS = (
     {"tf_padding": False, "finegrained_output": False, "depth_multiplier": 0.5, "hidden_act": "relu"},
     {"output_stride": 8, "first_layer_is_expansion": False, "expand_ratio": 3.0, "image_size": 97},
 )
-CONVNEXTS = (
-    {},
-    {"layer_scale_init_value": 0.0},
-    {"hidden_act": "relu", "layer_norm_eps": 1e-3, "patch_size": 2},
-)
+CONVNEXTS = ({}, {"layer_scale_init_value": 0.0}, {"hidden_act": "relu", "layer_norm_eps": 1e-3, "patch_size": 2})
 EFFICIENTNETS = (
     {},
     {"hidden_act": "relu", "depthwise_padding": [1, 3], "squeeze_expansion_ratio": 0.5},

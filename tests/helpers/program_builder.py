@@ -27,12 +27,7 @@ class ProgramBuilder:
         return self._slots[slot].shape
 
     def compute(
-        self,
-        kernel: str,
-        reads: Iterable[Slot],
-        shape: Sequence[int],
-        weights: Iterable[WeightRef] = (),
-        **attrs: Any,
+        self, kernel: str, reads: Iterable[Slot], shape: Sequence[int], weights: Iterable[WeightRef] = (), **attrs: Any
     ) -> Slot:
         """Append a kernel with one result of `shape`; return its slot."""
         return self.compute_many(kernel, reads, (shape,), weights, **attrs)[0]

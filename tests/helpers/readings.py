@@ -96,10 +96,10 @@ class Reads:
             raise ValueError("one reading of each series is asked about")
         starts = accumulate(plain.sizes, initial=0)
         places = (mark - start for start, mark in zip(starts, plain.mask_rows, strict=False))
-        made = Series(tuple(zip(plain.sizes, places, strict=True)), plain.want)
-        if plain.session_rows or any(not 0 <= place < count for count, place in made.series):
+        series = Series(tuple(zip(plain.sizes, places, strict=True)), plain.want)
+        if plain.session_rows or any(not 0 <= place < count for count, place in series.series):
             raise ValueError("one reading of each series is asked about, and nothing is kept")
-        return made
+        return series
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
         return (shape.size,), "i32"

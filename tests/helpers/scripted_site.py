@@ -70,7 +70,7 @@ def heartbeat(boot: int, slowdown: float = 1.0) -> Heartbeat:
 
 
 def everyone(question: Question) -> Decision:
-    """Decide at once: the pinned strategy (else `row`) on the pinned devices (else all)."""
+    """Decide for the pinned strategy (default `row`) on the pinned devices (default all)."""
     devices = question.devices or tuple(sorted(question.cluster.devices))
     missing = set(devices) - set(question.cluster.devices)
     if missing or not devices:
@@ -107,14 +107,14 @@ class Site:
         self.now = 0.0
         self.searches, self.decider, self.pricer = searches, decider, pricer
         self.boots: dict[str, int] = {}
-        self.seen: list[interface.CoordinatorCommand] = []
-        self.told: list[tuple[str, messages.Message]] = []
+        self.commands: list[interface.CoordinatorCommand] = []
+        self.sent: list[tuple[str, messages.Message]] = []
         self.work: dict[int, Frame] = {}
         self.answers: dict[str, interface.AnswerRequest] = {}
         self.errors: dict[str, HeptiError] = {}
         self.solves: list[interface.Solve] = []
-        self.compute_us = 0  # of every device in every run; 0 says nothing
-        self.mute: set[str] = set()  # devices that do not answer when they are asked for a word
+        self.compute_us = 0  # reported compute time of every device in every run
+        self.mute: set[str] = set()  # devices that do not answer probes
         self.probes: list[tuple[str, messages.Prepare]] = []
 
     def event(self, event: interface.CoordinatorEvent) -> list[interface.CoordinatorCommand]:
@@ -122,7 +122,7 @@ class Site:
         self.session.assert_invariants()
         for command in out:
             self._note(command)
-        self.seen += out
+        self.commands += out
         for command in out:
             if isinstance(command, interface.Solve) and self.searches:
                 self.solve(command)
@@ -141,7 +141,7 @@ class Site:
         )
 
     def _will_serve(self, message: messages.Prepare) -> bool:
-        """Return whether a Prepare is for a plan on its way, and no probe of a device."""
+        """Return whether a Prepare is for the plan being prepared, not a probe."""
         model = Plan.from_dict(message.plan).model
         return self.session.groups.group_of_preparation(model, message.transaction_id) is not None
 
@@ -155,7 +155,7 @@ class Site:
             if isinstance(message, messages.Prepare) and not self._will_serve(message):
                 self.probes.append((device, message))
             else:
-                self.told.append((device, message))
+                self.sent.append((device, message))
         elif isinstance(command, interface.Solve):
             self.solves.append(command)
         elif isinstance(command, interface.AnswerRequest | interface.RefuseRequest):
@@ -168,15 +168,15 @@ class Site:
                 self.errors[name] = command.error
 
     def solve(self, command: interface.Solve) -> None:
-        asked = command.question
+        question = command.question
         try:
-            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
+            decision = price_plans(question, command.plans) if command.plans else self.decider(question)
         except HeptiError as error:
             self.event(interface.Solved(command.model, command.ticket, None, error=error))
             return
-        active = command.active and self.pricer(asked, command.active)
+        active = command.active and self.pricer(question, command.active)
         if command.kind is SearchKind.HURRIED:
-            decision = with_loads(asked, decision, active)
+            decision = with_loads(question, decision, active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
     def join(self, *devices: str, boot: int = 1, memory: int = 1 << 30) -> None:
@@ -186,7 +186,7 @@ class Site:
             self.event(interface.DeviceStatus(device, Status("online", boot)))
 
     def leave(self, device: str, reason: str = "") -> None:
-        """Let a device go offline: by its will, or with its own reason."""
+        """Let a device go offline, by its last will or with a reason."""
         boot = self.boots.pop(device)
         self.event(interface.DeviceStatus(device, Status("offline", boot, reason=reason)))
 
@@ -197,7 +197,7 @@ class Site:
         self.event(interface.Tick())
 
     def drift(self, slowdowns: Mapping[str, float], seconds: int) -> None:
-        """Let time pass in which some devices are slow; a reading that repeats the last one would be none."""
+        """Let time pass while some devices are slow; readings vary, because repeated ones are ignored."""
         for _ in range(seconds):
             self.now += 1
             for device, boot in self.boots.items():
@@ -207,21 +207,28 @@ class Site:
 
     def prepares(self) -> dict[str, messages.Prepare]:
         """Return the last Prepare of every device."""
-        return {d: m for d, m in self.told if isinstance(m, messages.Prepare)}
+        return {d: m for d, m in self.sent if isinstance(m, messages.Prepare)}
 
     def ready(self, *devices: str) -> None:
         for device, message in self.prepares().items():
             if device in devices or not devices:
                 plan = Plan.from_dict(message.plan)
                 digest = programs_digest(SPEC, plan)
-                self.event(
-                    interface.DeviceMessage(
-                        device, messages.Ready(message.transaction_id, plan.model, plan.version, 1000, digest)
-                    )
-                )
+                self.receive(device, messages.Ready(message.transaction_id, plan.model, plan.version, 1000, digest))
+
+    def receive(self, device: str, message: messages.Message) -> list[interface.CoordinatorCommand]:
+        """Let a message of a device arrive."""
+        return self.event(interface.DeviceMessage(device, message))
+
+    def progress(self, device: str, done: int, total: int, prepare: messages.Prepare | None = None) -> None:
+        """Let a device report loaded bytes for a Prepare, by default its last one."""
+        prepare = prepare or self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        message = messages.PrepareProgress(prepare.transaction_id, plan.model, plan.version, done, total)
+        self.receive(device, message)
 
     def settle(self) -> Plan:
-        """Let the search and the preparation after joins go through; return the active plan."""
+        """Complete search and preparation after joins; return the active plan."""
         self.tick(1.1)
         self.ready()
         plan = self.session.active_plan("m")
@@ -233,31 +240,29 @@ class Site:
         """Return the active plan of the model `m`."""
         return self.session.active_plan("m")
 
-    def pass_by(self, times: int, seconds: float = 1.0) -> None:
-        """Let time pass in steps, in which devices go on to beat."""
+    def pass_by(self, times: int, seconds: float = 1.0, *, ready: bool = False) -> None:
+        """Let time pass in steps with heartbeats; ready: devices answer each Prepare."""
         for _ in range(times):
             self.tick(seconds)
+            if ready:
+                self.ready()
 
     def failed(self, device: str, code: str = "memory", missing: int = 10) -> messages.Prepare:
-        """Let a device refuse the plan that it was asked to prepare last, which is returned."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
-        self.event(
-            interface.DeviceMessage(
-                device, messages.PrepareFailed(asked.transaction_id, plan.model, plan.version, code, "no", missing)
-            )
-        )
-        return asked
+        """Let a device refuse its last Prepare; return the Prepare."""
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        failed = messages.PrepareFailed(prepare.transaction_id, plan.model, plan.version, code, "no", missing)
+        self.receive(device, failed)
+        return prepare
 
-    def run_failed(self, device: str, admission: int, code: str) -> None:
-        """Let a device say that a run has failed."""
-        frame = self.work[admission]
-        failed = messages.RunFailed(frame.model, frame.plan_version, admission, code, "no")
-        self.event(interface.DeviceMessage(device, failed))
+    def run_failed(self, device: str, run_id: int, code: str) -> None:
+        """Let a device report a failed run."""
+        frame = self.work[run_id]
+        self.receive(device, messages.RunFailed(frame.model, frame.plan_version, run_id, code, "no"))
 
     def released(self) -> list[tuple[str, PlanVersion]]:
-        """Return which devices were told to release which plans."""
-        return [(device, m.plan_version) for device, m in self.told if isinstance(m, messages.Release)]
+        """Return the releases that were sent, as (device, plan version)."""
+        return [(device, m.plan_version) for device, m in self.sent if isinstance(m, messages.Release)]
 
     def submit(
         self,
@@ -274,31 +279,56 @@ class Site:
         self.event(interface.RequestArrived(job))
         return job
 
-    def answer(self, admission: int) -> None:
-        """Let every device of a run report, the head with an output that names the length of each sequence."""
-        frame = self.work[admission]
-        shape, _ = decode_work(frame)
-        plans = [p for p in self.plans(frame.model) if p.version == frame.plan_version]
-        output = np.repeat(np.array(shape.sizes, np.float32)[:, None], SPEC.hidden, axis=1)
-        out = replace(frame, kind="output", source=plans[0].root, dtype="f32", shape=output.shape, body=output)
-        self.event(interface.DeviceFrame(plans[0].root, out))
-        for device in plans[0].devices:
-            numbers = (self.compute_us, 500, 100, int(device == plans[0].root))
-            done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers, body=b"")
-            self.event(interface.DeviceFrame(device, done))
+    def answer(self, run_id: int) -> None:
+        """Let every device of a run report, the root with an output that names the length of each sequence."""
+        frame = self.work[run_id]
+        plan = next(p for p in self.plans(frame.model) if p.version == frame.plan_version)
+        sizes = np.array(decode_work(frame)[0].sizes, np.float32)
+        self.hear(self.part(run_id, plan.root, np.repeat(sizes[:, None], SPEC.hidden, axis=1)))
+        for device in plan.devices:
+            self.hear(self.done(run_id, device, int(device == plan.root)))
+
+    def serve(self, name: str, *lengths: int, **options: Any) -> None:
+        """Submit a request, and answer its run."""
+        self.submit(name, *lengths, **options)
+        self.answer(max(self.work))
+        assert name in self.answers
+
+    def part(self, run_id: int, source: str, body: np.ndarray, **fields: Any) -> Frame:
+        """Return a part of the output of a run."""
+        frame = replace(self.work[run_id], kind="output", source=source, dtype="f32", shape=body.shape, body=body)
+        return replace(frame, **fields)
+
+    def done(self, run_id: int, source: str, parts: int) -> Frame:
+        """Return a device's report of a run, in which it sent so many parts of the output."""
+        numbers = (self.compute_us, 500, 100, parts)
+        return replace(self.work[run_id], kind="done", source=source, dtype="u8", shape=(0,), numbers=numbers, body=b"")
+
+    def hear(self, *frames: Frame) -> None:
+        """Let frames of devices arrive."""
+        for frame in frames:
+            self.event(interface.DeviceFrame(frame.source, frame))
 
     def plans(self, model: str) -> list[Plan]:
-        plans = [c.plan for c in self.seen if isinstance(c, interface.AnswerRequest)]
-        shown = [c for c in self.seen if isinstance(c, interface.PublishPlan) and c.model == model]
+        plans = [c.plan for c in self.commands if isinstance(c, interface.AnswerRequest)]
+        shown = [c for c in self.commands if isinstance(c, interface.PublishPlan) and c.model == model]
         plans += [p for c in shown for p in (c.active, *c.pinned) if p]
         return plans
 
     def notes(self) -> Counter[str]:
-        return Counter(c.kind for c in self.seen if isinstance(c, interface.LogEvent))
+        return Counter(c.kind for c in self.commands if isinstance(c, interface.LogEvent))
+
+
+def preparing(*devices: str, **options: Any) -> Site:
+    """Return a site that prepares its first plan."""
+    site = Site(**options)
+    site.join(*devices)
+    site.tick(1.1)
+    return site
 
 
 def settled(*devices: str, models: Sequence[str] = (), **options: Any) -> Site:
-    """Return a site whose devices have joined and prepared its first plan."""
+    """Return a site with an active plan."""
     site = Site(*models, **options)
     site.join(*devices)
     site.settle()
@@ -314,7 +344,7 @@ def private_of(device: str) -> bytes:
 
 
 class KeyedSite(Site):
-    """A site whose devices have joined and have agreed on a secret with the planner."""
+    """A site whose devices have joined and agreed on a secret with the planner."""
 
     def __init__(self, *devices: str, **options: Any) -> None:
         super().__init__(secret=SECRET, **options)
@@ -329,22 +359,22 @@ class KeyedSite(Site):
 
     def describe(self, device: str, private: bytes) -> None:
         """Let a device publish its caps, with this key."""
-        said = replace(caps(device, self.boots[device]), public_key=keys.public_key(private))
-        self.event(interface.DeviceCaps(device, said))
+        report = replace(caps(device, self.boots[device]), public_key=keys.public_key(private))
+        self.event(interface.DeviceCaps(device, report))
 
     def ready_message(self, device: str) -> messages.Ready:
-        """Return what a device says when it is ready with the plan that it was asked to prepare last."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
-        return messages.Ready(asked.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
+        """Return the Ready of a device to its last Prepare."""
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        return messages.Ready(prepare.transaction_id, plan.model, plan.version, 1000, programs_digest(SPEC, plan))
 
     def say(self, device: str, message: messages.Message, channel: Channel | None) -> None:
-        """Let a message come in the name of a device, sealed by a channel."""
+        """Let a message arrive in the name of a device, sealed by a channel."""
         payload = messages.encode(message) if channel is None else channel.seal(messages.encode(message))
         self.event(interface.DeviceMessage(device, *messages.decode_sealed(payload)))
 
     def ready(self, *devices: str) -> None:
-        """Let devices be ready with what they were asked to prepare."""
+        """Let devices answer their last Prepare with Ready."""
         for device in devices or self.prepares():
             self.say(device, self.ready_message(device), self.channels[device])
 
@@ -354,10 +384,10 @@ class KeyedSite(Site):
         self.say(device, ready, self.channels[device])
 
     def frame_key(self, device: str) -> FrameKey:
-        """Return the key of the last plan's frames, as a device knows it."""
-        asked = self.prepares()[device]
-        plan = Plan.from_dict(asked.plan)
-        return FrameKey(self.channels[device].wrapped(asked.key, plan.model, plan.version), asked.checked)
+        """Return the key of the last plan's frames on a device."""
+        prepare = self.prepares()[device]
+        plan = Plan.from_dict(prepare.plan)
+        return FrameKey(self.channels[device].wrapped(prepare.key, plan.model, plan.version), prepare.checked)
 
     def give_answer(self, run_id: int, key: FrameKey, value: float) -> None:
         """Let every device of a run report, the root with an output of this value."""
@@ -368,8 +398,8 @@ class KeyedSite(Site):
             np.full((len(shape.sizes), SPEC.hidden), value, np.float32),
             (work.model, work.plan_version, run_id),
         )
-        said = [Frame("output", *named, source=plan.root, dtype="f32", shape=body.shape, body=body)]
+        frames = [Frame("output", *named, source=plan.root, dtype="f32", shape=body.shape, body=body)]
         numbers = {device: (2000, 500, 100, int(device == plan.root)) for device in plan.devices}
-        said += [Frame("done", *named, source=device, numbers=own) for device, own in numbers.items()]
-        for frame in said:
+        frames += [Frame("done", *named, source=device, numbers=own) for device, own in numbers.items()]
+        for frame in frames:
             self.event(interface.DeviceFrame(frame.source, decode(encode(frame, key))))

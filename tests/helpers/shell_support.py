@@ -49,7 +49,7 @@ class ListLoader:
 
 
 class NowBuilder:
-    """Builds at once what is posted."""
+    """Builds each posted order immediately."""
 
     def __init__(self, inbox, workers):
         self.inbox, self.workers = inbox, workers
@@ -132,20 +132,20 @@ class Device:
 
 def devices():
     """Yield what makes devices, and end their threads afterwards; a fixture of each file."""
-    made = []
+    devices_of_test = []
 
     def make(**options):
-        made.append(Device(**options))
-        return made[-1]
+        devices_of_test.append(Device(**options))
+        return devices_of_test[-1]
 
     yield make
-    for each in made:
+    for each in devices_of_test:
         each.workers.close()
 
 
-def request(admission=1, plan=PLAN, length=7):
+def request(run_id=1, plan=PLAN, length=7):
     shape, inputs = sites.request(SPEC, (length,))
-    payload = frames.encode_work(plan.model, plan.version, admission, shape, inputs)
+    payload = frames.encode_work(plan.model, plan.version, run_id, shape, inputs)
     return shape, inputs, FrameIn(frames.decode(payload))
 
 

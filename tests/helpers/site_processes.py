@@ -11,17 +11,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote
 
 import forked
 from broker_kinds import broker_of
 
 from device_agent.measure import measurement_file
-from hepti_mqtt.client import Answer
+from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
@@ -37,10 +37,10 @@ SITE = "test"
 def poll(holds: Callable[[], Any], what: str, timeout: float = PATIENCE_S, every: float = 0.02) -> Any:
     """Return what `holds` gives as soon as it is true; for what cannot be waited for otherwise."""
     until = time.monotonic() + timeout
-    while not (found := holds()):
+    while not (value := holds()):
         assert time.monotonic() < until, f"{what} did not come true within {timeout} s"
         time.sleep(every)
-    return found
+    return value
 
 
 def trust_measurement(threads: int = 1) -> None:
@@ -55,14 +55,24 @@ def trust_measurement(threads: int = 1) -> None:
 
 
 def foretold(ask: Callable[[], Answer]) -> Answer:
-    """Return an answer with an exact forecast: none waits for its own, but one after a pause finds it made."""
+    """Return an answer with an exact forecast: none waits for its own, but one after a pause includes it."""
 
     def simulated() -> Answer | None:
         answer = ask()
         return answer if answer.raw["forecast"] == "simulated" else None
 
-    found: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
-    return found
+    answer_with_forecast: Answer = poll(simulated, "an answer with its forecast", every=1.5 * PAUSE_S)
+    return answer_with_forecast
+
+
+def wait_for_plans(hepti: Hepti, models: Iterable[str], devices: Collection[str]) -> None:
+    """Wait until the planner has searched a plan of each model with exactly these devices."""
+
+    def knows_all(record: Any) -> bool:
+        return {d for c in record["candidates"] for d in c["devices"]} == set(devices)
+
+    for model in models:
+        hepti.wait_ready(model, PATIENCE_S, knows_all)
 
 
 def free_port() -> int:
@@ -85,12 +95,7 @@ class Site:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        broker: EmbeddedBroker,
-        models: Mapping[str, Path],
-        login: str = "",
-        name: str = SITE,
+        self, directory: Path, broker: EmbeddedBroker, models: Mapping[str, Path], login: str = "", name: str = SITE
     ) -> None:
         self.directory, self.broker, self.models, self.name = directory, broker, models, name
         self.url = broker.url.replace("://", f"://{login}@") if login else broker.url
@@ -123,12 +128,7 @@ class Site:
         """Start `hepti ARGUMENTS`."""
         with (self.directory / f"{name}.log").open("ab") as log:
             process = start_hepti(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                cwd=self.directory,
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self.directory
             )
         self.running[name] = process
         return process
@@ -146,7 +146,7 @@ class Site:
         return process.wait(PATIENCE_S)
 
     def tiles(self, name: str) -> dict[str, Path]:
-        """Return what is in a device's tile cache, by SHA-256."""
+        """Return the files of a device's tile cache, by SHA-256."""
         files = (self.directory / f"device-{name}").rglob("tiles/??/*")
         return {file.name: file for file in files if len(file.name) == 64}
 
@@ -156,6 +156,12 @@ class Site:
     def close(self) -> None:
         for name in list(self.running):
             self.kill(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def running_site(
@@ -173,17 +179,16 @@ def running_site(
     kind: of the broker, skipped where it cannot be had. planner: further arguments of it.
     """
     user, _, password = login.partition(":")
-    with broker_of(
-        kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
-    ) as broker:
-        site = Site(directory, broker, models, login)
-        try:
-            site.planner(*planner)
-            for name, memory in agents.items():
-                site.agent(name, memory)
-            yield site
-        finally:
-            site.close()
+    with (
+        broker_of(
+            kind, users={user: unquote(password)} if login else None, max_packet_bytes=max_packet_bytes
+        ) as broker,
+        Site(directory, broker, models, login) as site,
+    ):
+        site.planner(*planner)
+        for name, memory in agents.items():
+            site.agent(name, memory)
+        yield site
 
 
 class Voice:
@@ -193,10 +198,7 @@ class Voice:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         states: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport = BrokerConnection(
-            BrokerUrl.parse(url),
-            f"voice-{uuid.uuid4().hex[:8]}",
-            on_message=self.hear,
-            on_state=states.put,
+            BrokerUrl.parse(url), f"voice-{uuid.uuid4().hex[:8]}", on_message=self.hear, on_state=states.put
         )
         self.transport.subscribe([(topic, 1) for topic in topics])
         self.transport.connect(PATIENCE_S)
@@ -211,12 +213,18 @@ class Voice:
 
     def next(self, topic: str | None = None) -> tuple[str, bytes]:
         """Return the next message, of one topic or of any."""
-        while (found := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
+        while (message := self.heard.get(timeout=PATIENCE_S))[0] != topic and topic is not None:
             pass
-        return found
+        return message
 
     def close(self) -> None:
         self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class User(Voice):

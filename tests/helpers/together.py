@@ -42,11 +42,11 @@ def run_together(
     executors = {name: Executor() for name in devices}
     under_way: list[tuple[str, tuple[int, int, str], np.ndarray]] = []
     outputs: list[tuple[int, np.ndarray]] = []
-    for name, made in devices.items():
-        slots = made.template.program.slots
+    for name, program_of_device in devices.items():
+        slots = program_of_device.template.program.slots
         states = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in slots if spec.state}
-        executors[name].admit(REQUEST, made, states)
-        under_way += [(name, key, inputs) for key in made.template.inputs]
+        executors[name].admit(REQUEST, program_of_device, states)
+        under_way += [(name, key, inputs) for key in program_of_device.template.inputs]
     names = sorted(devices)
     for task in devices[names[0]].template.task_inputs:  # of a bag: in turn
         executors[names[task % len(names)]].start_task(REQUEST, task, inputs)

@@ -75,7 +75,7 @@ def of_speech(model, inputs, shape):
     return states.numpy(), logits[[0, -1]].numpy()
 
 
-def known(config):
+def is_in_transformers(config):
     """Return whether PyTorch's libraries have the architecture of a config.json; torchvision's in one width only."""
     narrow = {"width", "width_mult"} & config.keys()
     return hasattr(transformers, config["architectures"][0]) or (config["model_type"] == "torchvision" and not narrow)
@@ -88,9 +88,9 @@ def _net(path, architecture):
     if json.loads((path / "config.json").read_text())["model_type"] != "torchvision":
         return None
     model = getattr(torchvision.models, architecture)().double().eval()
-    found = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    assert not found.unexpected_keys
-    assert all(name.endswith("num_batches_tracked") for name in found.missing_keys)
+    mismatch = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    assert not mismatch.unexpected_keys
+    assert all(name.endswith("num_batches_tracked") for name in mismatch.missing_keys)
     return model
 
 
@@ -105,13 +105,13 @@ def scaled(path, pixels):
 
 def of_net(model, pictures):
     """Return (what the last dense layer reads, the logits)."""
-    seen = []
+    outputs = []
     last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
-    hook = last.register_forward_hook(lambda _module, given, _result: seen.append(given[0]))
+    hook = last.register_forward_hook(lambda _module, given, _result: outputs.append(given[0]))
     with torch.no_grad():
         result = model(torch.from_numpy(pictures))
     hook.remove()
-    return seen[0].numpy(), getattr(result, "logits", result).numpy()
+    return outputs[0].numpy(), getattr(result, "logits", result).numpy()
 
 
 def _task(result, rows, masks, pooling):

@@ -53,7 +53,7 @@ def mosquitto():
 
 
 class Peer:
-    """A connected transport and what it has heard."""
+    """A connected transport, its messages and its states."""
 
     def __init__(self, url, *, connect=True, **options):
         self.messages = queue.SimpleQueue()
@@ -92,14 +92,14 @@ class Peer:
 @pytest.fixture
 def peers():
     """Make peers that are closed when the test ends."""
-    made = []
+    connections = []
 
     def make(url, **options):
-        made.append(Peer(url, **options))
-        return made[-1]
+        connections.append(Peer(url, **options))
+        return connections[-1]
 
     yield make
-    for peer in made:
+    for peer in connections:
         peer.transport.close(timeout_s=0.2)
 
 
@@ -125,10 +125,10 @@ class FakeBroker:
             while True:
                 sock, _ = self.listener.accept()
                 self.socks.append(sock)
-                asked = sock.recv(1024)
-                if not asked:
+                packet = sock.recv(1024)
+                if not packet:
                     continue
-                level = asked[8]
+                level = packet[8]
                 self.levels.put(level)
                 answer = self.answers[level] if not callable(self.answers[level]) else self.answers[level]()
                 if answer is None:
@@ -147,14 +147,14 @@ class FakeBroker:
 
 @pytest.fixture
 def fake():
-    made = []
+    brokers = []
 
     def make(answers):
-        made.append(FakeBroker(answers))
-        return made[-1]
+        brokers.append(FakeBroker(answers))
+        return brokers[-1]
 
     yield make
-    for broker in made:
+    for broker in brokers:
         broker.close()
 
 
@@ -165,35 +165,35 @@ def clock():
 
 @pytest.fixture
 def node(clock):
-    made = Node("b", clock=clock)
-    yield made
-    made.mesh.close()
+    new_node = Node("b", clock=clock)
+    yield new_node
+    new_node.mesh.close()
 
 
 @pytest.fixture
 def nodes():
     """Make devices by name; all are closed when the test ends."""
-    made = []
+    new_node = []
 
     def make(*users, **options):
         new = [Node(user, **options) for user in users]
-        made.extend(new)
+        new_node.extend(new)
         return new
 
     yield make
-    for each in made:
+    for each in new_node:
         each.mesh.close()
 
 
 @pytest.fixture
 def site():
-    made = Site()
-    yield made
-    made.close()
+    new_site = Site()
+    yield new_site
+    new_site.close()
 
 
 @pytest.fixture
 def played():
-    made = Played()
-    yield made
-    made.close()
+    scene = Played()
+    yield scene
+    scene.close()

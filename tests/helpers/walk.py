@@ -59,10 +59,10 @@ class Walk:
     @property
     def functions(self) -> dict[str, list[str]]:
         """Return the names of the functions by file."""
-        found: dict[str, list[str]] = {}
+        by_file: dict[str, list[str]] = {}
         for code in self.calls:
-            found.setdefault(code.co_filename.removeprefix(PACKAGE + "/"), []).append(code.co_qualname)
-        return {file: sorted(names) for file, names in sorted(found.items())}
+            by_file.setdefault(code.co_filename.removeprefix(PACKAGE + "/"), []).append(code.co_qualname)
+        return {file: sorted(names) for file, names in sorted(by_file.items())}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Inline:
 
 
 class WalkedSite(Swarm):
-    """A planner process without connections, beside devices of the swarm; what comes for it by MQTT is recorded."""
+    """A planner process without connections, with devices of the swarm; it records MQTT messages for it."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         path = make_model(kind, directory / MODEL, seed=1)

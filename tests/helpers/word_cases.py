@@ -50,6 +50,6 @@ TEXTS = (
 def bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer whose tokens are bytes and a few words, so that a character may be several of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    return tokenizer

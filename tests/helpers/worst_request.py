@@ -71,9 +71,9 @@ def opened(directory: Path, reads: str) -> Checkpoint:
     """Return a model with few weights that reads as long texts as common ones do."""
     kind = "tiny-bert" if reads == "text" else "tiny-vit-classifier"
     if reads == "text":
-        known = make.KINDS[kind]
+        recipe = make.KINDS[kind]
         kind = "worst"
-        make.KINDS[kind] = replace(known, config={**known.config, "max_position_embeddings": 512})  # type: ignore[index]
+        make.KINDS[kind] = replace(recipe, config={**recipe.config, "max_position_embeddings": 512})  # type: ignore[index]
     return Checkpoint.open(make_model(kind, directory), "worst")
 
 
@@ -92,8 +92,8 @@ def counted(module: ModuleType) -> list[int]:
 
 
 def main() -> None:
-    reads, made = WORST[sys.argv[1]]
-    payload = made()
+    reads, build = WORST[sys.argv[1]]
+    payload = build()
     with opened(Path(sys.argv[2]), reads) as checkpoint:
         desk = RequestHandler(
             "home", {"worst": OpenModel("worst", checkpoint, Pins())}, Forecasts("home", {"worst": checkpoint.spec})
@@ -103,9 +103,13 @@ def main() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # forget what was in use at the most
         before, begun = in_use_mb("VmRSS"), time.perf_counter()
         tokenised = counted(texts)
-        found = desk.read_request(RawRequest("worst", "me", payload), 0.0)
+        outcome = desk.read_request(RawRequest("worst", "me", payload), 0.0)
         seconds = time.perf_counter() - begun
-        said = f"job of {found.batches[0].shape.size} tokens" if isinstance(found, Request) else found.payload.decode()
+        said = (
+            f"job of {outcome.batches[0].shape.size} tokens"
+            if isinstance(outcome, Request)
+            else outcome.payload.decode()
+        )
         mb = in_use_mb("VmHWM") - before
         print(
             json.dumps({"said": said, "seconds": seconds, "mb": mb, "bytes": len(payload), "tokenised": sum(tokenised)})

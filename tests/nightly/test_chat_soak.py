@@ -1,4 +1,4 @@
-"""Chats beside each other, some cancelled, have the tokens that they would have alone."""
+"""Concurrent chats, some cancelled, have the same tokens as each chat alone."""
 
 from __future__ import annotations
 

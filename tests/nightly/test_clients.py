@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hepti_mqtt.checkpoint import make_model
@@ -32,33 +31,28 @@ TEMPLATE = (
 )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 def talker(directory: Path) -> Path:
     """Make a tiny decoder that writes bytes, so that its text may follow a schema, with room for a call of a tool."""
-    made = make_model("tiny-llama", directory, seed=3)
+    path = make_model("tiny-llama", directory, seed=3)
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    tokenizer.save(str(made / "tokenizer.json"))
-    config = json.loads((made / "config.json").read_text())
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "config.json").read_text())
     vocab, more = config["vocab_size"], len(pieces) - config["vocab_size"]
     config |= {"vocab_size": len(pieces), "max_position_embeddings": 1024, "eos_token_id": 1, "bos_token_id": 0}
-    (made / "config.json").write_text(json.dumps(config))
-    (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    weights = load_file(made / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    weights = load_file(path / "model.safetensors")
     rng = np.random.default_rng(4)
     for name, rows in weights.items():
         if rows.ndim == 2 and rows.shape[0] == vocab:
             added = rng.standard_normal((more, rows.shape[1])) * rows.std()
             weights[name] = np.concatenate([rows, added.astype(rows.dtype)])
-    save_file(weights, made / "model.safetensors")
-    (made / "chat_template.jinja").write_text(TEMPLATE)
-    return made
+    save_file(weights, path / "model.safetensors")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -45,12 +45,12 @@ def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_s
                 raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
                 raw.transport.publish(raw.topics.request(MODEL, "library"), b'{"id": "subscribed"}', 1)
                 assert raw.answers.get(timeout=PATIENCE_S)[1]["id"] == "subscribed"
-                asked = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
+                pending = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
                 _, dropped = raw.answers.get(timeout=PATIENCE_S)
                 assert dropped["id"] == "early", "the broker has it, and nobody else"
                 site.planner()
                 with pytest.raises(RequestError):
-                    asked.result(PATIENCE_S)
+                    pending.result(PATIENCE_S)
                 raw.close()
         finally:
             site.close()
@@ -141,7 +141,7 @@ def test_no_request_suffers_from_a_broker_that_is_frozen_and_comes_back(tmp_path
                 hepti.wait_ready(MODEL, PATIENCE_S)
                 user = User(broker.url)
                 frozen.suspend()
-                asked = hepti.submit(MODEL, ids=[7, 8])
+                pending = hepti.submit(MODEL, ids=[7, 8])
                 for number in range(FROZEN_REQUESTS):
                     body = json.dumps({"id": f"q{number}", "ids": [7, 8, number]}).encode()
                     user.transport.publish(user.topics.request(MODEL, user.name), body, 1)
@@ -153,7 +153,7 @@ def test_no_request_suffers_from_a_broker_that_is_frozen_and_comes_back(tmp_path
                     _, answer = user.answers.get(timeout=PATIENCE_S)
                     assert answer["ok"], answer
                     answered.add(answer["id"])
-                assert asked.result(PATIENCE_S).raw["ok"]
+                assert pending.result(PATIENCE_S).raw["ok"]
                 user.close()
         finally:
             frozen.resume()
@@ -170,6 +170,6 @@ def test_a_schedule_is_known_by_its_seed_and_has_every_kind_in_turn() -> None:
 def test_the_longest_silence_after_a_fault_is_its_own() -> None:
     faults = [Fault(0.0, "planner killed", "planner"), Fault(5.0, "broker killed", "broker")]
     answered = [*np.arange(0.0, 1.0, 0.1), *np.arange(3.0, 5.0, 0.1), *np.arange(6.0, 9.0, 0.1)]
-    found = silences(faults, [1.0, 5.0], {MODEL: answered})
-    assert [gap.seconds for gap in found["planner killed"]] == [pytest.approx(2.0)]
-    assert [gap.seconds for gap in found["broker killed"]] == [pytest.approx(1.0)]
+    silence_of = silences(faults, [1.0, 5.0], {MODEL: answered})
+    assert [gap.seconds for gap in silence_of["planner killed"]] == [pytest.approx(2.0)]
+    assert [gap.seconds for gap in silence_of["broker killed"]] == [pytest.approx(1.0)]

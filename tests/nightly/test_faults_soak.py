@@ -24,10 +24,10 @@ def test_a_site_with_mixed_load_and_a_peer_that_stops_holds_no_more_in_the_end(t
 
 def held(*growth: tuple[float, int, int], most: float = float("inf")) -> Held:
     """Return a process that had so many MiB, descriptors and threads in each quarter."""
-    found = Held(0, most * MIB)
+    memory = Held(0, most * MIB)
     for quarter, (mib, descriptors, threads) in enumerate(growth):
-        found.samples += [(10.0 * quarter + n, int(mib * MIB), descriptors, threads) for n in range(10)]
-    return found
+        memory.samples += [(10.0 * quarter + n, int(mib * MIB), descriptors, threads) for n in range(10)]
+    return memory
 
 
 FLAT = (9, 9, 3)

@@ -73,18 +73,18 @@ def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(s
         watcher = Watcher(site)
         try:
             site.running[head].send_signal(signal.SIGSTOP)
-            asked = hepti.submit(KIND, **body, **PINS)
+            pending = hepti.submit(KIND, **body, **PINS)
             watcher.until(lambda computed: bool(computed[victim]))
             site.kill(victim)
             computed = watcher.until(lambda computed: computed[other] == set(range(TASKS)))
             site.running[head].send_signal(signal.SIGCONT)
-            after = asked.result(PATIENCE_S)
+            after = pending.result(PATIENCE_S)
         finally:
             site.running[head].send_signal(signal.SIGCONT)
             watcher.voice.close()
     assert len(watcher.runs) == 1
     assert computed[victim]
     for got in (before, after):
-        assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
-        scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
+        assert [label["label"] for label in got.labels] == [label["label"] for label in want["labels"]]
+        scores = [[label["score"] for label in labels] for labels in (got.labels, want["labels"])]
         np.testing.assert_allclose(*scores, atol=1e-5)

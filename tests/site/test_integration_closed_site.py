@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from closed_broker import ClosedSite, closed_broker
-from site_processes import PATIENCE_S, SITE, poll
+from site_processes import PATIENCE_S, SITE, free_port, poll, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli import demo
@@ -29,19 +29,16 @@ NOT_AT_A_BROKER = {"completion", "simulate", "model", "bench", "lab", "site", "b
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClosedSite]:
     directory = tmp_path_factory.mktemp("closed")
     model = make_model("tiny-bert", directory / "model", seed=3)
-    with closed_broker(directory / "site", USERS, SITE) as (folder, broker):
-        found = ClosedSite(directory, broker, {"tiny": model}, folder)
-        try:
-            found.planner()
-            for name in ("a", "b"):
-                found.agent(name, "100MiB")
-            with Hepti.connect(str(folder.login("alice")), site=SITE) as hepti:
-                hepti.wait_ready(
-                    "tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {"a", "b"}
-                )
-            yield found
-        finally:
-            found.close()
+    with (
+        closed_broker(directory / "site", USERS, SITE) as (folder, broker),
+        ClosedSite(directory, broker, {"tiny": model}, folder) as closed_site,
+    ):
+        closed_site.planner()
+        for name in ("a", "b"):
+            closed_site.agent(name, "100MiB")
+        with Hepti.connect(str(folder.login("alice")), site=SITE) as hepti:
+            wait_for_plans(hepti, ["tiny"], "ab")
+        yield closed_site
 
 
 @pytest.fixture
@@ -104,18 +101,17 @@ def test_everything_is_online(run: Any) -> None:
 def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
     row = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"], "route": "mesh"}
     with Hepti.connect(str(site.folder.login("alice")), site=SITE) as hepti:
-        epoch = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["epoch"]
-        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["epoch"] == epoch] == [[]]
-        found = {d["device"]: d for d in hepti.devices(wait_s=5)}
-    assert len(found["a"]["endpoint"]["fingerprint"]) == 64
-    assert found["a"]["endpoint"]["fingerprint"] != found["b"]["endpoint"]["fingerprint"]
+        version = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["epoch"]
+        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["epoch"] == version] == [[]]
+        by_device = {d["device"]: d for d in hepti.devices(wait_s=5)}
+    assert len(by_device["a"]["endpoint"]["fingerprint"]) == 64
+    assert by_device["a"]["endpoint"]["fingerprint"] != by_device["b"]["endpoint"]["fingerprint"]
 
 
 def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
     body = json.dumps({"model": "tiny", "input": "hello"})
     for user, status in (("alice", 200), ("hall", 502)):
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
+        port = free_port()
         site.start(user, "gateway", "--port", str(port), "--timeout", "20")
         poll(lambda user=user: "listening" in site.log(user), "the gateway's start")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -126,8 +122,7 @@ def test_a_gateway_asks_as_its_user(site: ClosedSite) -> None:
 
 
 def test_a_service_of_speech_describes_itself_as_its_user(site: ClosedSite) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     site.start("alice", "wyoming", "--port", str(port))
     poll(lambda: "Wyoming" in site.log("alice"), "the service's start")
     with (

@@ -1,4 +1,4 @@
-"""Three agents as processes, none of which has room for the table of words, answer what one device would."""
+"""Three agents as processes, each too small for the embedding table, answer as one device would."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def needs(spec: Spec, divides_embeddings: bool) -> list[int]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    known = make.KINDS["tiny-mistral"]
-    monkeypatch.setitem(make.KINDS, "wide", replace(known, config={**known.config, "vocab_size": WORDS}))
+    kind = make.KINDS["tiny-mistral"]
+    monkeypatch.setitem(make.KINDS, "wide", replace(kind, config={**kind.config, "vocab_size": WORDS}))
     model = make_model("wide", tmp_path / "model", seed=3)
     with Checkpoint.open(model, "m") as checkpoint:
         most, whole = max(needs(checkpoint.spec, True)), max(needs(checkpoint.spec, False))

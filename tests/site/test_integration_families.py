@@ -1,4 +1,7 @@
-"""Every further family over a real broker and processes, under methods that are its own or of all transformers."""
+"""Families over a real broker and processes: one of each kind of input, and methods with exchanges of their own.
+
+Every method of every family is compared with the reference in tests/unit/strategies, without processes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, foretold, running_site
+from site_processes import PATIENCE_S, SITE, Site, foretold, running_site, wait_for_plans
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -19,22 +22,11 @@ from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 
-# GPT-2, whose answer is a stream, is in test_service_generation; BERT, RoBERTa and ViT in test_service_pairwise.
-
 AGENTS = {"a": "300MiB", "b": "300MiB"}
 CASES = (
-    ("tiny-distilbert", "row", {"variant": "kv"}),
-    ("tiny-albert", "column", {}),
-    ("tiny-electra", "block", {}),
     ("tiny-modernbert", "row", {"variant": "heads"}),
-    ("tiny-embeddinggemma", "galaxy", {"exchange": "direct"}),
     ("tiny-debert", "decoupled", {"original": "everywhere"}),
-    ("tiny-debert", "decoupled", {"original": "megatron"}),
-    ("tiny-convnet", "map_rows", {"cut": "none"}),
-    ("tiny-convnet", "fused_tiles", {"cut": "1"}),
     ("tiny-convnet", "fused_tiles", {"cut": "1", "owners": "leased"}),
-    ("tiny-convnet", "modnn", {}),
-    ("tiny-convnet", "coedge", {}),
     ("tiny-convnet", "edgeflow", {}),
     ("tiny-resnet", "map_rows", {"cut": "none", "halo": "ahead"}),
 )
@@ -52,12 +44,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="families") as found:
-        for kind in KINDS:
-            found.wait_ready(
-                kind, PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == set(AGENTS)
-            )
-        yield found
+    with Hepti.connect(site.url, site=SITE, client_id="families") as client:
+        wait_for_plans(client, KINDS, AGENTS)
+        yield client
 
 
 def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
@@ -70,8 +59,8 @@ def test_a_picture_in_and_labels_out(site: Site, hepti: Hepti) -> None:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
         want = decode_output(checkpoint, prepared, models.reference(spec, tensors, prepared.inputs, prepared.shape)[1])
     got = hepti.infer("tiny-resnet", **body, strategy="map_rows", devices=list(AGENTS), timeout_s=PATIENCE_S)
-    assert [found["label"] for found in got.labels] == [found["label"] for found in want["labels"]]
-    scores = [[found["score"] for found in labels] for labels in (got.labels, want["labels"])]
+    assert [label["label"] for label in got.labels] == [label["label"] for label in want["labels"]]
+    scores = [[label["score"] for label in labels] for labels in (got.labels, want["labels"])]
     np.testing.assert_allclose(*scores, atol=1e-5)
 
 
@@ -94,10 +83,10 @@ def test_texts_and_pictures_under_one_name(site: Site, hepti: Hepti) -> None:
         assert {*got.plan["devices"]} == {*AGENTS}
         np.testing.assert_allclose(np.reshape(got.embeddings, vectors.shape), vectors, atol=1e-5)
         want.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    found = hepti.infer(TOWERS, image=file.getvalue(), candidate_labels=labels, **pins).labels
+    scores_of_labels = hepti.infer(TOWERS, image=file.getvalue(), candidate_labels=labels, **pins).labels
     best = np.argsort(-(want[1] @ want[0].T)[0])
-    assert [one["label"] for one in found] == [labels[i] for i in best]
-    assert sum(one["score"] for one in found) == pytest.approx(1)
+    assert [one["label"] for one in scores_of_labels] == [labels[i] for i in best]
+    assert sum(one["score"] for one in scores_of_labels) == pytest.approx(1)
     assert TOWERS in hepti.models()
     assert not any("." in name for name in hepti.models())
 
@@ -114,12 +103,12 @@ def test_documents_are_ranked_by_a_query(site: Site, hepti: Hepti, strategy: str
         pairs = [checkpoint.tokenizer.encode("a warm room", document) for document in documents]
     pins = {"strategy": strategy, "devices": list(AGENTS), "timeout_s": PATIENCE_S}
     got = hepti.infer(RANKER, **body, **pins)
-    assert [found["index"] for found in got.ranking] == [found["index"] for found in want["ranking"]]
-    scores = [[found["score"] for found in ranking] for ranking in (got.ranking, want["ranking"])]
+    assert [rank["index"] for rank in got.ranking] == [rank["index"] for rank in want["ranking"]]
+    scores = [[rank["score"] for rank in ranking] for ranking in (got.ranking, want["ranking"])]
     np.testing.assert_allclose(*scores, atol=1e-5)
     ids = {"ids": [pair.ids for pair in pairs], "token_types": [pair.type_ids for pair in pairs]}
     logits = [labels[0]["score"] for labels in hepti.infer(RANKER, **ids, **pins).labels]
-    by_index = {found["index"]: found["score"] for found in got.ranking}
+    by_index = {rank["index"]: rank["score"] for rank in got.ranking}
     np.testing.assert_allclose([by_index[i] for i in range(3)], 1 / (1 + np.exp(-np.array(logits))), atol=1e-5)
 
 

@@ -22,19 +22,19 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Site]
     directory = tmp_path_factory.mktemp("groups")
     model = make_model("tiny-bert", directory / "model", seed=5)
     with broker_of("mosquitto") as broker:
-        found = {}
+        sites_of_groups = {}
         try:
             for name in GROUPS:
                 (directory / name).mkdir()
-                found[name] = Site(directory / name, broker, {"tiny": model}, name=name)
-                found[name].planner("--shared", CLUSTER)
-                found[name].agent(f"{name}-device")
+                sites_of_groups[name] = Site(directory / name, broker, {"tiny": model}, name=name)
+                sites_of_groups[name].planner("--shared", CLUSTER)
+                sites_of_groups[name].agent(f"{name}-device")
             for name in GROUPS:
                 with Hepti.connect(broker.url, site=name, client_id="looker") as own:
                     own.wait_ready("tiny", 3 * PATIENCE_S)
-            yield found
+            yield sites_of_groups
         finally:
-            for site in found.values():
+            for site in sites_of_groups.values():
                 site.close()
 
 
@@ -79,9 +79,8 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
 
 @pytest.mark.parametrize(("shared", "broker"), [("lonely", None), (CLUSTER, "amqtt")])
 def test_a_planner_shares_neither_its_own_site_nor_without_mqtt_5(tmp_path: Path, groups, shared, broker):
-    with broker_of(broker) if broker else nullcontext(groups["left"].broker) as found:
-        lonely = Site(tmp_path, found, groups["left"].models, name="lonely")
-        try:
-            assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2
-        finally:
-            lonely.close()
+    with (
+        broker_of(broker) if broker else nullcontext(groups["left"].broker) as broker_of_group,
+        Site(tmp_path, broker_of_group, groups["left"].models, name="lonely") as lonely,
+    ):
+        assert lonely.planner("--shared", shared).wait(PATIENCE_S) == 2

@@ -6,7 +6,7 @@ import hostile_roles
 
 
 def test_a_login_that_says_everything_everywhere_costs_nobody_else_an_answer() -> None:
-    found = hostile_roles.main(hostile_roles.SHORT, users=("idle", "mallory"))
-    assert set(found["requests"]) == {"right"}, found["failures"]
-    assert found["ended"] == []
-    assert found["tracebacks"] == 0
+    report = hostile_roles.main(hostile_roles.SHORT, users=("idle", "mallory"))
+    assert set(report["requests"]) == {"right"}, report["failures"]
+    assert report["ended"] == []
+    assert report["tracebacks"] == 0

@@ -19,9 +19,7 @@ from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.transport.sockets import mesh_possible
 
-pytestmark = [
-    pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux"),
-]
+pytestmark = [pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")]
 
 IDS = list(range(5, 23))
 NAMES = ["a", "b", "c"]
@@ -41,9 +39,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as found:
-        poll(lambda: {d["device"] for d in online(found)} == set(NAMES), "all online")
-        yield found
+    with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
+        poll(lambda: {d["device"] for d in online(client)} == set(NAMES), "all online")
+        yield client
 
 
 def online(hepti: Hepti) -> list[dict]:
@@ -52,8 +50,8 @@ def online(hepti: Hepti) -> list[dict]:
 
 def heard(hepti: Hepti, device: str, sources: Collection[str] = ()) -> dict[str, dict] | None:
     """Return what went between a device and its peers, once it has told of frames from some of them, or from all."""
-    told = next((d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] == device), None)
-    edges = {} if told is None else told["edges"]
+    heartbeat = next((d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d["device"] == device), None)
+    edges = {} if heartbeat is None else heartbeat["edges"]
     some = [edge for name, edge in edges.items() if not sources or name in sources]
     return edges if some and all(edge["frames_in"] for edge in some) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import PATIENCE_S, SITE, Site, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -21,21 +21,21 @@ LIMIT = 40_000  # the tiles of `tiny` are below it, those of `wide` (256 KiB) ab
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("packet-limit")
-    found = {
+    models = {
         "tiny": make_model("tiny-bert", directory / "tiny", seed=3),
         "wide": make_model("minilm", directory / "wide", layers=1),
     }
     try:
-        yield from running_site(directory, found, {"a": "300MiB", "b": "300MiB"}, max_packet_bytes=LIMIT)
+        yield from running_site(directory, models, {"a": "300MiB", "b": "300MiB"}, max_packet_bytes=LIMIT)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE) as found:
-        found.wait_ready("tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == {"a", "b"})
-        yield found
+    with Hepti.connect(site.url, site=SITE) as client:
+        wait_for_plans(client, ["tiny"], "ab")
+        yield client
 
 
 def test_devices_know_the_limit(hepti: Hepti) -> None:
@@ -45,8 +45,8 @@ def test_devices_know_the_limit(hepti: Hepti) -> None:
 def test_weights_over_the_limit_are_refused_with_the_setting(hepti: Hepti) -> None:
     with pytest.raises(PacketLimitError):
         hepti.infer("wide", ids=[1, 2, 3], timeout_s=PATIENCE_S)
-    told = poll(lambda: hepti.plan("wide")["error"], "the record of its plans, which may come behind the answer")
-    assert told["code"] == "packet_limit"
+    error = poll(lambda: hepti.plan("wide")["error"], "the record of its plans, which may come behind the answer")
+    assert error["code"] == "packet_limit"
 
 
 def test_what_fits_works(hepti: Hepti) -> None:

@@ -56,22 +56,20 @@ def model_bytes(model: Path) -> int:
 
 @contextmanager
 def site_of(directory: Path, model: Path, liars: Collection[str] = ()) -> Iterator[tuple[Site, Hepti, PlannerBytes]]:
-    with broker_of(None) as broker:
-        site = Site(directory, broker, {"large": model})
-        planner = PlannerBytes(site.url)
-        try:
-            site.planner()
-            for name in NAMES:
-                if name in liars:
-                    start_liar(site, name)
-                else:
-                    site.agent(name, "1GiB")
-            with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
-                poll(lambda: online(hepti) == set(NAMES), "all online")
-                yield site, hepti, planner
-        finally:
-            planner.close()
-            site.close()
+    with (
+        broker_of(None) as broker,
+        Site(directory, broker, {"large": model}) as site,
+        PlannerBytes(site.url) as planner,
+    ):
+        site.planner()
+        for name in NAMES:
+            if name in liars:
+                start_liar(site, name)
+            else:
+                site.agent(name, "1GiB")
+        with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
+            poll(lambda: online(hepti) == set(NAMES), "all online")
+            yield site, hepti, planner
 
 
 def start_liar(site: Site, name: str) -> None:
@@ -95,12 +93,12 @@ def online(hepti: Hepti) -> set[str]:
 def counted(hepti: Hepti) -> dict[str, Counter[str]]:
     """Return the counters of all devices, once each has sent a heartbeat."""
 
-    def told() -> dict[str, Counter[str]] | None:
+    def tile_counts() -> dict[str, Counter[str]] | None:
         beats = {d["device"]: d["heartbeat"] for d in hepti.devices(wait_s=1.5) if d.get("heartbeat")}
         return {n: Counter(b["counters"]) for n, b in beats.items()} if beats.keys() == set(NAMES) else None
 
-    found: dict[str, Counter[str]] = poll(told, "heartbeats of all")
-    return found
+    counts: dict[str, Counter[str]] = poll(tile_counts, "heartbeats of all")
+    return counts
 
 
 def cached_bytes(site: Site, name: str) -> int:
@@ -147,19 +145,15 @@ def test_peers_that_lie_cost_a_tile_each(tmp_path: Path, model: Path) -> None:
 def test_a_device_whose_cache_cannot_be_written_serves_from_memory(tmp_path: Path) -> None:
     tiny = make_model("tiny-bert", tmp_path / "model", seed=3)
     (tmp_path / "device-a").write_text("no directory")
-    with broker_of(None) as broker:
-        site = Site(tmp_path, broker, {"tiny": tiny})
-        try:
-            site.planner()
-            site.agent("a")
-            with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
-                poll(lambda: online(hepti) == {"a"}, "online")
-                answer = hepti.infer("tiny", ids=[5, 6, 7], want="hidden", timeout_s=PATIENCE_S)
-                assert np.isfinite(answer.hidden).all()
-                (device,) = hepti.devices(wait_s=0.2)
-                assert device["reason"]
-            doctor = site.start("doctor", "doctor", "--broker", site.url)
-            doctor.wait(PATIENCE_S)
-            assert device["reason"] in site.log("doctor")
-        finally:
-            site.close()
+    with broker_of(None) as broker, Site(tmp_path, broker, {"tiny": tiny}) as site:
+        site.planner()
+        site.agent("a")
+        with Hepti.connect(site.url, site=SITE, client_id="tester") as hepti:
+            poll(lambda: online(hepti) == {"a"}, "online")
+            answer = hepti.infer("tiny", ids=[5, 6, 7], want="hidden", timeout_s=PATIENCE_S)
+            assert np.isfinite(answer.hidden).all()
+            (device,) = hepti.devices(wait_s=0.2)
+            assert device["reason"]
+        doctor = site.start("doctor", "doctor", "--broker", site.url)
+        doctor.wait(PATIENCE_S)
+        assert device["reason"] in site.log("doctor")

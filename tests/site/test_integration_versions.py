@@ -35,16 +35,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def hepti(site: Site) -> Iterator[Hepti]:
-    with Hepti.connect(site.url, site=SITE, client_id="tester") as found:
-        found.wait_ready("tiny", PATIENCE_S)
-        yield found
+    with Hepti.connect(site.url, site=SITE, client_id="tester") as client:
+        client.wait_ready("tiny", PATIENCE_S)
+        yield client
 
 
 def next_prepare(voice: Voice) -> bytes:
     """Return the next message with which a planner prepares a plan."""
-    while not isinstance(messages.decode(found := voice.next(TOPICS.command("a"))[1]), messages.Prepare):
+    while not isinstance(messages.decode(payload := voice.next(TOPICS.command("a"))[1]), messages.Prepare):
         pass
-    return found
+    return payload
 
 
 def test_an_older_agent_is_refused_with_both_versions_and_the_others_serve(site: Site, hepti: Hepti) -> None:
@@ -79,16 +79,16 @@ def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_nex
     boot = prepare.plan["epoch"][0] + 1
     status = json.dumps({"state": "online", "boot": boot}).encode()  # as planners wrote it before 0.2.0
     older.say(TOPICS.planner_status(), status, retain=True)
-    asked = replace(prepare, transaction_id=prepare.transaction_id + 1000, plan={**prepare.plan, "epoch": [boot, 999]})
-    older.say(TOPICS.command("a"), messages.encode(asked))
+    newer = replace(prepare, transaction_id=prepare.transaction_id + 1000, plan={**prepare.plan, "epoch": [boot, 999]})
+    older.say(TOPICS.command("a"), messages.encode(newer))
     while True:
         payload = older.next(TOPICS.reports("a"))[1]
         if payload[:4] == MAGIC:
             continue
         answer = messages.decode(payload)
-        if getattr(answer, "transaction_id", 0) == asked.transaction_id:
+        if getattr(answer, "transaction_id", 0) == newer.transaction_id:
             break
-    assert answer == messages.Ready(asked.transaction_id, "tiny", PlanVersion(boot, 999), 0, bytes(PROGRAMS_BYTES))
+    assert answer == messages.Ready(newer.transaction_id, "tiny", PlanVersion(boot, 999), 0, bytes(PROGRAMS_BYTES))
     poll(lambda: "before 0.2.0" in site.log("a"), "the agent's word of it")
     assert __version__ in next(line for line in site.log("a").splitlines() if "before 0.2.0" in line)
     site.planner()
@@ -98,17 +98,17 @@ def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_nex
 
 
 def test_what_a_planner_of_another_version_says_wedges_no_agent(site: Site, hepti: Hepti) -> None:
-    asked = Voice(site.url, TOPICS.command("a"))
+    commands = Voice(site.url, TOPICS.command("a"))
     hepti.infer("tiny", ids=IDS, weights="f16", timeout_s=PATIENCE_S)  # another plan is prepared
-    payload, _ = keys.split(next_prepare(asked))
+    payload, _ = keys.split(next_prepare(commands))
     site.stop("planner")
     values, before = msgpack.unpackb(payload), site.log("a").count("dropped")
     for other in (msgpack.packb(values[:-2]), msgpack.packb([*values, 1]), msgpack.packb([250, *values[1:]])):
         with pytest.raises(WireError, match="update the older program"):
             messages.decode(other)
-        asked.say(TOPICS.command("a"), other)
+        commands.say(TOPICS.command("a"), other)
     poll(lambda: site.log("a").count("dropped") > before, "the agent's word of it")
     site.planner()
     hepti.wait_ready("tiny", PATIENCE_S)
     assert len(hepti.infer("tiny", ids=IDS, timeout_s=PATIENCE_S).embedding) == 32
-    asked.close()
+    commands.close()

@@ -1,4 +1,4 @@
-"""Admission of requests: refused, ignored as repeated, or queued; and those that end while they wait."""
+"""Admission of requests: refuse, ignore repeated ones, or queue; cancelled and expired requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEven
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
 
-MAX_QUEUED_PER_CLIENT: Final = 64  # requests of one client that wait, per model
-MAX_QUEUED: Final = 256  # and of all clients
-MAX_IN_BURST: Final = 512  # after a pause: as many as a broker hands over
-BURST_S: Final = 10.0  # so long clients and broker may take to hand over what they have kept
-MAX_QUEUED_BYTES: Final = 256 << 20  # of what all of them bring
-CANCELLED_S: Final = 600.0  # so long a broker may keep a request that is cancelled: others fill what it delivers
-MAX_CANCELLED: Final = 1024  # cancels that are remembered
+MAX_QUEUED_PER_CLIENT: Final = 64  # queued requests of one client, per model
+MAX_QUEUED: Final = 256  # queued requests of all clients, per model
+MAX_IN_BURST: Final = 512  # both limits after a reconnection: as many as a broker delivers together
+BURST_S: Final = 10.0  # in which clients and broker deliver requests that they kept
+MAX_QUEUED_BYTES: Final = 256 << 20  # inputs of queued requests, per model
+CANCELLED_S: Final = 600.0  # in which a busy broker delivers a request after its cancel
+MAX_CANCELLED: Final = 1024  # remembered cancels
 CANCELLED: Final = "the client has cancelled the request"
 
 
 class Admission:
-    """Decides which requests wait. counters: repeated requests."""
+    """Decides which requests are queued. counters: repeated requests."""
 
     def __init__(self, groups: PlanGroups, counters: Counter[str]) -> None:
         self._groups, self._counters = groups, counters
-        self._number = 0  #: of requests that were queued
+        self._number = 0  #: number of queued requests so far
         self._burst_until_s = -inf
-        self._cancelled = OrderedDict[RequestKey, float]()  #: by client's request: until when it may come
+        self._cancelled = OrderedDict[RequestKey, float]()  #: until when a cancelled request is refused
 
     def expect_burst(self, now: float) -> None:
-        """The broker is back: what it and clients have kept meanwhile comes at once, and is no overload."""
+        """Raise the limits after a reconnection: requests that broker and clients kept come together."""
         self._burst_until_s = now + BURST_S
 
     def refuse_or_none(self, request: Request, now: float) -> list[CoordinatorCommand] | None:
@@ -47,44 +47,41 @@ class Admission:
             return []
         if self._cancelled.pop(request.key.client_request, -inf) > now:
             return [RefuseRequest(request, CancelledRequestError(CANCELLED))]
-        waiting = list(
-            {id(item.request): item.request for group in self._groups.of_model(name) for item in group.queue}.values()
-        )
+        items = (item for group in self._groups.of_model(name) for item in group.queue)
+        queued = list({id(item.request): item.request for item in items}.values())
         is_burst = now < self._burst_until_s
-        most_of_client, most = (MAX_IN_BURST, MAX_IN_BURST) if is_burst else (MAX_QUEUED_PER_CLIENT, MAX_QUEUED)
-        if (of_client := sum(r.key.client == request.key.client for r in waiting)) >= most_of_client:
+        client_limit, limit = (MAX_IN_BURST, MAX_IN_BURST) if is_burst else (MAX_QUEUED_PER_CLIENT, MAX_QUEUED)
+        if (of_client := sum(r.key.client == request.key.client for r in queued)) >= client_limit:
             text = f"{of_client} requests of {request.key.client} wait for {name} already; wait for some answers"
             return self.refuse_overloaded(request, text)
-        nbytes = sum(r.nbytes for r in waiting)
-        if len(waiting) >= most or (waiting and nbytes + request.nbytes > MAX_QUEUED_BYTES):
-            text = f"{len(waiting)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
+        nbytes = sum(r.nbytes for r in queued)
+        if len(queued) >= limit or (queued and nbytes + request.nbytes > MAX_QUEUED_BYTES):
+            text = f"{len(queued)} requests of {nbytes} bytes wait for {name} already; try again later, or add devices"
             return self.refuse_overloaded(request, text)
         return None
 
     @staticmethod
     def refuse_overloaded(request: Request, text: str) -> list[CoordinatorCommand]:
-        """Refuse a request that there is no room for."""
+        """Refuse a request because of overload."""
         return [LogEvent("overloaded", text), RefuseRequest(request, OverloadedError(text))]
 
     def enqueue(self, group: PlanGroup, request: Request, now: float) -> list[CoordinatorCommand]:
-        """Queue a request in its group, or refuse it if there is no plan and none to come."""
+        """Queue a request in its group, or refuse it if no plan exists or is expected."""
         group.pace.record_request(now, served=group.plans.in_use is not None)
         if group.error is not None and not group.plans.may_serve():
             return [RefuseRequest(request, group.error)]
         self._number += 1
         request.sequence, request.arrived_s = self._number, now
-        longest = max(batch.shape.size for batch in request.batches)
         generation = request.generation
-        grows = generation is not None and not generation.carried.size  # else the carried inputs take the time
-        if not grows:
-            group.recent.lengths.append(longest)
-        if group.active is not None and group.active.replicas and request.wants_result and request.generation is None:
-            request.batches = split_into_micro_batches(request.batches)  # each goes to the replica that is free first
+        if generation is None or generation.carried.size:  # other texts are recorded at their end
+            group.recent.lengths.append(max(batch.shape.size for batch in request.batches))
+        if group.active is not None and group.active.replicas and request.wants_result and generation is None:
+            request.batches = split_into_micro_batches(request.batches)  # for the replicas
         group.queue.append(WorkItem(request, i) for i in range(len(request.batches) if request.wants_result else 1))
         return []
 
     def find_cancelled(self, key: RequestKey, now: float) -> list[tuple[PlanGroup, Request]]:
-        """Return the parts of a client's cancelled request; if there is none, the next one is refused when it comes."""
+        """Return the parts of a client's cancelled request; if there are none, refuse the request on arrival."""
         groups = [group for group in self._groups if asked_name(group.name) == key.model]
         parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:

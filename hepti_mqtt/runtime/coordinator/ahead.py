@@ -1,9 +1,8 @@
-"""Steps ahead: with a run that a token follows from, devices get the next steps of its texts.
+"""Steps ahead: devices receive the next decoding steps of a text together with the current run.
 
-They have all but their tokens, and how each token is drawn from the candidates that the root device answers the step
-before with. So a text grows without waiting for the planner, which gets the same answers and asks for the same steps,
-or stops them: at the end of a text, or if other requests join. Their answers carry the tokens that they began with,
-which the planner compares with its own.
+A step ahead has no token yet: the root device draws it from the candidates of the step before. So a text grows without
+a round trip to the planner, which draws the same tokens and adopts the steps as its own runs, or cancels them at the
+end of a text or if other requests join. Answers carry the drawn tokens, and the planner compares them with its own.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 from hepti_mqtt.spec import Draw, RequestShape, Spec
 
-STEPS_AHEAD: Final = 2  # a message to a device has as long as a step takes
+STEPS_AHEAD: Final = 2  # so that a message to a device may take as long as a step
 
 Report = Frame | RunFailed
 
 
 class FollowingStep(NamedTuple):
-    """A step that devices begin when the run before it has ended there."""
+    """A step that a device begins at the end of the run before it."""
 
     run_id: int
     plan: Plan
     items: tuple[WorkItem, ...]
     shape: RequestShape
-    inputs: Array  #: -1 for each token that is not known yet
+    inputs: Array  #: -1 for each token that is not drawn yet
     sessions: tuple[DecoderSession, ...]
-    nbytes: int  #: of its work message
-    reports: dict[str, Report]  #: of devices that ended it before the planner asked for it
+    nbytes: int  #: bytes of its work message
+    reports: dict[str, Report]  #: reports that arrived before the step became a run
 
     def is_run(self, part: Batch, sessions: tuple[DecoderSession, ...]) -> bool:
-        """Return whether it is this run, whose tokens are all known."""
+        """Return whether the step equals a run, apart from undrawn tokens."""
         alike = (part.shape, sessions) == (self.shape, self.sessions) and part.inputs.shape == self.inputs.shape
         return alike and bool(((part.inputs == self.inputs) | (self.inputs == -1)).all())
 
@@ -50,21 +49,21 @@ Steps = tuple[FollowingStep, ...]
 
 
 class StepsAhead:
-    """The steps that devices have and the planner has not asked for."""
+    """The steps that devices have and that are not runs yet."""
 
     def __init__(self, orders: Orders, ids: Ids) -> None:
         self._orders, self._ids = orders, ids
-        self._behind: dict[int, Steps] = {}  #: by the run that is under way
-        self._begun: list[Steps] = []  #: behind runs that were answered
-        self._early: list[tuple[str, Report]] = []  #: reports of steps that have become runs
+        self._after: dict[int, Steps] = {}  #: steps after an unanswered run, by its run id
+        self._begun: list[Steps] = []  #: steps after answered runs
+        self._early: list[tuple[str, Report]] = []  #: early reports of steps that have become runs
 
     def order(self, spec: Spec, plan: Plan, run_id: int, items: tuple[WorkItem, ...]) -> list[CoordinatorCommand]:
-        """Order steps behind a run, up to `STEPS_AHEAD`; none that may turn out to be another step."""
-        steps, out = list(self._behind.get(run_id, ())), list[CoordinatorCommand]()
+        """Order up to `STEPS_AHEAD` steps after a run, if all of its texts can continue without the planner."""
+        steps, out = list(self._after.get(run_id, ())), list[CoordinatorCommand]()
         while len(steps) < STEPS_AHEAD:
             texts = [item.request.generation for item in items]
-            coming = [text.following_step(len(steps)) for text in texts if text is not None]
-            parts, draws = [step[:2] for step in coming if step is not None], [step[2] for step in coming if step]
+            following = [text.following_step(len(steps)) for text in texts if text is not None]
+            parts, draws = [step[:2] for step in following if step is not None], [step[2] for step in following if step]
             if len(parts) < len(items) or not root_begins(spec, plan, parts[0][0].shape):
                 break
             part, sessions = pack_steps(parts)
@@ -75,26 +74,26 @@ class StepsAhead:
             steps.append(FollowingStep(number, plan, items, part.shape, part.inputs, sessions, nbytes, {}))
             out.append(order)
         if steps:
-            self._behind[run_id] = tuple(steps)
+            self._after[run_id] = tuple(steps)
         return out
 
     def keep_report(self, device: str, report: Report) -> bool:
-        """Buffer a report for a step whose predecessor is unanswered; return False if the step is unknown.
+        """Buffer a report for a step after an unanswered run; return False if the step is unknown.
 
-        The answer is another device's, so it may come later.
+        The answer comes from another device, so it may be later than the report.
         """
-        step = next((s for steps in self._behind.values() for s in steps if s.run_id == report.run_id), None)
+        step = next((s for steps in self._after.values() for s in steps if s.run_id == report.run_id), None)
         if step is not None:
             step.reports.setdefault(device, report)
         return step is not None
 
     def note_answered(self, run_id: int) -> None:
-        """Note that a run was answered: the planner may ask for the steps behind it now."""
-        if steps := self._behind.pop(run_id, ()):
+        """Note that a run is answered, so the steps after it may become runs."""
+        if steps := self._after.pop(run_id, ()):
             self._begun.append(steps)
 
     def take_begun(self, plan: Plan, items: Sequence[WorkItem]) -> Steps:
-        """Return the steps of these items that devices have begun under a plan."""
+        """Remove and return the steps of these items under a plan."""
         for steps in self._begun:
             if steps[0].plan.version == plan.version and set(steps[0].items) == set(items):
                 self._begun.remove(steps)
@@ -102,32 +101,32 @@ class StepsAhead:
         return ()
 
     def make_run(self, steps: Steps) -> None:
-        """Let the first of some steps be a run; the others follow it, and its reports are due."""
+        """Turn the first step into a run: the others follow it, and its early reports are due."""
         step, *others = steps
         if others:
-            self._behind[step.run_id] = tuple(others)
+            self._after[step.run_id] = tuple(others)
         self._early += step.reports.items()
 
     def take_reports(self) -> list[tuple[str, Report]]:
-        """Return the reports that came before their steps became runs."""
+        """Remove and return the early reports of steps that have become runs."""
         reports, self._early = self._early, []
         return reports
 
     def cancel(self, steps: Steps) -> list[CoordinatorCommand]:
-        """Cancel steps on the devices that have them."""
+        """Cancel steps on their devices."""
         return [command for step in steps for command in self._orders.cancel(step.plan, [step.run_id])]
 
-    def cancel_behind(self, run_id: int) -> list[CoordinatorCommand]:
-        """Cancel the steps behind a run."""
-        return self.cancel(self._behind.pop(run_id, ()))
+    def cancel_after(self, run_id: int) -> list[CoordinatorCommand]:
+        """Cancel the steps after a run."""
+        return self.cancel(self._after.pop(run_id, ()))
 
-    def take_unasked(self, model: str) -> list[Steps]:
-        """Return the steps of a model that the planner did not ask for, and forget them."""
-        unasked = [steps for steps in self._begun if steps[0].plan.model == model]
+    def take_unused(self, model: str) -> list[Steps]:
+        """Remove and return the steps of a model that did not become runs."""
+        unused = [steps for steps in self._begun if steps[0].plan.model == model]
         self._begun = [steps for steps in self._begun if steps[0].plan.model != model]
-        return unasked
+        return unused
 
     def check(self, run_ids: frozenset[int]) -> None:
-        """Raise AssertionError unless the steps follow runs that are under way."""
-        assert self._behind.keys() <= run_ids
+        """Raise AssertionError unless the steps follow unfinished runs."""
+        assert self._after.keys() <= run_ids
         assert not self._early

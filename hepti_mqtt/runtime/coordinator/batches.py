@@ -25,13 +25,13 @@ class Batch:
     inputs: Array
 
 
-MICRO_BATCH_TOKENS: Final = 64  # tokens: with fewer rows kernels stream weights instead of computing
+MICRO_BATCH_TOKENS: Final = 64  # with fewer rows, kernels are limited by reading weights
 
 
 def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tuple[DecoderSession, ...]]:
-    """Return runs of sessions as one, of a power of two of items, so that there are few Programs.
+    """Return one run of several sessions, padded to a power of two of items, so that few Programs are needed.
 
-    Those behind are of no session, and nobody reads what follows from them.
+    Padding items have no session, and their outputs are ignored.
     """
     if len(runs) == 1:
         return runs[0][0], (runs[0][1],)
@@ -41,43 +41,43 @@ def pack_steps(runs: Sequence[tuple[Batch, DecoderSession]]) -> tuple[Batch, tup
     return concatenate(batches), sessions
 
 
-def concatenate(chunks: Sequence[Batch]) -> Batch:
-    """Return one batch of several with the same `want`, in their order.
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Return one batch of several with the same `want`, in order.
 
-    Places of sessions stand before all ids, and temperatures behind them.
+    In runs of sessions, places come first, then all ids, then temperatures.
     """
-    if len(chunks) == 1:
-        return chunks[0]
-    first, *others = (chunk.shape for chunk in chunks)
+    if len(batches) == 1:
+        return batches[0]
+    first, *others = (batch.shape for batch in batches)
     if not first.session_rows:
-        return Batch(first.concatenate(others), np.concatenate([chunk.inputs for chunk in chunks]))
-    cuts = ((len(c.shape.sizes), len(c.shape.sizes) + c.shape.size) for c in chunks)
-    parts = zip(*(np.split(c.inputs, cut) for c, cut in zip(chunks, cuts, strict=True)), strict=True)
+        return Batch(first.concatenate(others), np.concatenate([batch.inputs for batch in batches]))
+    cuts = ((len(c.shape.sizes), len(c.shape.sizes) + c.shape.size) for c in batches)
+    parts = zip(*(np.split(c.inputs, cut) for c, cut in zip(batches, cuts, strict=True)), strict=True)
     return Batch(first.concatenate(others), np.concatenate([*chain.from_iterable(parts)]))
 
 
-def split_into_micro_batches(chunks: Sequence[Batch]) -> tuple[Batch, ...]:
+def split_into_micro_batches(batches: Sequence[Batch]) -> tuple[Batch, ...]:
     """Return batches split into smaller ones of consecutive items, of about `MICRO_BATCH_TOKENS` tokens."""
-    return tuple(part for chunk in chunks for part in _split(chunk))
+    return tuple(part for batch in batches for part in _split(batch))
 
 
-def _split(chunk: Batch) -> Iterator[Batch]:
-    shape = chunk.shape
-    first, taken, left = 0, 0, shape.size
+def _split(batch: Batch) -> Iterator[Batch]:
+    shape = batch.shape
+    first, tokens, left = 0, 0, shape.size
     for stop, size in enumerate(shape.sizes, 1):
-        taken, left = taken + size, left - size
-        if left and (taken < MICRO_BATCH_TOKENS or left < MICRO_BATCH_TOKENS):
+        tokens, left = tokens + size, left - size
+        if left and (tokens < MICRO_BATCH_TOKENS or left < MICRO_BATCH_TOKENS):
             continue
         part, where = shape.slice_items(first, stop)
-        yield Batch(part, chunk.inputs[where])
-        first, taken = stop, 0
+        yield Batch(part, batch.inputs[where])
+        first, tokens = stop, 0
 
 
-def split_output(spec: Spec, chunks: Sequence[Batch], output: Array) -> list[Array]:
-    """Return the rows of each batch in the output of their run; raises RemoteError if they do not add up."""
-    if len(chunks) == 1:
+def split_output(spec: Spec, batches: Sequence[Batch], output: Array) -> list[Array]:
+    """Return the rows of each batch in the output of their run; raises RemoteError if the rows do not add up."""
+    if len(batches) == 1:
         return [output]
-    rows = [spec.output_shape(chunk.shape)[0] for chunk in chunks]
+    rows = [spec.output_shape(batch.shape)[0] for batch in batches]
     if len(output) != sum(rows):
         raise RemoteError(f"the devices answered with {len(output)} rows instead of {sum(rows)}; use one version")
     return np.split(output, np.cumsum(rows[:-1]).tolist())

@@ -1,4 +1,4 @@
-"""Dispatch: which queued requests run next, under which plan or replica of it, and when."""
+"""Dispatch: which queued requests run next, under which plan or replica, and when."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
-PROBE_FACTOR: Final = 6.0  # times the expected duration of a run: then its devices are probed
+PROBE_FACTOR: Final = 6.0  # expected durations of a run until its devices are probed
 PROBE_MIN_S: Final = 0.5
 PROBE_MAX_S: Final = 30.0
 OVERDUE_S: Final = 3.0
 OVERDUE_FACTOR: Final = 20.0
-MAX_KINDS: Final = 256  # of runs that are remembered
-OVERDUE_MAX_S: Final = 300.0  # whatever the prediction: published measurements may be wrong by any factor
+MAX_KINDS: Final = 256  # remembered kinds of runs
+OVERDUE_MAX_S: Final = 300.0  # limit of the timeout, because predictions may be wrong by any factor
 
 
 class ReplicaLoad(NamedTuple):
-    """A replica: the predicted time until which it is busy, its seconds per token, and whether a run fits."""
+    """A replica: predicted end of its runs, seconds per token, and whether it has room for a run."""
 
     plan: Plan
     busy_s: float
@@ -60,25 +60,25 @@ class ReplicaLoad(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The plan of the next run and how many queued items it may have at most; None: as many as run together."""
+    """The plan of the next run, and the limit of its queued items; None: no limit."""
 
     plan: Plan
     max_items: int | None = None
 
 
-def next_assignment(now: float, lanes: Sequence[ReplicaLoad], queue: FairQueue) -> Assignment | None:
-    """Return the next assignment to a replica with room; None if busy replicas answer all queued items sooner.
+def next_assignment(now: float, loads: Sequence[ReplicaLoad], queue: FairQueue) -> Assignment | None:
+    """Return the next assignment to a replica with room; None if busy replicas finish all queued items sooner.
 
-    Each request goes to the replica that finishes it first, given the requests ahead of it.
+    Each request goes to the replica that finishes it first, given the requests before it.
     """
-    sizes = (float(max(item.tokens, _min_tokens(lanes[0].plan))) for item in queue.in_turn())
-    dealt = list(route_to_replicas(now, [(lane.busy_s, lane.token_s) for lane in lanes], sizes))
-    first = next((i for i in dealt if lanes[i].has_room), None)
-    return None if first is None else Assignment(lanes[first].plan, dealt.count(first))
+    sizes = (float(max(item.tokens, _min_tokens(loads[0].plan))) for item in queue.in_turn())
+    dealt = list(route_to_replicas(now, [(load.busy_s, load.token_s) for load in loads], sizes))
+    first = next((i for i in dealt if loads[i].has_room), None)
+    return None if first is None else Assignment(loads[first].plan, dealt.count(first))
 
 
 def token_s(plan: Plan) -> float:
-    """Return the predicted seconds per token; above 0, or one replica would get everything."""
+    """Return the predicted seconds per token; above 0, otherwise one replica would get everything."""
     return max(plan.predicted_s, MIN_RUN_S) / max(plan.predicted_tokens, 1)
 
 
@@ -88,12 +88,12 @@ def estimate_run_s(plan: Plan, tokens: int) -> float:
 
 
 def _min_tokens(plan: Plan) -> int:
-    """Return the number of tokens below which a run gets no faster."""
+    """Return the number of tokens below which a run is not faster."""
     return min(MICRO_BATCH_TOKENS, max(plan.predicted_tokens, 1))
 
 
 class Dispatcher:
-    """Begins runs. in_flight: runs of a model at once on a device, whatever their pins."""
+    """Begins runs; in_flight: concurrent runs of a model on a device, over all pins."""
 
     def __init__(
         self,
@@ -109,58 +109,57 @@ class Dispatcher:
         self._groups, self._fleet, self._ids, self._orders = groups, fleet, ids, orders
         self._ahead, self._caches, self._in_flight = ahead, caches, in_flight
         self._machine = machine
-        self._held: dict[str, float] = {}  #: by model: when its delayed batch is due
+        self._delayed: dict[str, float] = {}  #: due time of the delayed batch of each model
         self._kinds: dict[tuple[PlanVersion, RequestShape], RunKind] = {}
 
     @property
     def due_s(self) -> float:
         """Return when the next delayed batch is due; infinity if there is none."""
-        return min(self._held.values(), default=inf)
+        return min(self._delayed.values(), default=inf)
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch queued requests of a model while a plan is active and the limit of concurrent runs allows."""
         groups, out = self._groups.of_model(name), list[CoordinatorCommand]()
-        held: dict[int, float] = {}  # groups whose requests wait for others, and until when
+        delayed: dict[int, float] = {}  # due times of groups with a delayed batch, infinity without room
         for group in groups:
             if group.queue:
                 group.queue.discard_finished()
         while True:
-            able = [
-                g for g in groups if id(g) not in held and g.queue and g.active is not None and self._groups.may_run(g)
-            ]
-            if not able:
+            waiting = (g for g in groups if id(g) not in delayed and g.queue and g.active is not None)
+            ready = [group for group in waiting if self._groups.may_run(group)]
+            if not ready:
                 break
-            group = min(able, key=lambda group: group.queue.oldest_sequence())
+            group = min(ready, key=lambda group: group.queue.oldest_sequence())
             if room_rows := self._caches.room_rows(group):
                 out += self._caches.suspend(group, room_rows)
             assigned = self._next_assignment(group, now)
             if assigned is None:
-                held[id(group)] = inf
+                delayed[id(group)] = inf
                 continue
             items, due_s = next_batch(group, assigned.max_items, room_rows)
             if now < due_s:
-                held[id(group)] = due_s
+                delayed[id(group)] = due_s
                 continue
             plan, text = assigned.plan, items[0].request.generation
             if text is not None:
                 plan = next((p for p in group.session_plans if p.version == text.session.plan_version), plan)
-                if self._is_ahead(group, items[0]) or not self._has_room(group, plan):
-                    held[id(group)] = inf
+                if self._must_wait(group, items[0]) or not self._has_room(group, plan):
+                    delayed[id(group)] = inf
                     continue
-            if text is not None and text.session.plan_version != plan.version:  # a session begins with a run of its own
+            if text is not None and text.session.plan_version != plan.version:  # the first run of a session runs alone
                 items = items[:1]
             group.queue.remove(items)
             if items[0].request.wants_result:
                 out += self._dispatch(group, plan, items, now)
             else:
                 out += self._answer_forecast(group, items[0].request)
-        self._held[name] = min(held.values(), default=inf)
+        self._delayed[name] = min(delayed.values(), default=inf)
         return out
 
     def continue_text(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand] | None:
-        """Begin the next run of the text that a run answered; None if there is a choice of what runs next.
+        """Begin the next run of the text of an answered run; None if other runs may come first.
 
-        There is none while nothing waits for the model, nothing else runs on its devices, and its plan stays.
+        No other run comes first if the queues are empty, nothing else runs on the devices, and the plan stays active.
         """
         if len(run.items) > 1 or any(other.queue for other in self._groups.of_model(group.name)):
             return None
@@ -174,60 +173,58 @@ class Dispatcher:
         return self._dispatch(group, plan, run.items, now)
 
     def _concurrent_runs(self, name: str, plan: Plan) -> list[Run]:
-        """Return the runs of a model, whatever their pins, that would share devices with a run under a plan.
+        """Return the runs of a model, over all pins, that share devices with a plan.
 
-        Runs that only lack reports occupy no device; those beyond a few count, so that their number is bounded.
+        Runs that lack only reports occupy no device: `MAX_UNREPORTED_RUNS` of them do not count.
         """
         runs = [run for group in self._groups.of_model(name) for run in group.runs.values()]
-        here = [run for run in runs if not set(run.plan.devices).isdisjoint(plan.devices)]
-        unreported = [run for run in here if not run.is_computing]
-        return [run for run in here if run.is_computing] + unreported[MAX_UNREPORTED_RUNS:]
+        sharing = [run for run in runs if not set(run.plan.devices).isdisjoint(plan.devices)]
+        unreported = [run for run in sharing if not run.is_computing]
+        return [run for run in sharing if run.is_computing] + unreported[MAX_UNREPORTED_RUNS:]
 
     def _has_room(self, group: PlanGroup, plan: Plan) -> bool:
         return len(self._concurrent_runs(group.name, plan)) < self._in_flight
 
     @staticmethod
-    def _is_ahead(group: PlanGroup, item: WorkItem) -> bool:
-        """Return whether a prompt waits for texts under way: their steps would wait for all of its rows.
+    def _must_wait(group: PlanGroup, item: WorkItem) -> bool:
+        """Return whether a prompt waits for the running text of a client with fewer tokens served.
 
-        It does while one of them is of a user who has had fewer tokens than its own.
+        Otherwise the steps of that text would wait for all rows of the prompt.
         """
         if item.tokens == 1:
             return False
         client = item.request.key.client
-        beside = [i.request for run in group.runs.values() if run.is_computing for i in run.items]
-        clients = {r.key.client for r in beside if r.generation is not None and not r.finished} - {client}
-        return any(group.queue.served(other) < group.queue.served(client) for other in clients)
+        running = [i.request for run in group.runs.values() if run.is_computing for i in run.items]
+        others = {r.key.client for r in running if r.generation is not None and not r.finished} - {client}
+        return any(group.queue.served(other) < group.queue.served(client) for other in others)
 
     def _next_assignment(self, group: PlanGroup, now: float) -> Assignment | None:
-        """Return the next assignment to the active plan, or to the replica that answers first; None without room."""
+        """Return the next assignment to the active plan or its fastest replica; None without room."""
         plans = group.usable_executables
         if len(plans) > 1:
             return next_assignment(now, self._replica_loads(group, plans, now), group.queue)
         return Assignment(plans[0]) if plans and self._has_room(group, plans[0]) else None
 
     def _replica_loads(self, group: PlanGroup, replicas: Sequence[Plan], now: float) -> list[ReplicaLoad]:
-        """Return what the replicas of the active plan have to do."""
+        """Return the loads of the replicas of the active plan."""
         assert group.active is not None
-        learned, out = group.durations.expected(group.active).mean, list[ReplicaLoad]()
+        factor, out = group.durations.expected(group.active).mean, list[ReplicaLoad]()
         for plan in replicas:
-            beside = self._concurrent_runs(group.name, plan)
-            # What runs longer than predicted still keeps it busier than one where nothing runs.
-            busy_s = max([now, *(run.times.expected_end_s for run in beside)]) + len(beside) * MIN_RUN_S
-            out.append(ReplicaLoad(plan, busy_s, token_s(plan) * learned, self._has_room(group, plan)))
+            runs = self._concurrent_runs(group.name, plan)
+            # A replica with an overdue run counts as busier than an idle one.
+            busy_s = max([now, *(run.times.expected_end_s for run in runs)]) + len(runs) * MIN_RUN_S
+            out.append(ReplicaLoad(plan, busy_s, token_s(plan) * factor, self._has_room(group, plan)))
         return out
 
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
-        """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
+        """Stop a run before a block, and dispatch the rest under another plan."""
         del group.runs[run.run_id]
         run.state = self._machine.step(f"run {run.run_id}", run.state, "continue", now)
         out = self._dispatch(group, plan, run.items, now, (run, block))
         heir = next(reversed(group.runs))
-        left = messages.HandOver(run.plan.model, run.plan_version, run.run_id, block, heir, plan.to_dict())
-        return [
-            *out,
-            *(self._orders.command(device, left) for device in run.plan.devices if device not in plan.devices),
-        ]
+        message = messages.HandOver(run.plan.model, run.plan_version, run.run_id, block, heir, plan.to_dict())
+        leaving = (device for device in run.plan.devices if device not in plan.devices)
+        return [*out, *(self._orders.command(device, message) for device in leaving)]
 
     def _dispatch(
         self,
@@ -237,7 +234,7 @@ class Dispatcher:
         now: float,
         continued: tuple[Run, int] | None = None,
     ) -> list[CoordinatorCommand]:
-        """Dispatch items under a plan; continued: as the rest of a run, from a block on."""
+        """Dispatch items under a plan; continued: a run and the block from which this run continues it."""
         out, begun = list[CoordinatorCommand](), self._ahead.take_begun(plan, items)
         items = begun[0].items if begun else items
         before = None if continued is None else Continued(continued[0].run_id, continued[1])
@@ -259,17 +256,16 @@ class Dispatcher:
             sent, out = publish_bytes(order.topic, order.nbytes, 1), [*out, *self._ahead.cancel(begun), order]
         if generations and not group.queue and not any(run.is_computing for run in group.runs.values()):
             out += self._ahead.order(group.served.spec, plan, run_id, items)
-        beside = self._concurrent_runs(group.name, plan)
+        concurrent = self._concurrent_runs(group.name, plan)
         expectation = group.durations.expected(plan)
-        learned = expectation.mean
         run_s = plan.predicted_s * group.durations.length_factor(plan, part.shape.size)
-        expected_s = run_s * learned * max(len(beside), 1)
+        expected_s = run_s * expectation.mean * max(len(concurrent), 1)
         alone_s = run_s if generations else estimate_run_s(plan, part.shape.size)
-        until_s = max([now, *(run.times.expected_end_s for run in beside)]) + learned * alone_s
-        doubt = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
-        # Twice as long after each loss: a machine that is merely busy must not lose a request by being asked again.
+        end_s = max([now, *(run.times.expected_end_s for run in concurrent)]) + expectation.mean * alone_s
+        probe_at_s = now + min(max(PROBE_FACTOR * expected_s, PROBE_MIN_S), PROBE_MAX_S)
+        # Doubled after each loss, so that a merely busy machine does not lose the request again.
         patience_s = OVERDUE_S * 2 ** max(i.request.losses[i.index] for i in items) + OVERDUE_FACTOR * expected_s
-        overdue = now + min(patience_s, OVERDUE_MAX_S)
+        deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
             run.beside.alone = False
@@ -281,7 +277,7 @@ class Dispatcher:
             part.shape,
             plan,
             group.cluster(),
-            RunTimes(now, expected_s, until_s, doubt, overdue, expectation),
+            RunTimes(now, expected_s, end_s, probe_at_s, deadline_s, expectation),
             sent,
             BesideRun(not others and before is None, only_search=searches),
             kind,
@@ -294,7 +290,7 @@ class Dispatcher:
         return out
 
     def _kind_of(self, group: PlanGroup, plan: Plan, shape: RequestShape) -> RunKind:
-        """Return what the runs of a shape under a plan have in common; most runs are like one before."""
+        """Return the common properties of runs of a shape under a plan, from a cache."""
         key, spec = (plan.version, shape), group.served.spec
         if (kind := self._kinds.get(key)) is None:
             if len(self._kinds) >= MAX_KINDS:
@@ -308,7 +304,7 @@ class Dispatcher:
     def _next_part(
         group: PlanGroup, plan: Plan, items: tuple[WorkItem, ...], generations: Sequence[Generation], begun: bool
     ) -> tuple[Batch, tuple[DecoderSession, ...]]:
-        """Return what items run together, and their sessions; begun: devices have begun with it by themselves."""
+        """Return the batch of some items, and their sessions; begun: devices have begun its step ahead."""
         if not generations:
             return concatenate([item.batch for item in items]), ()
         pace = group.durations.step_pace(plan) if len(generations) == 1 else None
@@ -316,7 +312,7 @@ class Dispatcher:
 
     @staticmethod
     def _answer_forecast(group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
-        """Answer a request that only wants the plan: with runs that took nothing."""
+        """Answer a request for the plan only, with empty run statistics."""
         plan, request.finished = group.active, True
         assert plan is not None
         expected, cluster = group.durations.expected(plan), group.cluster()

@@ -1,4 +1,4 @@
-"""Durations of runs: a plan's price, corrected by the runs and reports of devices since."""
+"""Durations of runs: a plan's price, corrected by measured runs and reports of devices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanRecord, Serv
 from hepti_mqtt.runtime.coordinator.requests import Expectation
 from hepti_mqtt.runtime.coordinator.runs import Run
 
-LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times of runs say little of a device
-PLAUSIBLE_SLOWDOWN: Final = 64.0  # what reports say beyond it, or below its inverse, is not believed
+LEAST_COMPUTE_S: Final = 1e-3  # shorter compute times are too noisy to learn from
+PLAUSIBLE_SLOWDOWN: Final = 64.0  # larger slowdowns, and smaller ones than its inverse, are ignored
 
 
 @dataclass(slots=True)
@@ -30,22 +30,22 @@ class RunDurations:
 
     served: ServedModel
     plans: PlanLifecycle
-    site: SiteEstimates  #: of devices and links, shared by all groups
+    site: SiteEstimates  #: estimates of devices and links, shared by all groups
     methods: MethodEstimates = field(default_factory=MethodEstimates)  #: shared by all groups of the model
-    run_s: float = 0.0  #: of a request under the active plan
-    price_now: tuple[float, float] = (0.0, 0.0)  #: the active plan's at the last judgement, and its relative doubt
+    run_s: float = 0.0  #: expected duration of a request under the active plan
+    price_now: tuple[float, float] = (0.0, 0.0)  #: the active plan's price at the last judgement, and its relative sd
     lessons: int = 0  #: number of runs in the estimates
-    expectation: tuple[PlanVersion, Expectation] | None = None  #: of the active plan at the last judgement
-    expectations: dict[PlanVersion, Expectation] = field(default_factory=dict)  #: by the runs' own plan, until a lesson
-    pace: tuple[PlanVersion, StepPace] | None = None  #: of the plan whose steps came last
+    expectation: tuple[PlanVersion, Expectation] | None = None  #: the active plan's at the last judgement
+    expectations: dict[PlanVersion, Expectation] = field(default_factory=dict)  #: cache, cleared by each new run
+    pace: tuple[PlanVersion, StepPace] | None = None  #: the pace of the plan that last ran a step
 
-    def expect(self, record: PlanRecord, seen: Outlook) -> None:
+    def expect(self, record: PlanRecord, view: Outlook) -> None:
         """Take the outlook on runs under the active plan."""
         whole = record.plan
-        self.run_s, self.price_now = seen.mean_s, (seen.now_s, seen.spread)
+        self.run_s, self.price_now = view.mean_s, (view.now_s, view.spread)
         predicted_s = max(record.decision.chosen.price.seconds, 1e-9)
-        between = interval(seen.seconds / predicted_s, self.methods.run_sd(whole))
-        self.expectation = (record.version, Expectation(seen.mean_s / predicted_s, *between))
+        between = interval(view.seconds / predicted_s, self.methods.run_sd(whole))
+        self.expectation = (record.version, Expectation(view.mean_s / predicted_s, *between))
         self.expectations.clear()
 
     def step_pace(self, plan: Plan) -> StepPace:
@@ -62,7 +62,7 @@ class RunDurations:
         return max(pace.cost(rows) / pace.cost(max(plan.predicted_tokens, 1)), 1.0)
 
     def expected(self, run: Plan) -> Expectation:
-        """Return the expected duration of runs under a plan, over its prediction; a replica has that of its plan."""
+        """Return the expected duration of runs under a plan or replica as factors on its prediction."""
         if (expectation := self.expectations.get(run.version)) is not None:
             return expectation
         whole = self.plans.parent_of(run)
@@ -77,18 +77,18 @@ class RunDurations:
     def record_run(
         self, plan: Plan, tokens: int, seconds: float, now: float, judged_s: float, *, doubtful: bool = False
     ) -> None:
-        """Learn from a run that was alone on its devices; doubtful: but not on the planner's machine.
+        """Learn from a run that ran alone on its devices.
 
-        judged_s: when the group's plans were judged last.
+        judged_s: last judgement of the group's plans. doubtful: a search ran on the planner's machine.
         """
         whole = self.plans.parent_of(plan)
         record = self.plans.active
         if record is not None and whole.version == record.version:
             record.run_count += 1
-        # Changes of devices and links since the price are no property of the method.
-        then_s = (plan if plan.version == whole.version else whole).predicted_s  # it may have been priced again since
-        is_priced = self.expectation is not None and self.expectation[0] == whole.version and then_s > 0
-        shift, spread = (self.price_now[0] / then_s, self.price_now[1]) if is_priced else (1.0, 0.0)
+        # Remove changes of devices and links since the price, because they do not belong to the method.
+        price_s = (plan if plan.version == whole.version else whole).predicted_s  # the record may have a newer price
+        is_priced = self.expectation is not None and self.expectation[0] == whole.version and price_s > 0
+        shift, spread = (self.price_now[0] / price_s, self.price_now[1]) if is_priced else (1.0, 0.0)
         changed = self.site.last_change_s > judged_s or self.site.in_doubt(plan.devices, judged_s)
         weight = SURPRISED if changed or doubtful else 1.0
         self.methods.record_run(plan, tokens, seconds / shift, now, spread, weight, whole)
@@ -96,7 +96,7 @@ class RunDurations:
         self.expectations.clear()
 
     def record_reports(self, run: Run, now: float) -> None:
-        """Learn how slow devices are from what they computed in a run, unless weights were loaded meanwhile."""
+        """Learn the slowdown of devices from their compute times, unless weights were loaded during the run."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
         if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:

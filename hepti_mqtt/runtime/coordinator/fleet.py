@@ -1,4 +1,4 @@
-"""The devices of the site: what they publish, crash backoff, hang detection and the debounce of last wills."""
+"""The devices of the site: membership, crash backoff, hang detection, debounce of last wills, and broker silence."""
 
 from __future__ import annotations
 
@@ -46,111 +46,98 @@ if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 
-# Who is there: devices from their retained status and caps and their heartbeats.
+# Membership: devices by their retained status, caps and heartbeats.
 
 
-PROBED_PACKET_BYTES: Final = 4 << 20  # agents on MQTT 3.1.1 try no larger packet, so what passed there is no limit
-RETURN_S: Final = 10.0  # so long a device that has left may come back before requests are refused for want of it
-TYPICAL_ROWS: Final = 128  # of products by which a device's speed is known
-FIRST_PROBES_S: Final = 2.5  # after a device is online, until its link was measured a few times
-UNHEARD_S: Final = 60.0  # ... or one that only is not heard, while the broker has not published its will
-RECONNECT_S: Final = 3.0  # in which the devices of a site meet a broker after the planner has
-QUARANTINE_S: Final = 10.0  # a device that hangs is tried again then ...
-QUARANTINE_MAX_S: Final = 300.0  # ... and after twice as long each time, at most
-SETBACKS: Final = 3  # times that a device cost others a run or a plan ...
-SETBACK_WINDOW_S: Final = 30.0  # ... in which it is put aside; a request survives as many losses
-HEARTBEAT_TIMEOUT_S: Final = 6.0  # without a heartbeat for so long a device counts as lost, whatever its status says
-SILENT_S: Final = 15.0  # a device that is starting says so every other second; after so long nobody waits for it ...
-STARTING_S: Final = 900.0  # ... nor for one that has been starting for so long
-RELAYED_S: Final = 600.0  # a pair that could not connect is not tried again for so long
-LOSS_S: Final = 86400.0  # a device is taken to be lost once in so long, until losses are seen
+PROBED_PACKET_BYTES: Final = 4 << 20  # the largest packet that agents on MQTT 3.1.1 probe, so it is not a limit
+RETURN_S: Final = 10.0  # requests wait this long for a device that has left
+TYPICAL_ROWS: Final = 128  # rows of the products that a device's speed is measured by
+FIRST_PROBES_S: Final = 2.5  # first link measurements of a device after it comes online
+SILENT_RETURN_S: Final = 60.0  # like `RETURN_S`, if heartbeats stopped without a last will
+RECONNECT_S: Final = 3.0  # devices reconnect to a broker within this time after the planner
+QUARANTINE_S: Final = 10.0  # first quarantine of a device that hangs; doubled each time
+QUARANTINE_MAX_S: Final = 300.0
+SETBACKS: Final = 3  # runs or plans that fail because of a device, before its quarantine
+SETBACK_WINDOW_S: Final = 30.0  # in which setbacks count; a request survives as many losses
+HEARTBEAT_TIMEOUT_S: Final = 6.0  # a device without heartbeats is lost, whatever its status says
+SILENT_S: Final = 15.0  # requests wait this long for a starting device that is silent; it reports every 2 s
+STARTING_S: Final = 900.0  # requests wait this long for a starting device
+RELAYED_S: Final = 600.0  # the broker relays for this long between devices that could not connect
+LOSS_S: Final = 86400.0  # prior interval between losses of a device
 UNWANTED: Final = "switched off for inference"
 NO_START: Final = Start(0, 0)
-MAX_MEMBERS: Final = 512  # devices that are remembered; of more, those that are not there are forgotten first
+MAX_MEMBERS: Final = 512  # remembered devices; beyond them, unusable ones are forgotten first
 
 
 @dataclass(slots=True)
 class Member:
-    """One device as it has described itself.
-
-    refused: why plans do not use it until it restarts. wanted: people let plans use it. starting_s: since when it is
-    starting. left_s: when it was last lost; unheard: for want of heartbeats alone. last_message_s: of its last message
-    about a run or a plan. quarantined_until_s: it hangs, and is used again then, or (mute) when it sends a message;
-    quarantines: since it last completed a run. boot_before: of the start that plans used, when a new start appeared
-    before the end of the old one. other_caps: the last ones of a start whose status has not come yet.
-    unreachable_until_s: peers that it could not connect to. implausible: what it has said that cannot be. channel: for
-    messages that nobody else can forge, None if the device or this planner has no key. setbacks: when it cost others a
-    run or a plan; unreliable: it is put aside for that.
-    """
+    """One device."""
 
     name: str
     start: Start = NO_START
-    boot_before: int = 0
+    boot_before: int = 0  #: boot of the start that plans used, if a new start appeared before the old one ended
     online: bool = False
     online_s: float = -inf  #: when it last came online
     caps: Caps | None = None
-    other_caps: Caps | None = None
+    other_caps: Caps | None = None  #: caps of a start without a status so far
     heartbeat: Heartbeat | None = None
     last_heartbeat_s: float = 0.0
-    starting_s: float | None = None
-    left_s: float = -inf
-    unheard: bool = False
-    refused: str = ""
-    wanted: bool = True
-    last_message_s: float = -inf
-    quarantined_until_s: float | None = None
-    quarantines: int = 0
-    mute: bool = False
-    unreachable_until_s: dict[str, float] = field(default_factory=dict)
-    implausible: str = ""
-    #: Why it went offline, in its own words; empty if it could not say.
-    farewell: str = ""
-    setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))
-    unreliable: bool = False
-    channel: Channel | None = None
+    starting_s: float | None = None  #: begin of its startup, None if it is not starting
+    left_s: float = -inf  #: when it was last lost
+    heartbeats_stopped: bool = False  #: it is offline only because heartbeats stopped
+    refused: str = ""  #: why plans do not use it until it restarts
+    wanted: bool = True  #: people let plans use it
+    last_message_s: float = -inf  #: time of its last message about a run or a plan
+    quarantined_until_s: float | None = None  #: plans do not use it until then, because it hangs or is unreliable
+    quarantines: int = 0  #: number since it last completed a run
+    mute: bool = False  #: its next message ends the quarantine
+    unreachable_until_s: dict[str, float] = field(default_factory=dict)  #: peers that it could not connect to
+    implausible: str = ""  #: its last implausible report
+    farewell: str = ""  #: reason in its offline status; empty in a last will
+    setbacks: deque[float] = field(default_factory=lambda: deque(maxlen=SETBACKS))  #: times of failures that it caused
+    unreliable: bool = False  #: quarantined because of setbacks
+    channel: Channel | None = None  #: authenticates messages; None if the device or the planner has no key
     contradiction_reported: bool = False
-    #: Tiles in its cache, by model; what it has not reported is not there.
-    cached: dict[str, Mask] = field(default_factory=dict)
-    #: By its speed, as long as it has not reported them.
-    expected_rates: LoadRates = field(default_factory=LoadRates)
-    #: 0: not measured.
-    reported_rates: LoadRates = field(default_factory=lambda: LoadRates(0.0, 0.0))
+    cached: dict[str, Mask] = field(default_factory=dict)  #: reported tiles in its cache, by model
+    expected_rates: LoadRates = field(default_factory=LoadRates)  #: estimated from its speed
+    reported_rates: LoadRates = field(default_factory=lambda: LoadRates(0.0, 0.0))  #: 0: not measured
 
     @property
     def boot(self) -> int:
-        """Return the boot of the device's start, 0 before it has said one."""
+        """Return the boot of the device's start, 0 before its first status."""
         return self.start.boot
 
     @property
     def load_rates(self) -> LoadRates:
-        """Return how fast it loads tiles with its whole processor."""
-        return LoadRates(*(said or other for said, other in zip(self.reported_rates, self.expected_rates, strict=True)))
+        """Return the rates at which it loads tiles with its whole processor."""
+        return LoadRates(*(own or other for own, other in zip(self.reported_rates, self.expected_rates, strict=True)))
 
     def is_there(self, now: float) -> bool:
-        """Return whether the known start is heard; while it is, none of a lower term follows it."""
+        """Return whether the current start sends heartbeats; if so, ignore starts of a lower term."""
         return (self.online or self.starting_s is not None) and now - self.last_heartbeat_s <= HEARTBEAT_TIMEOUT_S
 
     @property
     def usable(self) -> bool:
         """Return whether plans may use the device: online, wanted, and described by caps of the same start."""
-        there = self.online and self.wanted and not self.refused and self.quarantined_until_s is None
-        return there and self.caps is not None and self.caps.boot == self.boot
+        may_serve = self.online and self.wanted and not self.refused and self.quarantined_until_s is None
+        return may_serve and self.caps is not None and self.caps.boot == self.boot
 
     def is_expected(self, now: float) -> bool:
-        """Return whether it may be usable soon: it says so every other second, or has left a moment ago."""
+        """Return whether it may be usable soon: it is starting, or has just left."""
         if not self.wanted:
             return False
         if self.starting_s is not None:
             return now - self.starting_s <= STARTING_S and now - self.last_heartbeat_s <= SILENT_S
-        return not self.usable and not self.refused and now - self.left_s < (UNHEARD_S if self.unheard else RETURN_S)
+        wait_s = SILENT_RETURN_S if self.heartbeats_stopped else RETURN_S
+        return not self.usable and not self.refused and now - self.left_s < wait_s
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Return where peers read from it directly, None where they cannot."""
+        """Return the endpoint at which peers read from it, None if they cannot."""
         return None if self.caps is None else self.caps.endpoint
 
     def can_receive_from(self, source: Member, now: float) -> bool:
-        """Return whether another device's frames may come to this one directly, as far as one knows."""
+        """Return whether the device may receive frames directly from another one."""
         if self.endpoint is None or source.endpoint is None or self.unreachable_until_s.get(source.name, -inf) > now:
             return False
         if bool(self.endpoint.fingerprint) is not bool(source.endpoint.fingerprint):
@@ -159,17 +146,16 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """Return what devices share that are taken to be equal until measurements show otherwise."""
+        """Return the key by which devices are assumed equal until measurements show otherwise."""
         assert self.caps is not None
         return f"{self.caps.isa}, {self.caps.cores} cores, {self.caps.threads} threads"
 
 
 class Fleet:
-    """All devices of the site, and what is believed of them; `ids.Start` orders what was retained against the new.
+    """All devices of the site, and the estimates of them.
 
-    broker_bytes_per_s: rate of the broker's own link, None where nobody has said it. secret: the planner's, from which
-    its keys and the tokens of peers follow; without it nobody is introduced to anybody. checked: what the tags of
-    frames cover.
+    broker_bytes_per_s: rate of the broker's link, None if it is not configured. secret: the planner's secret, from
+    which keys and the tokens of peers are derived; without it there is no mesh. checked: what frame tags cover.
     """
 
     def __init__(
@@ -177,32 +163,32 @@ class Fleet:
     ) -> None:
         self._broker_bytes_per_s, self.secret, self._checked = broker_bytes_per_s, secret, checked
         self.public_key = "" if secret is None else public_key(secret)
-        self._numbers = count(1)  # of messages to devices
+        self._numbers = count(1)  # sequence numbers of messages to devices
         self.members: dict[str, Member] = {}
         self.estimates = SiteEstimates()
         self._losses, self._watched_from_s = 0, inf
         self._met_s = -inf
-        self._silent: set[str] = set()  # devices without a heartbeat since the broker was met again
+        self._silent: set[str] = set()  # devices without a heartbeat since the last reconnection to the broker
 
     def make_room(self, name: str) -> bool:
-        """Return whether a device is known, or can be: of too many one that is not there is forgotten for it."""
+        """Return whether a device has a place; if all are taken, forget an unusable device for it."""
         if name in self.members or len(self.members) < MAX_MEMBERS:
             return True
         absent = [m for m in self.members.values() if not m.usable and m.wanted]
         if absent:
-            gone = min(absent, key=lambda m: m.last_heartbeat_s).name
-            del self.members[gone]
-            self.estimates.forget_device(gone)
+            oldest = min(absent, key=lambda m: m.last_heartbeat_s).name
+            del self.members[oldest]
+            self.estimates.forget_device(oldest)
         return bool(absent)
 
     def member(self, name: str) -> Member:
-        """Return a device; one that is new is remembered."""
+        """Return a device, added if it is new."""
         return self.members.setdefault(name, Member(name))
 
     def record_status(self, name: str, status: Status, now: float) -> str | None:
         """Take a status; return "joined", "left", "starting" or None.
 
-        A late will of an earlier start changes nothing, nor does the beginning of a start that is online.
+        Ignore a late will of an earlier start, and "starting" from a start that is online.
         """
         member = self.member(name)
         again = status.boot != member.boot
@@ -217,7 +203,7 @@ class Fleet:
             member.online_s = now
         member.start, member.online, member.last_heartbeat_s = status.start, status.state == "online", now
         member.farewell = status.reason if status.state == "offline" else ""
-        member.unheard = False
+        member.heartbeats_stopped = False
         if not member.online and not member.unreliable:
             member.quarantined_until_s = None
         since = member.starting_s
@@ -229,28 +215,28 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def record_use(self, name: str, wanted: bool) -> str | None:
-        """Take whether people want a device to be used; return "joined", "unwanted" or None."""
+        """Record whether people let plans use a device; return "joined", "unwanted" or None."""
         member = self.member(name)
         was, member.wanted = member.usable, wanted
         return None if was == member.usable else "unwanted" if was else "joined"
 
     def _begin(self, member: Member, start: Start) -> None:
-        """Take a new start of a device, with its caps if they came first."""
+        """Begin a new start of a device, with its caps if they came before its status."""
         if member.usable:
             member.boot_before = member.boot
         member.start, member.starting_s = start, None
         if not member.unreliable:
             member.quarantined_until_s = None
         member.cached.clear()  # another start may have another disk
-        self._forget_unreachable(member)  # it may have another endpoint, and another way to those of others
+        self._forget_unreachable(member)  # another start may have another endpoint, and reach other endpoints
         caps, member.other_caps = member.other_caps, None
         if caps is not None:
             self.record_caps(member.name, caps)
 
     def record_caps(self, name: str, caps: Caps) -> str | None:
-        """Take caps; return "joined" if they make the device usable, "left" if they make it useless.
+        """Take caps; return "joined" if the device becomes usable, "left" if it becomes unusable.
 
-        Those of another start wait for its status: what they say may be forged.
+        Caps of another start may be forged, so they wait for its status.
         """
         member = self.member(name)
         if caps.boot != member.boot:
@@ -263,31 +249,31 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def _take_caps(self, member: Member, caps: Caps) -> None:
-        """A device is as it says; one of an incompatible version is refused."""
+        """Take the caps of the current start; refuse a device of an incompatible version."""
         if not self._agree(member, caps):
             return
-        known, member.caps = member.caps, caps
-        if known is not None and (known.boot, known.version) != (caps.boot, caps.version):
+        before, member.caps = member.caps, caps
+        if before is not None and (before.boot, before.version) != (caps.boot, caps.version):
             member.refused = ""
-        if known is None or known.boot != caps.boot:  # it has measured itself again
+        if before is None or before.boot != caps.boot:  # a new start has measured itself again
             self.estimates.forget_device(member.name)
-        at, profile = caps.endpoint, self._reported(member, 0).profile()
+        endpoint, profile = caps.endpoint, self._reported(member, 0).profile()
         member.expected_rates = LoadRates.expected(profile.speed(TYPICAL_ROWS))
-        cost = None if at is None or at.loopback else default_frame_cost(profile)
+        cost = None if endpoint is None or endpoint.loopback else default_frame_cost(profile)
         self.estimates.add_device(member.name, member.kind, cost)
         if not is_compatible(caps.version):
             self.refuse(member.name)
 
     def _agree(self, member: Member, caps: Caps) -> bool:
-        """Agree with a device on a secret; return whether its caps are believed.
+        """Agree with a device on a secret; return whether its caps are accepted.
 
-        A device that has shown its secret has neither another one nor another version before its next start.
+        A verified device cannot change its key or version before its next start.
         """
-        known = member.caps if member.caps is not None and member.caps.boot == caps.boot else None
-        is_same = known is not None and (known.public_key, known.version) == (caps.public_key, caps.version)
+        before = member.caps if member.caps is not None and member.caps.boot == caps.boot else None
+        is_same = before is not None and (before.public_key, before.version) == (caps.public_key, caps.version)
         if self.secret is None or is_same:
             return True
-        if known is not None and member.channel is not None and member.channel.verified:
+        if before is not None and member.channel is not None and member.channel.verified:
             return False
         secret = agree(self.secret, caps.public_key) if caps.public_key else None
         member.channel = None if secret is None else Channel(secret, self._numbers, at_planner=True)
@@ -299,29 +285,29 @@ class Fleet:
         return payload if member is None or member.channel is None else member.channel.seal(payload)
 
     def accepts(self, name: str, seal: Seal | None) -> bool:
-        """Return whether a message may be of the device whose name it has."""
+        """Return whether a message is authentic; always True for a device without a key."""
         member = self.members.get(name)
         return member is None or member.channel is None or member.channel.accepts(seal)
 
     def frame_key(self, plan: Plan) -> FrameKey:
-        """Return the key of a plan's frames; it has one if all of its devices can hold a secret."""
+        """Return the key of a plan's frames; `UNKEYED` unless all of its devices have keys."""
         channels = (self.member(device).channel for device in plan.devices)
         if self.secret is None or any(channel is None for channel in channels):
             return UNKEYED
         return frame_key(self.secret, plan.model, plan.version, self._checked)
 
     def wrapped_key(self, plan: Plan, name: str) -> bytes:
-        """Return the key of a plan's frames as one of its devices alone can read it."""
+        """Return the key of a plan's frames, encrypted for one of its devices."""
         key, channel = self.frame_key(plan).key, self.member(name).channel
         return key if channel is None else channel.wrapped(key, plan.model, plan.version)
 
     def record_heartbeat(
         self, name: str, heartbeat: Heartbeat, now: float, *, busy: bool = False, loading: bool = False
     ) -> str | None:
-        """Take a heartbeat; a device that was only believed lost is back, one that has said that it leaves is not.
+        """Take a heartbeat; return "joined" if the device becomes usable: its heartbeats stopped, but it did not leave.
 
-        One of another start counts if the known one is not there: it shows that this one is, whatever its term. busy:
-        it has a part in a run. loading: it, or one that it works with, loads weights.
+        A heartbeat of another start counts, whatever its term, if the current one is silent. busy: the device takes
+        part in a run. loading: a device of the site loads weights.
         """
         member = self.member(name)
         if heartbeat.boot != member.boot:
@@ -337,13 +323,13 @@ class Fleet:
             member.quarantined_until_s, member.unreliable = None, False
             return "joined" if member.usable else None
         if not member.online and not member.farewell and member.caps is not None:
-            # Heartbeats have a connection of their own, so the first one may come before the status.
-            member.online, member.unheard, member.online_s = True, False, now
+            # Heartbeats have their own connection, so the first one may come before the status.
+            member.online, member.heartbeats_stopped, member.online_s = True, False, now
             return "joined" if member.usable else None
         return None
 
     def record_message(self, name: str, now: float, *, served: bool = False) -> str | None:
-        """A device said something of a run or a plan; return "joined" if it had been put aside. served: its part."""
+        """Record a message about a run or a plan; return "joined" if it ends the quarantine. served: a run is done."""
         member = self.members.get(name)
         if member is None:
             return None
@@ -356,7 +342,7 @@ class Fleet:
         return "joined" if member.usable and not was else None
 
     def record_tiles(self, name: str, message: CachedTiles, served: ServedModel) -> None:
-        """Take the tiles in a device's cache and its rates; ignore those of another manifest."""
+        """Take the tiles in a device's cache and its rates; ignore them if the manifest differs."""
         member = self.members.get(name)
         if member is None or served.tiles is None or message.manifest != served.manifest:
             return
@@ -372,24 +358,24 @@ class Fleet:
         return {name: member.cached[model] for name, member in self.members.items() if model in member.cached}
 
     def load_bytes_per_s(self, device: str) -> float:
-        """Return how fast a device loads tiles that it does not have."""
+        """Return the rate at which a device loads tiles that are not in its cache."""
         return min(self.members[device].load_rates.receive_bytes_per_s, self.estimates.link(device).down_bytes_per_s)
 
     def load_rates(self) -> dict[str, LoadRates]:
-        """Return how fast devices load tiles."""
+        """Return the rates at which devices load tiles."""
         return {name: member.load_rates for name, member in self.members.items()}
 
     def quarantine(self, name: str, now: float, mute: bool) -> None:
-        """Use a device that hangs for no plan, each time longer; mute: until it speaks, at the most."""
+        """Quarantine a device, each time longer; mute: at most until its next message."""
         member = self.members[name]
         member.mute = mute
         member.quarantined_until_s = now + min(QUARANTINE_S * 2**member.quarantines, QUARANTINE_MAX_S)
         member.quarantines += 1
 
     def record_setback(self, name: str, now: float) -> bool:
-        """A device has cost others a run or a plan; return whether it is put aside for that, also if it starts again.
+        """Record that a run or a plan failed because of a device; return whether it is quarantined for that.
 
-        It stays where nobody else could serve.
+        The quarantine outlasts a restart. A device stays usable if no other one is.
         """
         member = self.members[name]
         member.setbacks.append(now)
@@ -410,36 +396,36 @@ class Fleet:
         return boot if member.quarantined_until_s is None and not member.farewell else None
 
     def loss_probability(self, seconds: float, now: float) -> float:
-        """Return the probability that one device is lost within some seconds, by the losses that were seen."""
+        """Return the probability that a device is lost within some seconds, from the recorded losses."""
         self._watched_from_s = min(self._watched_from_s, now)
         watched_s = (now - self._watched_from_s) * len(self.members)
         return 1 - exp(-seconds * (self._losses + 1) / (watched_s + LOSS_S))
 
     def reset_silence(self, now: float) -> None:
-        """Give every device the whole time to be heard again."""
+        """Restart every device's heartbeat timeout."""
         self._silent, self._met_s = set(self.members), now
         for member in self.members.values():
             member.last_heartbeat_s = now
             member.last_message_s = max(member.last_message_s, now)
 
     def all_back(self, names: Collection[str]) -> bool:
-        """Return whether a heartbeat of each of these devices has come since the broker was met again."""
+        """Return whether each of these devices sent a heartbeat since the last reconnection to the broker."""
         return not self._silent.intersection(names)
 
     def mark_silent_offline(self, now: float) -> list[str]:
         """Return the usable devices whose heartbeats have stopped, and mark them offline."""
         lost = [m for m in self.members.values() if m.usable and now - m.last_heartbeat_s > HEARTBEAT_TIMEOUT_S]
         for member in lost:
-            member.online, member.unheard = False, True
+            member.online, member.heartbeats_stopped = False, True
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
         """Record that a device cannot connect to others; the broker relays their frames for a while."""
-        known = [source for source in sources if source in self.members]
-        self.member(name).unreachable_until_s.update(dict.fromkeys(known, now + RELAYED_S))
+        members = [source for source in sources if source in self.members]
+        self.member(name).unreachable_until_s.update(dict.fromkeys(members, now + RELAYED_S))
 
     def relayed_pairs(self, now: float) -> frozenset[DevicePair]:
-        """Return the (source, target) of usable devices whose frames only the broker can carry."""
+        """Return the (source, target) pairs of usable devices whose frames the broker must relay."""
         usable = self.usable().values()
         return frozenset(
             (s.name, t.name) for s in usable for t in usable if s is not t and not t.can_receive_from(s, now)
@@ -451,7 +437,7 @@ class Fleet:
             other.unreachable_until_s.pop(member.name, None)
 
     def refuse(self, name: str) -> str:
-        """Use a device of another version for no plan until it starts again; return why."""
+        """Refuse a device of an incompatible version until it restarts; return the reason."""
         member = self.member(name)
         version = member.caps.version if member.caps is not None else "unknown"
         member.refused = (
@@ -461,7 +447,7 @@ class Fleet:
         return member.refused
 
     def unused_reasons(self) -> dict[str, str]:
-        """Return why plans do not use devices that are online, as far as it was the planner that decided so."""
+        """Return why the planner does not use devices that are online."""
         why = {}
         for member in self.members.values():
             if not member.wanted:
@@ -472,28 +458,28 @@ class Fleet:
                 why[member.name] = member.implausible
             elif member.quarantined_until_s is not None:
                 silent = "sent no message" if member.mute else "made no progress"
-                how = "cost others too many runs or plans" if member.unreliable else f"{silent} while others waited"
+                how = "too many runs or plans failed on it" if member.unreliable else f"{silent} while others waited"
                 times = f" ({member.quarantines} times)" if member.quarantines > 1 else ""
                 why[member.name] = f"{how}{times}; retried later"
-        return {name: words for name, words in why.items() if self.members[name].online}
+        return {name: text for name, text in why.items() if self.members[name].online}
 
     def machines(self) -> dict[str, str]:
-        """Return the address of each device that shares its address, and so its machine, with another device."""
+        """Return the address of each device that runs on the same machine as another device."""
         hosts = {name: member.endpoint.host for name, member in self.members.items() if member.endpoint is not None}
         counts = Counter(hosts.values())
         return {name: host for name, host in hosts.items() if counts[host] > 1}
 
     def expected(self, now: float) -> set[str]:
-        """Return the devices that are starting, or were there a moment ago and may be about to."""
+        """Return the devices that may be usable soon: they are starting, or have just left."""
         return {m.name for m in self.members.values() if m.is_expected(now)}
 
     def describe_expected(self, now: float) -> str:
-        """Return in words whom requests may wait for, "" if for nobody."""
-        unmet = "devices that have not met the broker again yet" if now - self._met_s < RECONNECT_S else ""
+        """Return the devices that requests may wait for, in words; "" if there are none."""
+        unmet = "devices that have not reconnected to the broker" if now - self._met_s < RECONNECT_S else ""
         return ", ".join(sorted(self.expected(now))) or unmet
 
     def must_wait_for(self, names: Collection[str], now: float) -> bool:
-        """Return whether there is no plan before others come: all of these devices, of none named the first one."""
+        """Return whether a search must wait for devices: for all named ones, without names for the first one."""
         usable = set(self.usable())
         if now - self._met_s < RECONNECT_S:
             return not usable or not usable.issuperset(names)
@@ -501,87 +487,87 @@ class Fleet:
         return bool(coming & (set(names) - usable)) if names else bool(coming) and not usable
 
     def is_measuring(self, now: float) -> bool:
-        """Return whether a usable device that is not on the broker's machine measures its link for the first time."""
+        """Return whether a usable device on another machine than the broker is still making its first link probes."""
         young = (m.name for m in self.usable().values() if now - m.online_s < FIRST_PROBES_S)
         return any(map(self.estimates.has_link, young))
 
     def refusal_reasons(self) -> list[str]:
-        """Return why devices that are there are not used."""
-        there = [m for m in self.members.values() if m.online]
-        unwanted = [f"{m.name} is {UNWANTED}" for m in there if not m.wanted]
-        return unwanted + [m.refused for m in there if m.refused and m.wanted]
+        """Return why online devices are switched off or refused."""
+        online = [m for m in self.members.values() if m.online]
+        unwanted = [f"{m.name} is {UNWANTED}" for m in online if not m.wanted]
+        return unwanted + [m.refused for m in online if m.refused and m.wanted]
 
     def usable(self) -> dict[str, Member]:
         """Return the devices that plans may use."""
         return {m.name: m for m in self.members.values() if m.usable}
 
     def packet_limits(self) -> dict[str, int]:
-        """Return the largest packet that gets through to each usable device that has met a limit."""
+        """Return the largest packet that reaches each usable device with a limit below the probed size."""
         limits = {m.name: m.caps.largest_packet_bytes for m in self.usable().values() if m.caps is not None}
         return {name: limit for name, limit in limits.items() if 0 < limit < PROBED_PACKET_BYTES}
 
     def cluster(self, reserved: Mapping[str, int]) -> Cluster:
-        """Return profiles and links of the usable devices, less the bytes that other models hold on them."""
-        found = [self._reported(m, reserved.get(m.name, 0)) for m in self.usable().values()]
-        return reported_cluster(found, self._broker_bytes_per_s, mesh=self.secret is not None)
+        """Return profiles and links of the usable devices, without the memory reserved on them."""
+        devices = [self._reported(m, reserved.get(m.name, 0)) for m in self.usable().values()]
+        return reported_cluster(devices, self._broker_bytes_per_s, mesh=self.secret is not None)
 
     def _reported(self, member: Member, reserved_bytes: int) -> ReportedDevice:
-        """Return a device as it has described itself, with the means of what is believed of it."""
-        caps, name, believed = member.caps, member.name, self.estimates
+        """Return a device by its caps and the means of its estimates."""
+        caps, name, estimates = member.caps, member.name, self.estimates
         assert caps is not None
         return ReportedDevice(
             name,
             caps.curves,
             max(caps.memory_budget_bytes - reserved_bytes, 0),
-            believed.slowdown(name),
-            believed.link(name),
-            believed.peer_links(name),
-            believed.frame_cost(name),
+            estimates.slowdown(name),
+            estimates.link(name),
+            estimates.peer_links(name),
+            estimates.frame_cost(name),
             caps.endpoint,
         )
 
 
 def peers_of(plan: Plan, device: str, fleet: Fleet) -> tuple[Peer, ...]:
-    """Return the peers of a device under a plan, with the tokens by which each lets the other in.
+    """Return the peers of a device under a plan, with the tokens that admit each to the other.
 
-    Under every route they exchange tiles of weights; tensors go straight to them only under a plan of route `mesh`.
-    Tokens follow from the planner's secret, the plan version and the pair, so a repeated Prepare carries the same.
+    Peers exchange tiles of weights under every route, and tensors only under route `mesh`. Tokens are derived from the
+    planner's secret, the plan version and the pair, so a repeated Prepare carries the same tokens.
     """
 
     secret = fleet.secret
 
-    def token(source: str, target: str) -> str:  # "" where the broker relays what goes this way
+    def token(source: str, target: str) -> str:  # "" if the broker relays in this direction
         if secret is None or (source, target) in plan.relayed_pairs:
             return ""
-        said = "\0".join(map(str, (plan.model, *plan.version, source, target)))
-        return hmac.digest(secret, said.encode(), "sha256").hex()
+        text = "\0".join(map(str, (plan.model, *plan.version, source, target)))
+        return hmac.digest(secret, text.encode(), "sha256").hex()
 
     ends = ((d, fleet.member(d).endpoint) for d in plan.devices if d != device)
-    found = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
-    return tuple(peer for peer in found if peer.token_in or peer.token_out)
+    peers = (Peer(d, endpoint, token(d, device), token(device, d)) for d, endpoint in ends if endpoint is not None)
+    return tuple(peer for peer in peers if peer.token_in or peer.token_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Crash backoff: each repeated crash soon after a Prepare lowers the memory that plans may use on a device.
+# Crash backoff: repeated crashes soon after a Prepare lower the memory that plans may use on a device.
 #
-# A control group with less memory than the device reports kills the agent each time the same plan comes. One crash is
-# no sign: a single device that is restarted must serve again at once. A device that returns with the same boot was
-# only disconnected, and one that says why it goes offline has not crashed. Where no other device can serve, the limits
-# are lifted: answers between two crashes are better than none.
+# If a control group grants less memory than the device reports, the same plan kills the agent each time. A single crash
+# does not count, because a restarted device must serve immediately. A device that returns with the same boot was only
+# disconnected, and a device that gave a reason did not crash. If no other device can serve, the limits are lifted:
+# answers between two crashes are better than none.
 
 
-CRASH_WINDOW_S: Final = 30.0  # a crash within this time of a Prepare may be due to the plan
+CRASH_WINDOW_S: Final = 30.0  # a crash this soon after a Prepare may be caused by the plan
 REPEAT_WINDOW_S: Final = 300.0  # in which a second crash counts
-BACKOFF_S: Final = 60.0  # the device gets less memory for this time, twice as long after each further crash
+BACKOFF_S: Final = 60.0  # duration of the first limit, doubled after each further crash
 BACKOFF_MAX_S: Final = 3600.0
-MEMORY_FACTOR: Final = 0.75  # of the memory that the plan needed
+MEMORY_FACTOR: Final = 0.75  # new limit as a share of the memory that the plan needed
 
 
 @dataclass(slots=True)
 class _Crash:
-    most_bytes: int
-    rest_s: float
-    until_s: float
+    limit_bytes: int  #: of memory; 0: no limit
+    rest_s: float  #: duration of the limit
+    until_s: float  #: end of the limit
     forgotten_s: float
 
 
@@ -592,75 +578,72 @@ class _Departure:
 
 
 class CrashBackoff:
-    """The devices that died under young plans of one model; time is an argument."""
+    """The devices that crashed soon after a Prepare of one model."""
 
     def __init__(self) -> None:
-        self._gone: dict[str, _Departure] = {}
-        self._falls: dict[str, _Crash] = {}
+        self._departures: dict[str, _Departure] = {}
+        self._crashes: dict[str, _Crash] = {}
 
     def record_departure(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
-        """Record that a device has left; its last exchange about a plan of `needed_bytes` was at `given_s`."""
+        """Record that a device has left; `given_s`: last exchange about a plan that needs `needed_bytes`."""
         if now - given_s <= CRASH_WINDOW_S:
-            self._gone[device] = _Departure(boot, needed_bytes)
+            self._departures[device] = _Departure(boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
-        """Record that a device is back; with a new boot it had crashed."""
-        gone = self._gone.pop(device, None)
-        if gone is not None and gone.boot != boot:
-            self._record_crash(device, gone.needed_bytes, now)
+        """Record that a device is back; a new boot means a crash."""
+        departure = self._departures.pop(device, None)
+        if departure is not None and departure.boot != boot:
+            self._record_crash(device, departure.needed_bytes, now)
 
     def _record_crash(self, device: str, needed_bytes: int, now: float) -> None:
-        before = self._falls.get(device)
+        before = self._crashes.get(device)
         if before is None:
-            self._falls[device] = _Crash(0, BACKOFF_S / 2, now, now + REPEAT_WINDOW_S)
+            self._crashes[device] = _Crash(0, BACKOFF_S / 2, now, now + REPEAT_WINDOW_S)
             return
         rest_s = min(2 * before.rest_s, BACKOFF_MAX_S)
-        self._falls[device] = _Crash(
+        self._crashes[device] = _Crash(
             int(MEMORY_FACTOR * needed_bytes), rest_s, now + rest_s, now + rest_s + REPEAT_WINDOW_S
         )
 
     def memory_limits(self, now: float) -> dict[str, int]:
-        """Return the memory that plans may need now, of the devices that get less."""
-        return {device: fall.most_bytes for device, fall in self._falls.items() if now < fall.until_s}
+        """Return the current memory limits by device."""
+        return {device: crash.limit_bytes for device, crash in self._crashes.items() if now < crash.until_s}
 
     def lift(self, devices: Collection[str], now: float) -> list[str]:
-        """Lift the limits of these devices before their time; return the devices that had one."""
+        """Lift the limits of these devices early; return the devices that had one."""
         limited = sorted(self.memory_limits(now).keys() & set(devices))
         for device in limited:
-            self._falls[device].most_bytes, self._falls[device].until_s = 0, now
+            self._crashes[device].limit_bytes, self._crashes[device].until_s = 0, now
         return limited
 
     def lift_expired(self, now: float) -> list[str]:
-        """Return once each device that may use all its memory again; after a longer time forget its crashes."""
-        over = [device for device, fall in self._falls.items() if now >= fall.forgotten_s]
-        for device in over:
-            del self._falls[device]
-        out = [device for device, fall in self._falls.items() if now >= fall.until_s and fall.most_bytes]
-        for device in out:
-            self._falls[device].most_bytes = 0
-        return out
+        """Return each device with an expired limit once; forget old crashes."""
+        for device in [device for device, crash in self._crashes.items() if now >= crash.forgotten_s]:
+            del self._crashes[device]
+        expired = [device for device, crash in self._crashes.items() if now >= crash.until_s and crash.limit_bytes]
+        for device in expired:
+            self._crashes[device].limit_bytes = 0
+        return expired
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Hang detection: probe the devices that hold up a run, and quarantine those that do not answer.
+# Hang detection: probe the devices of a late run, and quarantine devices that do not answer.
 #
-# Heartbeats come from another thread than messages about runs and plans, which the computing thread sends; so only
-# silence of the latter counts. After a lost tensor all devices still answer; such a run is retried later.
+# The computing thread sends messages about runs and plans, another thread heartbeats; so only silence of the former
+# counts. After a lost tensor all devices still answer; such a run is retried later.
 
 
-PROBE_TIMEOUT_S: Final = (
-    0.5  # for an answer to a probe, or as long as the run was to take, or others would load weights
-)
+PROBE_TIMEOUT_S: Final = 0.5  # least time for an answer to a probe, see `HangDetector._patience_s`
 PROBE_TIMEOUT_MAX_S: Final = 5.0
-PREPARE_SILENCE_S: Final = 6.0  # without a word, though asked for it twice
-PROGRESS_S: Final = 20.0  # with words, and without progress
-LOAD_MAX_S: Final = 300.0  # with progress, and as long as its weights take over a link of ...
+PREPARE_SILENCE_S: Final = 6.0  # without a message, after two Prepares
+PROGRESS_S: Final = 20.0  # with messages, but without progress
+LOAD_MAX_S: Final = 300.0  # limit of a preparation, plus the load time over the slowest link
 SLOWEST_LOAD_BYTES_PER_S: Final = 1e5
-STALLED_S: Final = 0.5  # a tick that comes so late says that this process, or the broker, was held up, not others
+STALLED_S: Final = 0.5  # a tick this late means that this process or the broker was held up
 
 
 class HungDevice(NamedTuple):
-    """A device to quarantine, and why; is_silent: until it sends a message."""
+    """A device to quarantine, and why; is_silent: its next message ends the quarantine."""
 
     device: str
     reason: str
@@ -668,16 +651,16 @@ class HungDevice(NamedTuple):
 
 
 class HangDetector:
-    """Watches the runs and preparations of all groups; probes devices by the rollout's Prepare."""
+    """Watches the runs and preparations of all groups; probes devices by a Prepare."""
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, standby: Standby) -> None:
         self._groups, self._fleet, self._rollout, self._standby = groups, fleet, rollout, standby
         self._ticked_s = self._heard_s = float("inf")
 
     def tick(self, now: float, heard_s: float) -> tuple[list[CoordinatorCommand], list[HungDevice]]:
-        """Return probes of late devices, and the devices that did not answer while others can serve.
+        """Return probes of late devices, and the devices that did not answer although others can serve.
 
-        heard_s: when the broker was last heard. Devices are not silent while it is.
+        heard_s: last sign of life of the broker; a device's silence counts only while the broker is heard.
         """
         was_held_up, heard_before_s = now - self._ticked_s > STALLED_S, self._heard_s
         self._ticked_s, self._heard_s = now, heard_s
@@ -691,7 +674,7 @@ class HangDetector:
                 if run.probed_s is None:
                     out += self._probe_run(group, run, now)
                     continue
-                # A broker that has acknowledged the probe is quiet until the next heartbeat where little is under way.
+                # An idle broker that has acknowledged the probe is quiet until the next heartbeat.
                 pause_s = QUIET_S if heard_before_s > run.probed_s else STALLED_S
                 if was_held_up or heard_s - heard_before_s > pause_s:
                     out += self._probe_run(group, run, now)
@@ -701,16 +684,16 @@ class HangDetector:
             record = group.plans.preparing
             if record is not None and record.state == "preparing":
                 late |= self._unprepared(record, heard_s)
-            # Nobody else can serve where pins name the devices.
-            named = group.plans.pins.devices or ()
-            silent |= {device: word for device, word in late.items() if device not in named}
+            # No other device can serve a group that pins its devices.
+            pinned = group.plans.pins.devices or ()
+            silent |= {device: hung for device, hung in late.items() if device not in pinned}
         can_serve = set(self._fleet.usable()) - set(silent)
         return out, list(silent.values()) if can_serve else []
 
     def _patience_s(self, group: PlanGroup, run: Run) -> float:
-        """Return how long the devices of a late run have to say something: others first load what they do not hold.
+        """Return how long the devices of a late run have to answer: as long as other devices would load the weights.
 
-        No longer than until the run is retried, which would ask the same devices again.
+        At most until the retry of the run, which goes to the same devices.
         """
         assert run.probed_s is not None
         record = group.plans.active
@@ -718,8 +701,8 @@ class HangDetector:
         if record is not None and not self._standby.is_held(group):
             needed = {device: record.needed_bytes(device) for device in run.plan.devices}
             load_s = max(nbytes / self._fleet.load_bytes_per_s(device) for device, nbytes in needed.items())
-        most_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
-        return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), most_s)
+        limit_s = min(PROBE_TIMEOUT_MAX_S, max(run.times.deadline_s - run.probed_s, PROBE_TIMEOUT_S))
+        return min(max(run.times.expected_s, PROBE_TIMEOUT_S, load_s), limit_s)
 
     def _probe_run(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
         run.probed_s = now
@@ -751,16 +734,16 @@ class HangDetector:
 # Debounce of last wills: a broker that shuts down publishes every device's will although the devices are alive.
 
 
-DEBOUNCE_S: Final = 0.2  # between a broker's last words and the end of our own connection, at the most
-WILL_RECONNECT_S: Final = 3.0  # in which devices meet a broker again that has retained that they are gone ...
-WILL_RECONNECT_MAX_S: Final = 6.0  # ... and if it was away for longer: they try again every 5 s
+DEBOUNCE_S: Final = 0.2  # a broker that shuts down ends the planner's connection within this time after the wills
+WILL_RECONNECT_S: Final = 3.0  # devices reconnect within this time to a broker that retained their wills
+WILL_RECONNECT_MAX_S: Final = 6.0  # the same after a longer outage: devices try again every 5 s
 
 
 class LastWillDebounce:
-    """Hands events to a session, wills of devices with a delay.
+    """Passes events on to a session, last wills with a delay.
 
-    A device that publishes "online" meanwhile was never away. Wills from before the end of our own connection are
-    dropped: the broker publishes them again if they hold. An `offline` with a reason is the device's own, so no will.
+    "online" cancels a will of the same device. A new connection drops all wills, because the broker publishes valid
+    ones again. An `offline` with a reason comes from the device, so it is not a will.
     """
 
     def __init__(self, session: CoordinatorSession) -> None:
@@ -769,7 +752,7 @@ class LastWillDebounce:
         self._back_by_s, self._away_s = -inf, inf
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it, and from wills whose delay is over."""
+        """Handle an event and due wills; return their commands."""
         out: list[CoordinatorCommand] = []
         if isinstance(event, DeviceStatus):
             self._held.pop(event.device, None)
@@ -790,29 +773,29 @@ class LastWillDebounce:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A broker that is silent: frozen, or cut off. Its devices cannot be heard then, and nobody is to blame for it.
+# A silent broker is frozen or cut off. Its devices cannot be heard, so they are not to blame.
 
 
-QUIET_S: Final = 1.5  # without a byte of the broker: then it is asked
-FROZEN_S: Final = 1.5  # without an answer: then it counts as away
+QUIET_S: Final = 1.5  # without a byte from the broker, before a PINGREQ
+FROZEN_S: Final = 1.5  # without a PINGRESP, before the broker counts as away
 
 
 class BrokerWatch:
-    """Finds out that a connected broker is silent, long before the connection is given up; time is an argument."""
+    """Detects a silent broker long before its connection times out."""
 
     def __init__(self) -> None:
-        self._asked_s = inf
+        self._ping_s = inf
         self._silent = False
 
     def look(self, heard_s: float, now: float) -> Literal["ask", "away", "back"] | None:
-        """Return what to do: ask the broker for a sign of life, or treat it as away, or as back."""
+        """Return the next action: ask the broker for a sign of life, or treat it as away or back."""
         if now - heard_s < QUIET_S:
-            was, self._asked_s, self._silent = self._silent, inf, False
+            was, self._ping_s, self._silent = self._silent, inf, False
             return "back" if was else None
-        if self._asked_s == inf:
-            self._asked_s = now
+        if self._ping_s == inf:
+            self._ping_s = now
             return "ask"
-        if not self._silent and now - self._asked_s >= FROZEN_S:
+        if not self._silent and now - self._ping_s >= FROZEN_S:
             self._silent = True
             return "away"
         return None

@@ -1,6 +1,6 @@
-"""Tokens that may follow a text, guessed from the text itself and checked by the run that computes the next one.
+"""Speculative decoding without a second model: guess tokens from repetitions in the text, and verify them in one run.
 
-Source: prompt lookup, a form of speculative decoding (Leviathan et al., 2023) without a second model.
+Source: prompt lookup decoding; speculative decoding (Leviathan et al., 2023).
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from statistics import median
 from typing import Final
 
 SIZES: Final = (2, 4, 8)  # rows of a run with guesses: few Programs, and kernels of few rows
-_LONGEST, _SHORTEST = 3, 2  # tokens that must have been there before in the same order
+_LONGEST, _SHORTEST = 3, 2  # length of the token sequences that are looked up
 _KEPT: Final = 5  # durations of each size
-_NEW: Final = 2  # runs of a size before it is judged by them: the first one may have waited for its Program
-_PRIOR: Final = (1.0, 1.0)  # guesses that were right and wrong before any was checked
+_NEW: Final = 2  # runs of a size that do not count: the first one may have waited for its Program
+_PRIOR: Final = (1.0, 1.0)  # prior counts of right and wrong guesses
 
 
 class StepPace:
-    """How long runs of a session take by their rows under one plan.
-
-    expected_s: the same by prediction, for sizes of which too few runs were seen.
-    """
+    """Duration of decoding runs by their rows under one plan; expected_s: the prediction, used before enough runs."""
 
     def __init__(self, expected_s: Callable[[int], float]) -> None:
         self._expected_s = cache(expected_s)
@@ -30,39 +27,39 @@ class StepPace:
         self._counts: dict[int, int] = defaultdict(int)
 
     def record(self, rows: int, seconds: float) -> None:
-        """Take a run that was alone on its devices."""
+        """Record a run that ran alone on its devices."""
         if rows == 1 or rows in SIZES:
             self._counts[rows] += 1
             self._seconds[rows].append(seconds)
 
     def cost(self, rows: int) -> float:
-        """Return the time of a run as a multiple of that of one row, at least 1."""
-        known = [r for r in (1, *SIZES) if r <= rows and self._counts[r] > _NEW]
-        if 1 not in known:
+        """Return the duration of a run as a multiple of a one-row run's, at least 1."""
+        measured = [r for r in (1, *SIZES) if r <= rows and self._counts[r] > _NEW]
+        if 1 not in measured:
             return max(self._expected_s(rows) / self._expected_s(1), 1.0)
-        nearest = known[-1]
+        nearest = measured[-1]
         more_s = self._expected_s(rows) - self._expected_s(nearest)
         return max((median(self._seconds[nearest]) + more_s) / max(median(self._seconds[1]), 1e-9), 1.0)
 
 
 class Guesses:
-    """What followed the last tokens of a text where they stood in it before.
+    """Proposes the tokens that followed the last tokens at their previous occurrence in the text.
 
-    How often that is right shows in runs without guesses, too.
+    The hit rate counts runs without guesses, too.
     """
 
     def __init__(self) -> None:
         self._text: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # of some tokens, where they stood last, but for the text's end
-        self._foreseen = list[int]()  # what may follow, whether it was guessed or not
+        self._ends: dict[tuple[int, ...], int] = {}  # end of the last occurrence of each sequence before the text's end
+        self._foreseen = list[int]()  # the tokens of the last lookup, computed or not
         self._right, self._wrong = _PRIOR
 
     def propose(
         self, prompt: Sequence[int], tokens: Sequence[int], most: int, pace: StepPace | None
     ) -> tuple[int, ...]:
-        """Return as many tokens as are worth a larger run, none where that is not expected to save time.
+        """Return the guesses whose larger run is expected to save time, none if no size is.
 
-        tokens: behind the prompt, so far. most: that may be of use. pace: None for a run that can have none.
+        tokens: generated so far. most: limit of useful guesses. pace: None if the run cannot have guesses.
         """
         self._read(prompt, tokens)
         self._foreseen.clear()
@@ -71,16 +68,16 @@ class Guesses:
         at = next((self._ends[key] for key in last if key in self._ends), None)
         if at is None:
             return ()
-        for place in range(at, at + SIZES[-1]):  # what repeats goes on repeating
-            known = place < len(self._text)
-            self._foreseen.append(self._text[place] if known else self._foreseen[place - len(self._text)])
+        for place in range(at, at + SIZES[-1]):  # beyond the text's end the repetition continues
+            is_in_text = place < len(self._text)
+            self._foreseen.append(self._text[place] if is_in_text else self._foreseen[place - len(self._text)])
         right = self._right / (self._right + self._wrong)
         costs = [] if pace is None else [(r, pace.cost(r)) for r in SIZES if r - 1 <= most]
         rates = {1: 1.0} | {rows: (1 - right**rows) / (1 - right) / cost for rows, cost in costs}
         return tuple(self._foreseen[: max(rates, key=rates.__getitem__) - 1])
 
     def record(self, taken: Sequence[int]) -> None:
-        """Take the tokens that followed; those behind one that was not foreseen say nothing."""
+        """Count right and wrong guesses up to the first wrong one."""
         for token, foreseen in zip(taken, self._foreseen, strict=False):
             self._right += token == foreseen
             self._wrong += token != foreseen
@@ -89,12 +86,12 @@ class Guesses:
         self._foreseen.clear()
 
     def _read(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        known = len(self._text)
-        behind = known - len(prompt)
-        if not 0 <= behind <= len(tokens) or (behind and self._text[-1] != tokens[behind - 1]):
-            self._text, self._ends, known = [*prompt, *tokens], {}, 0
+        length = len(self._text)
+        generated = length - len(prompt)
+        if not 0 <= generated <= len(tokens) or (generated and self._text[-1] != tokens[generated - 1]):
+            self._text, self._ends, length = [*prompt, *tokens], {}, 0
         else:
-            self._text += tokens[behind:]
-        for end in range(max(known, 1), len(self._text)):
+            self._text += tokens[generated:]
+        for end in range(max(length, 1), len(self._text)):
             for n in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._ends[tuple(self._text[end - n : end])] = end

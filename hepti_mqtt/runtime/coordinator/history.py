@@ -1,4 +1,4 @@
-"""The past of a group's plans: its searches, the rule's last judgement, and the plans that served before."""
+"""The history of a group's plans: searches, the rule's last judgement, and former plans."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hepti_mqtt.planner.surface import Priced
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, Search, is_same_division
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 
-MAX_RELEASED: Final = 3  # released plans whose weights are looked for
+MAX_RELEASED: Final = 3  # remembered released plans, whose weights devices may still hold
 
 
 @dataclass(slots=True)
 class SearchHistory:
-    """The last searches of a group: their inputs and the plans that they named."""
+    """The last searches of a group: their inputs and candidates."""
 
-    decision: Decision | None = None  #: of the last search
-    candidates: tuple[Priced, ...] = ()  #: plans of the last searches, each as it was priced
+    decision: Decision | None = None  #: decision of the last search
+    candidates: tuple[Priced, ...] = ()  #: plans of the last searches with their prices
     began_s: float = -inf  #: start of the last search
     began_site: frozenset[object] = frozenset()  #: devices and plans of the site at that start
     began_inputs: Means = field(default_factory=dict)  #: estimates at that start
-    inputs: Means = field(default_factory=dict)  #: estimates behind `candidates`
+    inputs: Means = field(default_factory=dict)  #: estimates that `candidates` were priced by
 
     def begin(self, inputs: Means, site: frozenset[object], now: float) -> None:
-        """Note the start of a search."""
+        """Record the start of a search."""
         self.began_inputs, self.began_site, self.began_s = inputs, site, now
 
     def learn(self, decision: Decision, search: Search) -> Decision:
-        """Take the plans of a search; return the decision with all candidates."""
+        """Record the candidates of a search; return the decision with all candidates."""
 
         def is_among(plan: Plan, plans: Iterable[Plan]) -> bool:
             return any(is_same_division(plan, other) for other in plans)
@@ -43,16 +43,16 @@ class SearchHistory:
         fresh = [Priced(c, decision.cluster) for c in (decision.chosen, *others)]
         earlier: list[Priced] = []
         if search.rules.keeps_known:
-            out = [*(k.candidate.plan for k in fresh), *search.refused]
-            earlier = [k for k in self.candidates if not is_among(k.candidate.plan, out)]
+            replaced = [*(k.candidate.plan for k in fresh), *search.refused]
+            earlier = [k for k in self.candidates if not is_among(k.candidate.plan, replaced)]
             decision = replace(decision, ranking=(*decision.ranking, *(k.candidate for k in earlier)))
-        if search.kind is not SearchKind.NAMED:  # changes since the search began are no part of it
+        if search.kind is not SearchKind.NAMED:
             self.inputs = self.began_inputs
         self.candidates, self.decision = (*fresh, *earlier), decision
         return decision
 
     def plans_to_load(self, record: PlanRecord, most: int) -> tuple[Plan, ...]:
-        """Return the first candidates other than a plan whose devices lacked weights when they were priced."""
+        """Return the first candidates, other than a plan, whose devices lacked weights when they were priced."""
         lacking = (k.candidate.plan for k in self.candidates if any(k.candidate.load_bytes.values()))
         return tuple(islice((plan for plan in lacking if not is_same_division(record.plan, plan)), most))
 
@@ -62,38 +62,38 @@ class Judgement:
     """The rule's last judgement of a group's plans."""
 
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
-    judged_s: float = -inf  #: when the rule, or the reason to ask it, was looked at last
-    lessons: int = 0  #: runs in the estimates that it judged by
-    may_gain: float = inf  #: part of the active plan's time that a search may win
-    tried: dict[StrategyKey, float] = field(default_factory=dict)  #: when methods were tried
+    judged_s: float = -inf  #: when a judgement was last due
+    lessons: int = 0  #: number of runs in its estimates
+    may_gain: float = inf  #: share of the active plan's time that a search may save
+    tried: dict[StrategyKey, float] = field(default_factory=dict)  #: times of trials, by method
 
     def record(self, verdict: Verdict, may_gain: float, lessons: int, now: float) -> None:
-        """Take a verdict."""
+        """Record a verdict."""
         self.verdict, self.may_gain, self.lessons, self.judged_s = verdict, may_gain, lessons, now
 
     def note_looked(self, now: float) -> None:
-        """Note that there was no reason to ask the rule."""
+        """Record that a judgement was due, with or without a verdict."""
         self.judged_s = now
 
 
 @dataclass(slots=True)
 class FormerPlans:
-    """Plans that do not serve any more but may again."""
+    """Former plans that may serve again."""
 
     released: tuple[Plan, ...] = ()  #: last first; devices keep their weights while they have room
-    recalled: Recalled | None = None  #: the plan that served last, also of an earlier planner, while none serves
+    recalled: Recalled | None = None  #: while no plan serves: the plan that served last, also under an earlier planner
     recall_by_s: float = -inf  #: until then searches wait for that plan and its devices
 
     def note_released(self, plan: Plan) -> None:
-        """Remember a released plan."""
+        """Record a released plan."""
         self.released = (plan, *(p for p in self.released if not is_same_division(p, plan)))[:MAX_RELEASED]
 
     def note_lost(self, recalled: Recalled) -> None:
-        """Remember the active plan that has just lost a device."""
+        """Record the active plan that has just lost a device."""
         self.recalled = recalled
 
     def excuse(self, device: str) -> None:
-        """Let the plan that served last serve again after another start of a device: it was asked to stop."""
+        """Let the recalled plan serve again after another start of a device that stopped on purpose."""
         if self.recalled is not None:
             boots = {name: boot for name, boot in self.recalled.boots.items() if name != device}
             self.recalled = self.recalled._replace(boots=boots)
@@ -103,11 +103,11 @@ class FormerPlans:
         self.recall_by_s = by_s
 
     def note_earlier(self, recalled: Recalled | None) -> None:
-        """Remember the plan of an earlier planner, or stop the wait for it if there is none."""
+        """Record the plan of an earlier planner, or end the wait for it if there is none."""
         self.recalled = recalled or self.recalled
         if self.recalled is None:
             self.recall_by_s = -inf
 
     def forget(self) -> None:
-        """Drop the plan that served before, and the wait for it."""
+        """Drop the recalled plan, and the wait for it."""
         self.recalled, self.recall_by_s = None, -inf

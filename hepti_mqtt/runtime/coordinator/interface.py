@@ -1,4 +1,4 @@
-"""The coordinator's interface: the events that it handles and the commands that it returns."""
+"""The coordinator's interface: events in, commands out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hepti_mqtt.runtime.machinery import Publish, Transition
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """A device's retained status, or its will."""
+    """A device's retained status, or its last will."""
 
     device: str
     status: Status
@@ -54,7 +54,7 @@ class DeviceHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """A control message from a device, and its seal."""
+    """A device's control message and its seal."""
 
     device: str
     message: messages.Message
@@ -63,7 +63,7 @@ class DeviceMessage:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFrame:
-    """An output, or the report that a device has finished a run."""
+    """A part of a run's output, or the report of a finished run."""
 
     device: str
     frame: Frame
@@ -71,7 +71,7 @@ class DeviceFrame:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A user's request, already tokenised and cut into chunks."""
+    """A user's request, tokenised and cut into batches."""
 
     request: Request
 
@@ -80,24 +80,24 @@ class RequestArrived:
 class RequestCancelled:
     """A client cancels a request, which may have ended."""
 
-    key: RequestKey  #: of the client's request, whichever models answer it
+    key: RequestKey  #: key of the client's request, over all models that answer it
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The search is over: a decision with the active plan's price under the same measurements, or an error."""
+    """The result of a search: a decision, or an error."""
 
     model: str
     ticket: int
     decision: Decision | None
-    active: Candidate | None = None  #: None if there was none
+    active: Candidate | None = None  #: price of the active plan under the same measurements
     error: HeptiError | None = None
-    is_whole: bool = False  #: a search of another kind looked at all that a whole one would
+    is_whole: bool = False  #: a search of another kind covered all plans of a whole search
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRecalled:
-    """The retained record of an earlier planner names the plan that it had for a model; None: there is none."""
+    """The plan of a model in the retained record of an earlier planner; None if there is no record."""
 
     model: str
     recalled: Recalled | None
@@ -105,7 +105,7 @@ class PlanRecalled:
 
 @dataclass(frozen=True, slots=True)
 class PinPlan:
-    """The planner's user pins a model's plans; empty pins free them."""
+    """The planner's user pins a model's plans; empty pins remove the pins."""
 
     model: str
     pins: Pins
@@ -113,7 +113,7 @@ class PinPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUnreadable:
-    """A device has asked for weights that the planner cannot read any more."""
+    """The planner cannot read weights that a device requested."""
 
     model: str
     device: str
@@ -122,25 +122,21 @@ class WeightsUnreadable:
 
 @dataclass(frozen=True, slots=True)
 class BrokerConnection:
-    """The planner's own connection to the broker was lost, or stands (again).
+    """The planner's connection to the broker is lost, or established.
 
-    Meanwhile silence says nothing about a device; afterwards the broker may have lost its retained messages. is_new:
-    False where it is the connection of before, on which the broker was silent.
+    A device's silence means nothing while it is lost; a new broker may lack the retained messages.
     """
 
     online: bool
-    is_new: bool = True
+    is_new: bool = True  #: False if it is the earlier connection, on which the broker was silent
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; has_backlog: messages still wait to be read, so no device counts as silent.
+    """Time has passed."""
 
-    heard_s: when the broker was last heard, by the session's clock; nobody can be heard later.
-    """
-
-    has_backlog: bool = False
-    heard_s: float = inf
+    has_backlog: bool = False  #: unread messages wait, so no device counts as silent
+    heard_s: float = inf  #: last sign of life of the broker, by the session's clock
 
 
 CoordinatorEvent = (
@@ -165,30 +161,30 @@ CoordinatorEvent = (
 # Commands.
 
 
-SMALL_BYTES: Final = 8192  # of an output: some two thousand numbers
+SMALL_BYTES: Final = 8192  # of an output: two thousand numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Search for plans, and price the active one under the same measurements; report `Solved`."""
+    """Search for plans and price the active one under the same measurements; the shell reports `Solved`."""
 
     model: str
     ticket: int
     question: Question
     active: Plan | None
     kind: SearchKind = SearchKind.WHOLE
-    plans: tuple[Plan, ...] = ()  #: to price, if they are named
-    recalled: Recalled | None = None  #: the plan that served before
+    plans: tuple[Plan, ...] = ()  #: plans to price in a search of named plans
+    recalled: Recalled | None = None  #: the plan that served before, in a search of that kind
 
 
 @dataclass(frozen=True, slots=True)
 class SendTiles:
-    """Publish the asked tiles to the device."""
+    """Publish the requested tiles to a device."""
 
     model: str
     device: str
     hashes: tuple[bytes, ...]
-    share: float = 0.0  #: of the device's link that they may take from runs
+    share: float = 0.0  #: share of the device's link that they may take from runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +197,19 @@ class AnswerRequest:
 
     @property
     def is_small(self) -> bool:
-        """Return whether its JSON takes no longer to write than another thread takes to wake."""
+        """Return whether writing its JSON takes no longer than waking another thread."""
         return sum(output.nbytes for output in self.request.outputs.values()) <= SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TokenReady:
-    """A generated token: its place among `tokens`, all tokens so far.
-
-    attempt: the number of this text, from 0. likely: see `Generation`.
-    """
+    """A generated token."""
 
     request: Request
-    index: int
-    tokens: tuple[int, ...]
-    attempt: int = 0
-    likely: tuple[Likely, ...] = ()
+    index: int  #: its place in `tokens`
+    tokens: tuple[int, ...]  #: all tokens up to it
+    attempt: int = 0  #: number of this text, from 0
+    likely: tuple[Likely, ...] = ()  #: the likeliest tokens at its place, if they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,32 +222,26 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class PublishPlan:
-    """Publish the retained record of a model's plans.
-
-    active, preparing: the planner's own; pinned, pinned_preparing: those of requests' pins. decision: of the last
-    search, also if it changed nothing. progress: (loaded, all) bytes of weights by device. story: the last transitions.
-    in_flight: runs at once. considered: what the rule said last of other plans. needs: bytes that the active plan
-    needs, by device.
-    """
+    """Publish the retained record of a model's plans."""
 
     model: str
-    active: Plan | None
-    preparing: Plan | None
-    decision: Decision | None
+    active: Plan | None  #: of the default group
+    preparing: Plan | None  #: of the default group
+    decision: Decision | None  #: decision of the last search, even if it changed nothing
     error: HeptiError | None = None
-    progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    story: tuple[Transition, ...] = ()
-    pinned: tuple[Plan, ...] = ()
-    pinned_preparing: tuple[Plan, ...] = ()
-    in_flight: int = 1
-    considered: tuple[Assessment, ...] = ()
-    needs: Mapping[str, int] = field(default_factory=dict)
+    progress: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: (loaded, total) bytes of weights by device
+    story: tuple[Transition, ...] = ()  #: the last transitions
+    pinned: tuple[Plan, ...] = ()  #: active plans of pinned groups
+    pinned_preparing: tuple[Plan, ...] = ()  #: plans being prepared by pinned groups
+    in_flight: int = 1  #: limit of concurrent runs
+    considered: tuple[Assessment, ...] = ()  #: the rule's last assessments of other plans
+    needs: Mapping[str, int] = field(default_factory=dict)  #: bytes that the active plan needs, by device
     loading: str = ""  #: the load of `preparing` in a sentence
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Publish and log that something happened: joined, left, re-planned, overloaded ..."""
+    """Publish and log an event: joined, left, replanned, overloaded ..."""
 
     kind: str
     text: str
@@ -264,8 +251,5 @@ CoordinatorCommand = Publish | Solve | SendTiles | AnswerRequest | TokenReady | 
 
 
 def devices_first(commands: Sequence[CoordinatorCommand]) -> list[CoordinatorCommand]:
-    """Return commands with the replies to users last, in the same order otherwise.
-
-    Devices wait for their next run, and writing an answer takes longer than sending them one.
-    """
+    """Move replies to users to the end, because writing an answer takes longer than sending devices their next run."""
     return sorted(commands, key=lambda command: isinstance(command, AnswerRequest | TokenReady | RefuseRequest))

@@ -1,4 +1,4 @@
-"""KV caches that texts have on devices: begun with rows of another text, suspended for lack of room, kept, dropped."""
+"""KV caches of texts on devices: begin with a prefix, suspend for lack of room, keep, restore, drop."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from hepti_mqtt.runtime.coordinator.prefixes import HeldSessions, HeldText, Sess
 from hepti_mqtt.runtime.coordinator.requests import Request, WorkItem
 from hepti_mqtt.runtime.coordinator.texts import Generation
 
-ROWS_AHEAD: Final = 256  # more rows for which a session must have room: most answers are no longer
+ROWS_AHEAD: Final = 256  # reserved rows beyond the text so far: most answers are no longer
 
 
 def _open_texts(group: PlanGroup) -> list[Generation]:
-    """Return the texts of requests that have not ended."""
+    """Return the texts of unfinished requests."""
     texts = {id(r): r.generation for r in group.requests() if not r.finished}
     return [text for text in texts.values() if text is not None]
 
 
 def reserved_rows(group: PlanGroup, version: PlanVersion) -> int:
-    """Return for how many rows open sessions under a plan must have room."""
+    """Return the rows that open sessions under a plan reserve."""
     return sum(rows_of_text(text) for text in _open_texts(group) if text.session.plan_version == version)
 
 
 def rows_of_text(text: Generation) -> int:
-    """Return for how many rows a text's session must have room: for the tokens so far, and some more."""
+    """Return the rows that a text's session reserves: for the tokens so far, and `ROWS_AHEAD`."""
     if text.carried.size:
         return text.shape.session_rows
     return cache_rows(len(text.prompt) + len(text.text.tokens) + ROWS_AHEAD, text.shape.session_rows)
 
 
 def held_texts(group: PlanGroup) -> list[HeldText]:
-    """Return the texts that sessions of unfinished requests hold."""
+    """Return the texts in the sessions of unfinished requests."""
     texts = (_held_text(group, generation) for generation in _open_texts(group))
     return [text for text in texts if text is not None and len(text.ids)]
 
 
 def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
-    """Return the text that a session holds; None without a session that another text may begin with."""
+    """Return the text in a session; None if no other text can reuse it."""
     session, longest = generation.session, largest_shape(group.served.spec).session_rows
     if session.plan_version is None or generation.carried.size or not longest:
         return None
@@ -59,7 +59,7 @@ def _held_text(group: PlanGroup, generation: Generation) -> HeldText | None:
 
 
 def waiting_texts(group: PlanGroup, record: PlanRecord) -> list[Generation]:
-    """Return the texts between two tokens whose sessions are under a plan."""
+    """Return the queued texts with sessions under a plan."""
     texts = (item.request.generation for item in group.queue)
     return [text for text in texts if text is not None and text.session.plan_version in record.versions]
 
@@ -73,28 +73,28 @@ def check_texts(group: PlanGroup) -> None:
     for run in group.runs.values():
         running = [item.request.generation for item in run.open_items if run.state == "dispatched"]
         versions = {text.session.plan_version for text in running if text is not None}
-        assert versions <= {run.plan_version}, "a run of a session that has been left"
+        assert versions <= {run.plan_version}, "a run of an abandoned session"
 
 
 class KvCaches:
-    """The sessions of running texts, and those of ended texts that devices still have room for."""
+    """The sessions of running texts, and of ended texts while devices have room for them."""
 
     def __init__(self, orders: Orders, in_flight: int) -> None:
         self._orders, self._in_flight = orders, in_flight
         self._held = HeldSessions()
-        self._number = 0  #: of the last session
-        #: Rows of sessions of earlier plan versions, by device, under each plan version that may continue them.
+        self._number = 0  #: number of the last session
+        #: Kept rows of earlier sessions, by the plan version that may continue them, device and session.
         self._reported: dict[PlanVersion, dict[str, dict[SessionId, int]]] = {}
 
     def room_rows(self, group: PlanGroup) -> int:
-        """Return the rows that all sessions under a plan have room for, 0 for a model without sessions."""
+        """Return the room of all sessions under a plan, in rows; 0 for a model without sessions."""
         return session_rows(group.served.spec, self._in_flight)
 
     def begin(self, group: PlanGroup, plan: Plan, generation: Generation) -> list[CoordinatorCommand]:
-        """Begin a session under a plan, with the rows of another text that begins alike if devices hold any.
+        """Begin a session under a plan, with the longest prefix that devices hold.
 
-        It has a number of its own also if it takes such a session over: steps that were ordered ahead for the request
-        before may still be on their way to devices, and must not write to it.
+        A session that takes over another one gets a new number, so that late steps ahead of the other request do not
+        write to it.
         """
         self._number = self._number % MAX_SESSION + 1
         ids = () if generation.carried.size or generation.wants_states else generation.identity
@@ -112,9 +112,9 @@ class KvCaches:
         return self.end(group, version, ended)
 
     def suspend(self, group: PlanGroup, room_rows: int) -> list[CoordinatorCommand]:
-        """Suspend the sessions of the latest requests while all open sessions exceed their room.
+        """Suspend the sessions of the latest queued requests until all open sessions fit.
 
-        The earliest request keeps its session: it ends, and makes room.
+        The earliest request keeps its session, so that it ends and frees its rows.
         """
         out: list[CoordinatorCommand] = []
         for version in {plan.version for plan in group.session_plans}:
@@ -133,7 +133,7 @@ class KvCaches:
         return out
 
     def keep(self, group: PlanGroup, generation: Generation) -> list[CoordinatorCommand]:
-        """Keep the cache of a text that has ended, for texts that begin alike, while devices have room."""
+        """Keep the cache of an ended text for texts with the same prefix, while devices have room."""
         if (text := _held_text(group, generation)) is None:
             return []
         version = text.session[0]
@@ -142,11 +142,11 @@ class KvCaches:
         return self.end(group, version, self._held.make_room(version, room_rows))
 
     def texts(self) -> list[HeldText]:
-        """Return the texts that devices hold without a request, the oldest first."""
+        """Return the texts that devices hold for ended requests, oldest first."""
         return list(self._held)
 
     def recall(self, texts: Iterable[HeldText]) -> None:
-        """Take the texts of an earlier planner, the oldest first: devices may have kept their rows."""
+        """Take the texts of an earlier planner, oldest first: devices may have kept their rows."""
         for text in texts:
             self._held.keep(text)
             self._number = max(self._number, text.session[1])
@@ -154,7 +154,7 @@ class KvCaches:
     def restore(
         self, group: PlanGroup, plan: Plan, device: str, sessions: Sequence[KeptSession]
     ) -> list[CoordinatorCommand]:
-        """Continue texts under a plan if all of its devices have kept their rows; drop what no text is known of."""
+        """Continue texts under a plan if all of its devices have kept their rows; drop sessions of unknown texts."""
         alive = group.plans.versions()
         self._reported = {v: rows for v, rows in self._reported.items() if v in alive}
         reported = self._reported.setdefault(plan.version, {})
@@ -172,12 +172,12 @@ class KvCaches:
         return [*out, LogEvent("restored", text)] if restored else out
 
     def _text(self, group: PlanGroup, session: SessionId) -> HeldText | None:
-        """Return the text of this model that a session holds."""
+        """Return the text in a session if it is of this model."""
         text = self._held.get(session)
         return text if text is not None and text.model == group.name else None
 
     def forget_prefixes(self, version: PlanVersion, items: Sequence[WorkItem]) -> bool:
-        """Forget the caches that a device lost and texts began with; return whether there were any."""
+        """Forget the prefixes of items whose sessions a device has lost; return whether there were any."""
         texts = [item.request.generation for item in items if item.request.generation is not None]
         prefixes = [text.session.prefix for text in texts if text.session.prefix is not None]
         for prefix in prefixes:
@@ -185,7 +185,7 @@ class KvCaches:
         return bool(prefixes)
 
     def end_of(self, group: PlanGroup, request: Request) -> list[CoordinatorCommand]:
-        """Let devices drop the caches of a request that has failed, once no run with it is under way."""
+        """Let devices drop the caches of a failed request after its last run."""
         text = request.generation
         if text is None or not request.finished or text.done:
             return []
@@ -196,7 +196,7 @@ class KvCaches:
         return [c for version, session in left for c in self.end(group, version, [session])]
 
     def end(self, group: PlanGroup, version: PlanVersion, sessions: Sequence[int]) -> list[CoordinatorCommand]:
-        """Let devices drop sessions; those of a plan that is gone have gone with it."""
+        """Let devices drop sessions of a plan; if the plan is gone, so are its sessions."""
         plans = (run for record in group.plans.records() for run in record.plan.executables)
         plan = next((run for run in plans if run.version == version), None)
         return [] if plan is None else [*self._orders.end_sessions(plan, sessions)]

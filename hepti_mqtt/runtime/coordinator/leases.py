@@ -1,4 +1,4 @@
-"""Leased tasks of a run: who computes which, and when another device takes a task over."""
+"""Leased tasks of a run: assignment to devices, and takeover by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load of a plan in users' words: how much of what, where, for which plan, for what gain and for how long."""
+"""The load of a plan in a sentence for users: bytes, device, plan, gain and time left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GB = 1e9
 
 
 def describe_load(record: PlanRecord, now: float) -> str:
-    """Return a sentence on the load of a plan on its way, "" if its devices have all weights."""
+    """Return a sentence on the load of a plan being prepared, "" if its devices have all weights."""
     need = 0 if record.move is None else record.move.option.load_bytes
     progress = {device: part for device, part in record.progress_bytes.items() if part[1]}
     if not progress:
@@ -23,7 +23,7 @@ def describe_load(record: PlanRecord, now: float) -> str:
 
 
 def describe_end(record: PlanRecord, now: float, why: str = "") -> str:
-    """Return a sentence on the end of a load, "" if there was none; why: it ends early."""
+    """Return a sentence on the end of a load, "" if there was none; why: reason of an early end."""
     done = sum(part[0] for part in record.progress_bytes.values())
     if not done:
         return ""
@@ -32,13 +32,13 @@ def describe_end(record: PlanRecord, now: float, why: str = "") -> str:
 
 
 def name_of(plan: Plan) -> str:
-    """Return a plan in a few words."""
+    """Return a short name of a plan."""
     count = len(plan.devices)
     return f"{plan.method} on {plan.root if count == 1 else f'{count} devices'}"
 
 
 def _plan(record: PlanRecord) -> str:
-    """Return a plan with the seconds of its requests, and of those under the active plan."""
+    """Return a plan's name with the seconds of a request under it and under the active plan."""
     move = record.move
     if move is None or move.kind == "must" or move.gain >= 1:
         return name_of(record.plan)

@@ -28,18 +28,18 @@ MAX_PREBUILT_SHAPES: Final = 8  # shapes for which devices build Programs ahead
 
 @dataclass(slots=True)
 class RecentRequests:
-    """The lengths of the last requests, and the shapes of the last runs."""
+    """The lengths of recent requests, and the shapes of recent runs."""
 
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-    shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  #: the last one last
+    shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  #: oldest first
 
     def typical_length(self, default: int) -> int:
-        """Return the request length to plan for: the median of the last ones."""
+        """Return the median length of recent requests, for which plans are optimised."""
         lengths = sorted(self.lengths) or [default]
         return lengths[len(lengths) // 2]
 
     def record_shape(self, shape: RequestShape) -> None:
-        """Remember the shape of a run."""
+        """Record the shape of a run."""
         self.shapes[shape] = None
         self.shapes.move_to_end(shape)
         if len(self.shapes) > MAX_PREBUILT_SHAPES:
@@ -53,8 +53,8 @@ class PlanGroup:
     served: ServedModel
     plans: PlanLifecycle
     durations: RunDurations
-    pinned: bool = False  #: by requests rather than by the planner's user
-    made_room: bool = False  #: its plan made room for another group's, and its next search has not begun
+    pinned: bool = False  #: the pins come from requests, not from the planner's user
+    made_room: bool = False  #: its plan was evicted for another group's, and its next search has not begun
     search_history: SearchHistory = field(default_factory=SearchHistory)
     judgement: Judgement = field(default_factory=Judgement)
     former_plans: FormerPlans = field(default_factory=FormerPlans)
@@ -64,9 +64,9 @@ class PlanGroup:
     runs: dict[int, Run] = field(default_factory=dict)
     error: HeptiError | None = None  #: why there is no plan
     failed_preparations: int = 0  #: in a row
-    missing_bytes: dict[str, int] = field(default_factory=dict)  #: for which devices refused plans
+    missing_bytes: dict[str, int] = field(default_factory=dict)  #: memory that devices lacked for refused plans
     crash_backoff: CrashBackoff = field(default_factory=CrashBackoff)
-    published_transitions: int = 0  #: of the story, in the published record
+    published_transitions: int = 0  #: number of transitions when the record was last published
 
     @property
     def active(self) -> Plan | None:
@@ -76,13 +76,13 @@ class PlanGroup:
 
     @property
     def last_plan(self) -> Plan | None:
-        """Return the plan that serves or served last; it may have lost devices."""
+        """Return the plan that serves or last served; it may have lost devices."""
         serving = self.plans.serving
         return serving[0].plan if serving else next(iter(self.former_plans.released), None)
 
     @property
     def usable_executables(self) -> tuple[Plan, ...]:
-        """Return the plans that a run may be under now: the active one, or its replicas that are not in doubt."""
+        """Return the plans for new runs: the active one, or its replicas that are not suspect."""
         record = self.plans.active
         if record is None:
             return ()
@@ -90,12 +90,12 @@ class PlanGroup:
 
     @property
     def session_plans(self) -> tuple[Plan, ...]:
-        """Return the plans that sessions may be under: those of the next runs, and those that texts stay with."""
+        """Return the plans that sessions may use: those for new runs, and retiring ones."""
         return (*self.usable_executables, *(run for record in self.plans.retiring for run in record.plan.executables))
 
     @property
     def has_suspect_replica(self) -> bool:
-        """Return whether a part of the active plan is to be prepared again, whatever a search finds."""
+        """Return whether a replica of the active plan must be prepared again."""
         record = self.plans.active
         return record is not None and bool(record.suspect_versions)
 
@@ -111,17 +111,17 @@ class PlanGroup:
 
     @property
     def idle(self) -> bool:
-        """Return whether no request waits or runs."""
+        """Return whether no request is queued or running."""
         return not self.queue and not self.runs
 
     @property
     def unserved(self) -> bool:
-        """Return whether requests wait and no plan serves them."""
+        """Return whether requests are queued and no plan serves them."""
         return bool(self.queue) and self.plans.in_use is None
 
     @property
     def last_request_s(self) -> float:
-        """Return when a request came last."""
+        """Return the time of the last request."""
         return self.pace.last_s
 
     def in_use(self, now: float) -> bool:
@@ -129,21 +129,21 @@ class PlanGroup:
         return self.pace.is_in_use(now)
 
     def requests(self) -> list[Request]:
-        """Return the requests that wait or run; one of several runs comes several times."""
+        """Return the queued and running requests, each once per batch."""
         return [i.request for i in self.queue] + [r for run in self.runs.values() for r in run.waiting_requests]
 
     def held(self) -> tuple[Plan, ...]:
-        """Return the plans whose weights devices may have: the plans in use and the last released ones."""
+        """Return the plans that devices may hold weights of: plans in use and recently released ones."""
         coming = self.plans.preparing
         return (*(record.plan for record in self.plans.records() if record is not coming), *self.former_plans.released)
 
     def resident_decision(self) -> Decision | None:
-        """Return the decision of the plan on its way, else of the active plan: devices hold its bytes, or will."""
+        """Return the decision of the plan being prepared, otherwise of the active plan."""
         record = self.plans.preparing or self.plans.active
         return None if record is None else record.decision
 
     def cluster(self) -> Cluster:
-        """Return the measurements that the active plan was chosen by."""
+        """Return the measurements for which the active plan was chosen."""
         record = self.plans.active
         assert record is not None
         return record.decision.cluster
@@ -156,33 +156,29 @@ class PlanGroup:
         for run in self.runs.values():
             run.check()
         items = [(id(item.request), item.index) for run in self.runs.values() if run.is_computing for item in run.items]
-        assert len(set(items)) == len(items), "a chunk runs twice"
+        assert len(set(items)) == len(items), "a batch runs twice"
         assert not self.queue or self.plans.may_serve(), "requests wait for nothing"
         assert not self.made_room or self.plans.wanted is not None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All groups: each model as the planner's user wants it, and beside that as requests have pinned it.
+# All groups: the default group of each model, and groups for the pins of requests.
 #
 # A group has its own plans, requests and runs, so the pins of one request do not affect other requests. The default
-# group of a model always exists. Pinned ones come with a request and go when others need their place or their memory,
-# the one with the oldest last request first.
+# group of a model always exists. Pinned groups begin with a request and end when others need their place or memory;
+# the one with the oldest last request ends first.
 #
-# Plans of two groups that do not fit on a device side by side take turns in the order of their requests: a group that
-# made room (`made_room`) gets its next plan when no group with a plan has older requests. The default group's plan
-# returns without a request, once the pins in its place have been unused for a while.
+# If the plans of two groups do not fit on a device together, they take turns in the order of their requests: an evicted
+# group (`made_room`) gets its next plan when no group with a plan has older requests. The default group's plan returns
+# without a request, `RESTORE_AFTER_S` after the last request for the pins in its place.
 
 
 MAX_PINNED_GROUPS: Final = 4  # per model
-RESTORE_AFTER_S: Final = 5.0  # without requests for the pins in its place, the default group's plan comes back
+RESTORE_AFTER_S: Final = 5.0  # without requests for the pins that replaced it, the default group's plan returns
 
 
 class PlanGroups:
-    """All groups: the planner's own ones first, then those of pins.
-
-    counters: of steps that no table has. site: what is believed of devices and links. background: what
-    loads and searches take.
-    """
+    """All groups, default groups first; counters: illegal steps; background: cost of searches."""
 
     def __init__(self, served: Iterable[ServedModel], counters: Counter[str], site: SiteEstimates) -> None:
         self._counters = counters
@@ -193,7 +189,7 @@ class PlanGroups:
         self.background = SearchPace()
         self._pinned: list[PlanGroup] = []
         self._of_model = {name: [group] for name, group in self._own.items()}
-        self._illegal = 0  # illegal steps already reported
+        self._illegal = 0  # illegal steps that were reported
 
     def __iter__(self) -> Iterator[PlanGroup]:
         return iter([*self._own.values(), *self._pinned])
@@ -206,11 +202,11 @@ class PlanGroups:
         return list(self._own.values())
 
     def default(self, model: str) -> PlanGroup:
-        """Return the default group of a model; raises KeyError for one that is not served."""
+        """Return the default group of a model; raises KeyError if the model is not served."""
         return self._own[model]
 
     def of_model(self, model: str) -> list[PlanGroup]:
-        """Return all groups of a model, the planner's own first; none of one that is not served."""
+        """Return all groups of a model, the default group first; none if the model is not served."""
         return self._of_model.get(model, [])
 
     def pinned(self, model: str | None = None) -> list[PlanGroup]:
@@ -218,14 +214,14 @@ class PlanGroups:
         return sorted((s for s in self._pinned if model in (None, s.name)), key=lambda group: group.last_request_s)
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
-        """Return the group of a request with these pins, None if there is none yet."""
+        """Return the group of a model under these pins, None if it does not exist yet."""
         own = self._own[model]
         if pins is None or pins == own.plans.pins:
             return own
         return next((group for group in self._pinned if group.name == model and group.plans.pins == pins), None)
 
     def add(self, model: str, pins: Pins) -> PlanGroup:
-        """Return a new group for pins."""
+        """Add a group for pins."""
         own = self._own[model]
         plans = PlanLifecycle(model, pins, self._counters, own.plans.story, f"{model} ({pins})")
         durations = RunDurations(own.served, plans, own.durations.site, own.durations.methods)
@@ -235,7 +231,7 @@ class PlanGroups:
         return group
 
     def drop(self, group: PlanGroup) -> None:
-        """Forget a pinned group that has no plans, requests or runs."""
+        """Remove a pinned group without plans, requests and runs."""
         self._pinned.remove(group)
         self._of_model[group.name].remove(group)
 
@@ -243,7 +239,8 @@ class PlanGroups:
 
     def group_of_search(self, model: str, ticket: int) -> PlanGroup | None:
         """Return the group of a search."""
-        return next((s for s in self.of_model(model) if (found := s.plans.searching) and found.ticket == ticket), None)
+        searches = ((group, group.plans.searching) for group in self.of_model(model))
+        return next((group for group, search in searches if search and search.ticket == ticket), None)
 
     def group_of_preparation(self, model: str, transaction_id: int) -> PlanGroup | None:
         """Return the group of a preparation."""
@@ -255,7 +252,7 @@ class PlanGroups:
         return frozenset(name for name, groups in self._of_model.items() if any(group.runs for group in groups))
 
     def requests(self, model: str) -> list[Request]:
-        """Return all requests for a model that wait or run; one of several runs comes several times."""
+        """Return the queued and running requests for a model, each once per batch."""
         return [request for group in self.of_model(model) for request in group.requests()]
 
     def runs(self) -> Iterator[Run]:
@@ -274,12 +271,13 @@ class PlanGroups:
         self._illegal = count
         return f"Internal planner error: {count} illegal plan transitions so far. See `hepti plan --story`."
 
-    # -- who makes room for whom ----------------------------------------------------------------------------------
+    # -- eviction -------------------------------------------------------------------------------------------------
 
     def groups_to_evict(self, group: PlanGroup, device: str) -> list[PlanGroup]:
-        """Return the groups whose plans must go, for a plan of `group` that does not fit on a device.
+        """Return the groups to evict so that a plan of `group` fits on a device.
 
-        Idle pins go first; then default groups come before pins, and a group's own old plan goes before another's.
+        Idle pinned groups go first. A default group evicts other pinned groups before its own old plan; a pinned
+        group evicts its own old plan before other groups of its model.
         """
         others = [s for s in self if s is not group and s.plans.uses_device(device)]
         pins = [s for s in others if s.pinned]
@@ -291,40 +289,38 @@ class PlanGroups:
         return next((stage for stage in stages if stage), [])
 
     def check(self, in_flight: int) -> None:
-        """Raise AssertionError if a group is broken, or there are more of pins, or more runs at once, than may be."""
+        """Raise AssertionError if an invariant is broken, or a limit of pinned groups or concurrent runs exceeded."""
         for slot in self:
             slot.check()
         for group in self.defaults():
             assert len(self.pinned(group.name)) <= MAX_PINNED_GROUPS
             runs = [run for slot in self.of_model(group.name) for run in slot.runs.values()]
-            for taken, most in (
-                ([r for r in runs if r.is_computing], in_flight),
-                (runs, in_flight + MAX_UNREPORTED_RUNS),
-            ):
-                each = Counter(device for run in taken for device in run.plan.devices)
-                assert max(each.values(), default=0) <= most
+            computing = [run for run in runs if run.is_computing]
+            for counted, limit in ((computing, in_flight), (runs, in_flight + MAX_UNREPORTED_RUNS)):
+                by_device = Counter(device for run in counted for device in run.plan.devices)
+                assert max(by_device.values(), default=0) <= limit
             for run in runs:
                 if run.task_queue is not None:
                     run.task_queue.assert_invariants()
 
     def may_search(self, group: PlanGroup, now: float) -> bool:
-        """Return whether a group may have its next plan now, with regard to the other groups of its model."""
+        """Return whether the other groups of its model let a group search for its next plan."""
         others = [s for s in self.of_model(group.name) if s is not group]
         one_by_one = not any(s.plans.searching or s.plans.preparing for s in others)
         if group.pinned and not (one_by_one and self.may_run(group)):
-            return False  # the planner's own waits for nobody
+            return False  # default groups do not wait
         if not group.made_room:
             return True
         return all(self._yields_to(s, group, now) for s in others if s.plans.in_use or s.plans.preparing)
 
     def may_run(self, group: PlanGroup) -> bool:
-        """Return whether the first request of a group comes before all those of groups that made room."""
+        """Return whether the first request of a group is older than all requests of evicted groups."""
         waiting = [s for s in self.of_model(group.name) if s is not group and s.made_room]
         return all(group.queue.oldest_sequence() < s.queue.oldest_sequence() for s in waiting if s.queue)
 
     @staticmethod
     def _yields_to(holder: PlanGroup, group: PlanGroup, now: float) -> bool:
-        """Return whether a group that has a plan lets one that made room have the next."""
+        """Return whether a group with a plan gives way to an evicted one."""
         if group.queue:
             return group.queue.oldest_sequence() < holder.queue.oldest_sequence()
         return holder.idle and now - holder.last_request_s > RESTORE_AFTER_S

@@ -1,4 +1,4 @@
-"""When the plan of a group is judged by the rule, and what the rule knows of requests and loads."""
+"""Apply the decision rule to the plans of a group: pace of requests, load times, and the choice to stay or move."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 
 class RequestPace:
-    """How often requests for a model come: the geometric mean of intervals, over about the last `pace_count`.
+    """The geometric mean of the intervals between the last `pace_count` requests for a model.
 
-    A long pause between two series of requests would hide their pace from an arithmetic mean for the next fifty.
+    In an arithmetic mean, one long pause would hide the pace of the next fifty requests.
     """
 
     def __init__(self) -> None:
         self._usual_s = RULE.in_use_s
-        self._count = 0  #: of intervals, at most `pace_count`
-        self.last_s = float("-inf")  #: of the last request, or the begin of service for requests that waited
+        self._count = 0  #: intervals in the mean, at most `pace_count`
+        self.last_s = float("-inf")  #: time of the last request, or of the start of service if requests waited
 
     def record_request(self, now: float, *, served: bool = True) -> None:
-        """Record a request; served: a plan was in use: what comes without one says nothing of later requests."""
+        """Record a request; served: a plan is in use, otherwise the interval is ignored."""
         interval_s = max(min(now - self.last_s, RULE.in_use_s), RULE.least_period_s)
         if served and self.last_s > float("-inf"):
             self._count = min(self._count + 1, RULE.pace_count)
@@ -61,7 +61,7 @@ class RequestPace:
         self.last_s = now
 
     def begin_service(self, now: float) -> None:
-        """Measure the next interval from now: requests have waited for a plan, and their clients for answers."""
+        """Measure the next interval from now, because clients waited for answers until a plan was active."""
         self.last_s = now
 
     def period_s(self, now: float) -> float:
@@ -74,74 +74,76 @@ class RequestPace:
 
 
 class SearchPace:
-    """Measured seconds of a search, and the slowdown of requests meanwhile."""
+    """Measured seconds of a search, and the slowdown of requests during a search."""
 
     def __init__(self) -> None:
-        self.search_s = RULE.search_s  #: of the wall clock
-        self.beside_search = RULE.beside_search  #: a request during a search takes so many times as long
+        self.search_s = RULE.search_s  #: wall-clock time of a search
+        self.beside_search = RULE.beside_search  #: factor on a request's time during a search
 
     def record_search(self, seconds: float) -> None:
-        """Take a whole search beside requests."""
-        self.search_s = _nearer(self.search_s, max(seconds, 0.01))
+        """Take the duration of a whole search during service."""
+        self.search_s = _smoothed(self.search_s, max(seconds, 0.01))
 
     def record_run(self, ratio: float) -> None:
         """Learn from a run during a search; ratio: its time over the expected time."""
-        self.beside_search = _nearer(self.beside_search, min(max(ratio, 0.5), 10.0))
+        self.beside_search = _smoothed(self.beside_search, min(max(ratio, 0.5), 10.0))
 
 
-def _nearer(known: float, seen: float) -> float:
-    return exp(log(known) * (1 - RULE.search_weight) + RULE.search_weight * log(seen))
+def _smoothed(mean: float, sample: float) -> float:
+    return exp(log(mean) * (1 - RULE.search_weight) + RULE.search_weight * log(sample))
 
 
 class Moves:
-    """Asks the rule about each group's plan."""
+    """Applies the rule to the plans of each group."""
 
     def __init__(self, groups: PlanGroups, fleet: Fleet) -> None:
         self._groups, self._fleet = groups, fleet
 
     def judge(self, group: PlanGroup, now: float, *, forced: bool = False, only: Plan | None = None) -> Verdict:
-        """Return what the rule says of the plans that a group knows.
+        """Return the rule's verdict on the active plan and the candidates of a group.
 
-        forced: the active plan is no choice. only: of the others, this one alone.
+        forced: ignore the active plan. only: ignore all candidates except this plan and the plan being prepared.
         """
         record = None if forced or group.has_suspect_replica else group.plans.active
         record = record if record is not None and record.is_priced else None
         beliefs = self._beliefs(group, now)
-        known = [k for k in group.search_history.candidates if self._is_there(k.candidate.plan, beliefs)]
+        candidates = [k for k in group.search_history.candidates if self._is_there(k.candidate.plan, beliefs)]
         if only is not None:
             coming = group.plans.preparing
             choice = (only,) if coming is None else (only, coming.plan)
-            known = [k for k in known if any(is_same_division(k.candidate.plan, plan) for plan in choice)]
-        active, ours = None, []
+            candidates = [k for k in candidates if any(is_same_division(k.candidate.plan, plan) for plan in choice)]
+        active, own = None, []
         if record is not None and self._is_there(record.decision.chosen.plan, beliefs):
             priced = Priced(record.decision.chosen, record.decision.cluster)
-            seen = outlook(priced, beliefs)
-            ours = [(priced, seen)]
-            group.durations.expect(record, seen)
-            active = self._option(group, priced, seen, beliefs, (), now)
-            known = [k for k in known if not is_same_division(record.plan, k.candidate.plan)]
+            active_outlook = outlook(priced, beliefs)
+            own = [(priced, active_outlook)]
+            group.durations.expect(record, active_outlook)
+            active = self._option(group, priced, active_outlook, beliefs, (), now)
+            candidates = [k for k in candidates if not is_same_division(record.plan, k.candidate.plan)]
         used = () if active is None else active.plan.devices
-        views = [outlook(k, beliefs) for k in known]
-        options = [self._option(group, k, view, beliefs, used, now) for k, view in zip(known, views, strict=True)]
-        may_gain = _may_gain([*ours, *zip(known, views, strict=True)], beliefs.cluster) if ours else inf
+        outlooks = [outlook(k, beliefs) for k in candidates]
+        options = [
+            self._option(group, k, each, beliefs, used, now) for k, each in zip(candidates, outlooks, strict=True)
+        ]
+        may_gain = _may_gain([*own, *zip(candidates, outlooks, strict=True)], beliefs.cluster) if own else inf
         verdict = decide(self._situation(group, active, options, now))
         group.judgement.record(verdict, may_gain, group.durations.lessons, now)
         return verdict
 
     def go_on(self, group: PlanGroup, run: Run, now: float) -> GoingOn | None:
-        """Return what the rule says of a run under a plan before the active one; None where it cannot be asked.
+        """Return whether a run of an earlier plan should continue under the active one; None if a device is missing.
 
-        Devices have said how far the run is.
+        The run must have reported progress.
         """
         beliefs, blocks, progress = self._beliefs(group, now), group.served.block_count(run.shape), run.progress
         if (plans := self._before_and_active(group, run.plan_version, beliefs)) is None:
             return None
-        then, ours = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
+        before, after = (self._of_size(group, r, run.shape.size, beliefs, now) for r in plans)
         assert progress is not None
-        # Since that word it may have been as fast as was expected, or as is believed now.
-        fastest_s = min(run.times.expected_s, float(np.quantile(then.seconds, 1 - RULE.sure))) / blocks
-        here = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
-        verdict = goes_on(then, ours, Border.of_run(blocks, here))
+        # Since that report the run has advanced at the expected pace, or at the pace of the current estimates.
+        fastest_s = min(run.times.expected_s, float(np.quantile(before.seconds, 1 - RULE.sure))) / blocks
+        block = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
+        verdict = goes_on(before, after, Border.of_run(blocks, block))
         if not verdict.goes:
             return verdict
         try:
@@ -152,28 +154,31 @@ class Moves:
         for move in moved:
             sent[move.source] += move.nbytes
         moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
-        return goes_on(then, ours, replace(verdict.border, moved_s=moved_s))
+        return goes_on(before, after, replace(verdict.border, moved_s=moved_s))
 
     def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> GoingOn | None:
-        """Return what the rule says of a text under a plan before the active one; None where it cannot stay there."""
+        """Return whether a text of an earlier plan should continue under the active one.
+
+        None if a device is missing.
+        """
         generation, beliefs = request.generation, self._beliefs(group, now)
         assert generation is not None
         assert generation.session.plan_version is not None
         if (plans := self._before_and_active(group, generation.session.plan_version, beliefs)) is None:
             return None
-        then, ours = (self._of_size(group, r, 1, beliefs, now) for r in plans)
+        before, after = (self._of_size(group, r, 1, beliefs, now) for r in plans)
         tokens, (rows, rows_s, token_s) = len(generation.text.tokens), request.measured_s(now)
-        # A row among others takes no longer than a token alone; of speech the first run is computed again, too.
-        beside = max(len(generation.prompt) + tokens - rows, tokens)
-        again = (rows_s + beside * min(rows_s / rows, token_s)) / token_s
+        # A row of a larger run takes no longer than a token alone; speech repeats its first run, too.
+        more_rows = max(len(generation.prompt) + tokens - rows, tokens)
+        again = (rows_s + more_rows * min(rows_s / rows, token_s)) / token_s
         is_for_steps = is_planned_for(group.served.spec, generation.shape.decode_step(1))
-        each = 1.0 if is_for_steps else token_s / rows_s  # else plans are made for the first run
-        return goes_on(then, ours, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
+        each = 1.0 if is_for_steps else token_s / rows_s  # otherwise plans are optimised for the first run
+        return goes_on(before, after, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
 
     def _before_and_active(
         self, group: PlanGroup, version: PlanVersion, beliefs: Beliefs
     ) -> tuple[PlanRecord, PlanRecord] | None:
-        """Return the plan that something began under and the active one, if all of their devices are there."""
+        """Return the retiring plan of a version and the active one, if all of their devices are usable."""
         active = group.plans.active
         before = next((r for r in group.plans.retiring if version in r.versions), None)
         if active is None or before is None or not all(self._is_there(r.plan, beliefs) for r in (active, before)):
@@ -181,13 +186,13 @@ class Moves:
         return before, active
 
     def _of_size(self, group: PlanGroup, record: PlanRecord, size: int, beliefs: Beliefs, now: float) -> Option:
-        """Return a plan as an option for a run of another length."""
+        """Return a plan as an option for a run of a size."""
         priced = Priced(record.decision.chosen, record.decision.cluster)
         option = self._option(group, priced, outlook(priced, beliefs), beliefs, (), now)
         return replace(option, seconds=option.seconds * group.durations.length_factor(record.plan, size))
 
     def is_due(self, group: PlanGroup, now: float) -> bool:
-        """Return whether the active plan is to be judged: now and then, and after a change at once."""
+        """Return whether to judge the active plan: after a change, or `judged_s` after the last judgement."""
         plans, record = group.plans, group.plans.active
         if record is None or not record.is_priced or plans.wanted or plans.searching or group.has_suspect_replica:
             return False
@@ -212,13 +217,13 @@ class Moves:
         )
 
     def is_worth_holding(self, group: PlanGroup, device: str, nbytes: int, now: float) -> bool:
-        """Return whether a device should load some bytes of weights ahead of the loss of the one that serves."""
+        """Return whether a standby device should load the weights before the serving device is lost."""
         load_s = nbytes / self._fleet.load_bytes_per_s(device)
-        lost, period_s = self._fleet.loss_probability(RULE.held_s, now), group.pace.period_s(now)
-        return pays_to_hold(lost, load_s, period_s=period_s, busy=self.busy(now))
+        probability, period_s = self._fleet.loss_probability(RULE.held_s, now), group.pace.period_s(now)
+        return pays_to_hold(probability, load_s, period_s=period_s, busy=self.busy(now))
 
     def is_worth_searching(self, group: PlanGroup, now: float) -> bool:
-        """Return whether a search beside requests may win more than it costs them, before the situation changes."""
+        """Return whether a search may gain more time than it costs requests before the situation changes."""
         work, change = self._groups.background, self._fleet.estimates.youngest_change(tuple(self._fleet.usable()), now)
         return group.judgement.may_gain == inf or pays_to_search(
             group.judgement.may_gain,
@@ -231,7 +236,7 @@ class Moves:
         )
 
     def busy(self, now: float) -> float:
-        """Return the part of the time in which requests of any model run."""
+        """Return the share of time in which requests of any model run."""
         return min(sum(min(group.durations.run_s / group.pace.period_s(now), 1.0) for group in self._groups), 1.0)
 
     @staticmethod
@@ -252,7 +257,7 @@ class Moves:
         return Beliefs(cluster, estimates.draws(names, now), before, methods.factor, methods.sd)
 
     def _option(
-        self, group: PlanGroup, priced: Priced, seen: Outlook, beliefs: Beliefs, used: Iterable[str], now: float
+        self, group: PlanGroup, priced: Priced, view: Outlook, beliefs: Beliefs, used: Iterable[str], now: float
     ) -> Option:
         candidate = priced.candidate
         change = self._fleet.estimates.youngest_change({*candidate.plan.devices, *used}, now)
@@ -261,8 +266,8 @@ class Moves:
         seconds = load_seconds(load, self._fleet.load_rates(), down, beliefs.cluster.broker_bytes_per_s)
         option = Option(
             candidate,
-            seen.cost,
-            seen.seconds,
+            view.cost,
+            view.seconds,
             group.durations.methods.sd(candidate.plan),
             load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
             load_s=max(seconds.values(), default=0.0),
@@ -272,49 +277,48 @@ class Moves:
             if used
             else 0.0,
         )
-        if seen.before is None:
+        if view.before is None:
             return option
-        return replace(option, before=seen.before, remaining=None if change is None else change.remaining)
+        return replace(option, before=view.before, remaining=None if change is None else change.remaining)
 
 
 def _rest(candidate: Candidate, coming: PlanRecord | None) -> SiteLoad:
-    """Return what is left to load for a plan; coming: the plan whose load is under way."""
+    """Return the bytes that a plan has yet to load; coming: the plan being prepared."""
     coming = coming if coming is not None and is_same_division(coming.plan, candidate.plan) else None
     loaded = {} if coming is None else coming.progress_bytes
     devices = dict[str, DeviceLoad]()
     for device, nbytes in candidate.load_bytes.items():
         left, cached = nbytes, candidate.cached_bytes.get(device, 0)
-        if coming is not None and device in loaded:  # devices read what they have cached first
+        if coming is not None and device in loaded:  # devices read cached tiles first
             done, total = loaded[device]
             left = total - done if device in coming.unready_devices else 0
             cached = max(coming.decision.chosen.cached_bytes.get(device, 0) - done, 0)
         devices[device] = DeviceLoad(min(cached, left), max(left - cached, 0))
-    most = max((part.fetched_bytes for part in devices.values()), default=0)
+    largest = max((part.fetched_bytes for part in devices.values()), default=0)
     fetched = sum(part.fetched_bytes for part in devices.values())
-    return SiteLoad(devices, min(candidate.hub_bytes, fetched) if not loaded else min(candidate.hub_bytes, most))
+    return SiteLoad(devices, min(candidate.hub_bytes, fetched) if not loaded else min(candidate.hub_bytes, largest))
 
 
-def _may_gain(known: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
-    """Return what part of its time a plan that is not known yet may take less than the active one, the first known.
+def _may_gain(views: Sequence[tuple[Priced, Outlook]], now: Cluster) -> float:
+    """Return the share of the active plan's time (the first view) that a search may save; infinity if unknown.
 
-    It may be one of those, with work moved off what has become slow. Or it may be any, where the site is not the one of
-    the active plan's price: its time, or a device that it leaves out, has moved away from what all devices did; or a
-    link carries so much more or less that its surface says little.
+    A search may move work off slow devices. It may gain more if the site has changed since the active plan was priced:
+    if its time, or an unused device, deviates from the change that all devices share, or if a link is so much faster or
+    slower that the surface does not hold.
     """
-    if not known or known[0][1].now_s <= 0:
+    if not views or views[0][1].now_s <= 0:
         return inf
-    (priced, active), plan = known[0], known[0][0].candidate.plan
-    then = priced.cluster.devices
-    slower = {d: log(p.slowdown / then[d].slowdown) for d, p in now.devices.items() if d in then}
+    (priced, active), plan = views[0], views[0][0].candidate.plan
+    before = priced.cluster.devices
+    slower = {d: log(p.slowdown / before[d].slowdown) for d, p in now.devices.items() if d in before}
     usual = median_low(slower.values())
     links = factors_of(plan, priced.cluster, now, NO_DRAWS).link.values()
-    off = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
-    another = off if off > log(RULE.other_link) else 0.0
+    link_change = max((abs(log(float(factor.mean()))) for factor in links), default=0.0)
+    gain = link_change if link_change > log(RULE.other_link) else 0.0
     moved = abs(log(active.now_s / priced.candidate.price.seconds) - usual)
-    out = [d for d in slower if d not in plan.devices]
-    faster = max((usual - slower[d] for d in out), default=0.0)
-    carries = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in out]
-    faster = max([faster, *carries])
+    unused = [d for d in slower if d not in plan.devices]
+    link_factors = [log(now.links[d].up_bytes_per_s / priced.cluster.links[d].up_bytes_per_s) for d in unused]
+    faster = max([0.0, *(usual - slower[d] for d in unused), *link_factors])
     if max(moved, faster) > log(RULE.other_site):
-        another = max(another, moved, faster)
-    return 1 - min(min(seen.even_s for _, seen in known) / active.mean_s, exp(-another))
+        gain = max(gain, moved, faster)
+    return 1 - min(min(view.even_s for _, view in views) / active.mean_s, exp(-gain))

@@ -1,4 +1,4 @@
-"""Which queued items of a group run next, and the shapes of runs that are coming."""
+"""Select the next batch of a group, and predict the shapes of its next runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 from hepti_mqtt.spec import RequestShape
 
-MAX_URGENT_SHAPES: Final = 2  # shapes, of what runs first, whose Programs a plan must have before it serves
-MAX_SHAPE_NUMBERS: Final = 1024  # sizes and marks of such a shape; larger ones would fill the Prepare
+MAX_URGENT_SHAPES: Final = 2  # shapes that need a Program before the plan serves
+MAX_SHAPE_NUMBERS: Final = 1024  # sizes and mask rows of a shape in a Prepare, whose size is limited
 
 
 def next_batch(group: PlanGroup, share: int | None, room_rows: int) -> tuple[tuple[WorkItem, ...], float]:
     """Return the next batch and its start time: now, or later if more requests may join it.
 
-    Nothing if all queued items lack room for a session. share: at most this many, if others run on other replicas.
-    room_rows: of all sessions under a plan, 0 for a model without sessions.
+    Empty if no queued item has room for a session. share: limit of items, if other replicas take the rest.
+    room_rows: cache rows of all sessions under a plan, 0 for a model without sessions.
     """
     turns = _with_room(group, room_rows) if room_rows else group.queue.in_turn()
     first = next(turns, None)
@@ -31,9 +31,9 @@ def next_batch(group: PlanGroup, share: int | None, room_rows: int) -> tuple[tup
 
 
 def _with_room(group: PlanGroup, room_rows: int) -> Iterator[WorkItem]:
-    """Yield what waits in turn; behind a session that has no room yet, none begins.
+    """Yield the queued items in turn; after an item without room for its session, no session begins.
 
-    A step of a session waits for those under way, so that it is made beside the next ones.
+    A decoding step waits for running steps, so that it joins the next ones.
     """
     together = group.served.batching.max_requests > 1
     stepping = {r.plan_version for r in group.runs.values() if together and r.steps and r.is_computing}
@@ -59,24 +59,24 @@ def _select(
 
 
 def shapes_to_build(group: PlanGroup) -> tuple[tuple[RequestShape, ...], int]:
-    """Return the predicted shapes of runs under a new plan, and how many of them it must build before it is ready.
+    """Return the predicted shapes of runs under a new plan, and the number to build before the plan is ready.
 
     Queued shapes come first, then recent ones, then the one that plans are optimised for. If requests wait without
-    a plan, only the first queued shapes hold them up.
+    a plan, only the first queued shapes are needed before it is ready.
     """
-    waiting = dict.fromkeys(_waiting(group))
+    queued = dict.fromkeys(_queued_shapes(group))
     usual = representative_shape(group.served.spec, group.recent.typical_length(group.served.default_length))
     program_shape = group.served.spec.input_spec.program_shape
-    shapes = dict.fromkeys(map(program_shape, (*waiting, *reversed(group.recent.shapes), usual)))
+    shapes = dict.fromkeys(map(program_shape, (*queued, *reversed(group.recent.shapes), usual)))
     first = [s for s in shapes if len(s.sizes) + len(s.plain().mask_rows) <= MAX_SHAPE_NUMBERS][:MAX_PREBUILT_SHAPES]
-    if not waiting or group.plans.in_use is not None:
+    if not queued or group.plans.in_use is not None:
         return tuple(first), len(first)
-    urgent = set(islice(dict.fromkeys(map(program_shape, waiting)), MAX_URGENT_SHAPES))
+    urgent = set(islice(dict.fromkeys(map(program_shape, queued)), MAX_URGENT_SHAPES))
     return tuple(first), max(sum(s in urgent for s in first), 1)
 
 
-def _waiting(group: PlanGroup) -> Iterator[RequestShape]:
-    """Yield the shapes of the runs that what waits leads to, as if it was dispatched now; the first ones."""
+def _queued_shapes(group: PlanGroup) -> Iterator[RequestShape]:
+    """Yield the shapes of the first runs of the queue, as if it was dispatched now."""
     queue = group.queue.copy()
     queue.discard_finished()
     for _ in range(MAX_PREBUILT_SHAPES):

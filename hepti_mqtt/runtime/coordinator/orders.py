@@ -14,7 +14,7 @@ from hepti_mqtt.runtime.machinery import Publish
 
 
 class Orders:
-    """Makes the orders to the devices of a site."""
+    """Builds the orders to the devices of a site."""
 
     def __init__(self, topics: Topics, fleet: Fleet) -> None:
         self._topics, self._fleet = topics, fleet
@@ -24,12 +24,12 @@ class Orders:
         return Publish(self._topics.command(device), self._fleet.seal(device, message), 1)
 
     def cancel(self, plan: Plan, run_ids: Iterable[int], devices: Iterable[str] = ()) -> list[Publish]:
-        """Return the commands that cancel runs under a plan: to its devices, or to other ones."""
+        """Return the commands that cancel runs under a plan, to the given devices or to the plan's."""
         cancels = [messages.Cancel(plan.model, plan.version, run_id) for run_id in run_ids]
         return [self.command(device, cancel) for cancel in cancels for device in tuple(devices) or plan.devices]
 
     def end_sessions(self, plan: Plan, sessions: Sequence[int]) -> list[Publish]:
-        """Return the commands by which the devices of a plan drop KV caches."""
+        """Return the commands that drop KV caches on the devices of a plan."""
         if not sessions:
             return []
         message = messages.EndSessions(plan.model, plan.version, tuple(sessions))
@@ -44,7 +44,7 @@ class Orders:
         continued: Continued | None = None,
         follows: Followed | None = None,
     ) -> Publish:
-        """Return the work frame that hands a run to the devices of a plan."""
+        """Return the work frame of a run."""
         key = self._fleet.frame_key(plan)
         payload = encode_work(
             plan.model, plan.version, run_id, part.shape, part.inputs, sessions, key, continued, follows

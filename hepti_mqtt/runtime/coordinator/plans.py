@@ -1,8 +1,8 @@
-"""The states of a model's plans, from the request for a search to the release of the plan it found.
+"""The states of a model's plans, from the wanted search to the plan's release.
 
     wanted -> searching -> preparing -> active -> retiring -> gone
 
-A plan that does not fit beside the old one is `swapping` until that one is gone. A plan under which a run never ended
+A plan that does not fit next to the old one is `swapping` until the old one is gone. A plan with a run that never ended
 is `suspect`: it gets no more requests, but its weights stay until another plan replaces it.
 """
 
@@ -34,20 +34,20 @@ PlanEvent = Literal[
     "want",  # a device joined or left, a measurement drifted, a user pinned a plan, ...
     "search",
     "found",
-    "kept",  # what runs is as good
+    "kept",  # the active plan is as good
     "no plan",
-    "outdated",  # something changed while the search ran
+    "outdated",  # something changed during the search
     "ready",  # on every device
-    "lacks memory",  # beside the old plan
+    "lacks memory",  # next to the old plan
     "room",  # the old plan is gone
     "refused",
     "silent",
     "lost",  # one of its devices
     "overdue",
     "replaced",
-    "make room",  # for a plan that does not fit beside it
+    "make room",  # for a plan that does not fit next to it
     "idle",  # its last run has ended
-    "unused",  # nobody asks for its pins, and others need the place
+    "unused",  # no request has its pins, and others need the place
 ]
 
 PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
@@ -95,7 +95,7 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
     safe={
         "wanted": "gone",
         "searching": "gone",
-        "preparing": "retiring",  # devices may hold something of it, so it is released
+        "preparing": "retiring",  # devices may hold parts of it, so it is released
         "swapping": "retiring",
         "active": "retiring",
         "suspect": "retiring",
@@ -105,14 +105,14 @@ PLANS: Final[StateTable[PlanState, PlanEvent]] = StateTable(
 )
 
 
-MAX_POSTPONED_S: Final = 5.0  # by which devices that join and leave put off a search together
-GUESS_BITS: Final = 24  # of a run id below 2^63
+MAX_POSTPONED_S: Final = 5.0  # longest delay of a search by devices that join and leave
+GUESS_BITS: Final = 24  # secret bits of a run id below 2^63
 
 
 class Ids:
-    """The numbers that a planner gives out: plan versions under its boot, transaction ids and run ids.
+    """Issues plan versions of a planner's boot, transaction ids and run ids.
 
-    secret: makes run ids that nobody can guess; without it they are 1, 2, 3, ...
+    secret: makes run ids unpredictable; without it they are 1, 2, 3, ...
     """
 
     def __init__(self, boot: int, secret: bytes | None = None) -> None:
@@ -120,24 +120,24 @@ class Ids:
         self._plans, self._transactions, self._runs = count(1), count(1), count(1)
 
     def next_version(self) -> PlanVersion:
-        """Return a plan version that no plan has had."""
+        """Return a new plan version."""
         return PlanVersion(self._boot, next(self._plans))
 
     def next_transaction(self) -> int:
-        """Return the id of a new transaction."""
+        """Return a new transaction id."""
         return next(self._transactions)
 
     def next_run(self) -> int:
-        """Return a run id above all before it: devices run the ops of the oldest run first."""
+        """Return a new run id; ids ascend, because devices run the ops of the oldest run first."""
         number = next(self._runs)
         if self._secret is None:
             return number
-        guess = blake2b(number.to_bytes(8, "little"), key=self._secret, digest_size=GUESS_BITS // 8, person=b"run id")
-        return number << GUESS_BITS | int.from_bytes(guess.digest(), "little")
+        code = blake2b(number.to_bytes(8, "little"), key=self._secret, digest_size=GUESS_BITS // 8, person=b"run id")
+        return number << GUESS_BITS | int.from_bytes(code.digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Served models, and plans as values for other threads.
+# Served models, and snapshots of plans for other threads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,13 @@ class ServedModel:
     name: str
     spec: Spec
     manifest: bytes  #: hash of the manifest of its weights
-    default_length: int = 128  #: that plans are optimised for at first
-    pins: Pins = field(default_factory=Pins)  #: of the planner's user; those of a request hold for that request alone
+    default_length: int = 128  #: request length for which plans are optimised at first
+    pins: Pins = field(default_factory=Pins)  #: of the planner's user; requests may have others
     batching: Batching = field(default_factory=Batching)  #: which requests run together
-    tiles: TileMap | None = None  #: of its weights, None if nobody loads them
+    tiles: TileMap | None = None  #: tiles of its weights, None if devices do not load them
 
     def block_count(self, shape: RequestShape) -> int:
-        """Return how many blocks the graph of a request has."""
+        """Return the number of blocks in the graph of a request."""
         return len(graph(self.spec, shape).blocks)
 
 
@@ -162,50 +162,50 @@ class PlanSnapshot:
     """A plan that is active or being prepared."""
 
     plan: Plan
-    cluster: Cluster  #: measurements that it was chosen by
-    simulated: SimulatedRequest | None = None  #: of this plan by these measurements, None if the search has none
+    cluster: Cluster  #: measurements for which it was chosen
+    simulated: SimulatedRequest | None = None  #: its simulation with these measurements, if the search kept one
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# When two plans divide a model in the same way.
+# Comparison of plans by their division of a model.
 
 
 def is_same_division(a: Plan, b: Plan) -> bool:
-    """Return whether two plans divide the work alike; weights may differ by rounding."""
+    """Return whether two plans divide the work alike; shares may differ by rounding."""
     if len(a.replicas) != len(b.replicas) or not all(map(is_same_division, a.replicas, b.replicas)):
         return False
     if replace(a.division, shares={}, replicas=()) != replace(b.division, shares={}, replicas=()):
         return False
     for kind, weights in a.shares.items():
-        whole_a, whole_b = sum(weights), sum(b.shares[kind])
-        if any(abs(x / whole_a - y / whole_b) > 0.02 for x, y in zip(weights, b.shares[kind], strict=True)):
+        total_a, total_b = sum(weights), sum(b.shares[kind])
+        if any(abs(x / total_a - y / total_b) > 0.02 for x, y in zip(weights, b.shares[kind], strict=True)):
             return False
     return True
 
 
 def with_price_of(plan: Plan, other: Plan) -> Plan:
-    """Return a plan with the predictions of another one of the same division; its own ranges may differ by rounding."""
+    """Return a plan with the predictions of another plan of the same division."""
     replicas = tuple(map(with_price_of, plan.replicas, other.replicas))
-    told = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
-    return replace(plan, **{name: getattr(other, name) for name in told}, replicas=replicas)
+    names = ("predicted_s", "predicted_bytes", "predicted_tokens", "reason")
+    return replace(plan, **{name: getattr(other, name) for name in names}, replicas=replicas)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The plans of one group; their states change here only, by the table above.
+# The plans of one group. Their states change only here, by the table above.
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A search that is wanted or runs."""
+    """A wanted or running search."""
 
-    due_s: float  #: it may begin ...
-    soon_s: float  #: ... or then, while requests wait without a plan
+    due_s: float  #: earliest start
+    soon_s: float  #: earliest start while requests wait without a plan
     forced: bool  #: its plan replaces the active one even if it is no better
     state: PlanState
-    kind: SearchKind = SearchKind.WHOLE  #: at its start the situation decides
-    origin: SearchKind = SearchKind.WHOLE  #: the kind of the search that named its plans, or failed before it
+    kind: SearchKind = SearchKind.WHOLE  #: decided at its start
+    origin: SearchKind = SearchKind.WHOLE  #: kind of the search that named its plans, or failed before it
     plans: tuple[Plan, ...] = ()  #: named plans to price
-    refused: tuple[Plan, ...] = ()  #: plans whose price has just failed: no candidates
+    refused: tuple[Plan, ...] = ()  #: plans that could not be priced, so they are no candidates
     ticket: int = 0
     plan_version: PlanVersion | None = None
     wanted_s: float = 0.0
@@ -219,7 +219,7 @@ class Search:
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
-    """A plan from its preparation on."""
+    """A plan from its preparation to its release."""
 
     plan: Plan
     decision: Decision
@@ -228,14 +228,14 @@ class PlanRecord:
     state: PlanState
     unready_devices: set[str] = field(default_factory=set)
     prepare_sent_s: float = float("-inf")  #: when a Prepare was last sent
-    progress_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)  #: (loaded, all) weights by device
+    progress_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)  #: (loaded, total) weights by device
     published_s: float = float("-inf")  #: when the progress was last published
     waits_for: frozenset[PlanVersion] = frozenset()  #: plans that make room while it is swapping
     begun_s: float = 0.0  #: start of its preparation
     device_progress_s: dict[str, float] = field(default_factory=dict)  #: last progress by device
-    suspect_versions: set[PlanVersion] = field(default_factory=set)  #: replicas whose runs do not end: they get no more
-    run_count: int = 0  #: runs that were alone on their devices
-    move: Assessment | None = None  #: by which the rule chose it; None: it served before
+    suspect_versions: set[PlanVersion] = field(default_factory=set)  #: replicas without new runs: a run never ended
+    run_count: int = 0  #: runs that ran alone on their devices
+    move: Assessment | None = None  #: the rule's reason to choose it; None: it served before
 
     @property
     def version(self) -> PlanVersion:
@@ -244,56 +244,56 @@ class PlanRecord:
 
     @property
     def versions(self) -> set[PlanVersion]:
-        """Return the plans that devices may hold of it."""
+        """Return the plan versions that devices may hold of it."""
         return {self.plan.version, *(run.version for run in self.plan.executables)}
 
     def needed_bytes(self, device: str) -> int:
-        """Return the memory that it needs on a device, as far as it was priced."""
+        """Return the memory that it needs on a device; 0 if it was not priced."""
         return self.decision.chosen.price.needs.get(device, 0)
 
     @property
     def share(self) -> float:
-        """Return the share of devices that serve, and of their links, that its load takes from runs."""
+        """Return the share of serving devices and their links that its load may take from runs."""
         return RULE.most_share if self.move is None else min(self.move.share, RULE.most_share)
 
     @property
     def is_priced(self) -> bool:
-        """Return whether a search of this planner has priced it, so that it can be compared."""
+        """Return whether this planner has priced it, so that it can be compared."""
         return bool(self.decision.chosen.price.use)
 
     def last_exchange_s(self) -> float:
-        """Return when there was last an exchange with the devices."""
+        """Return the time of the last exchange with its devices."""
         return max(self.prepare_sent_s, self.progress_s)
 
     def snapshots(self) -> Iterator[PlanSnapshot]:
-        """Yield what its requests run under, by replica."""
+        """Yield a snapshot of each executable."""
         return (
             PlanSnapshot(run, self.decision.cluster, self.decision.simulation_of(run)) for run in self.plan.executables
         )
 
-    def reprice(self, found: Candidate, cluster: Cluster) -> None:
-        """Take the price of this plan by other measurements, if it is this plan's."""
-        if not is_same_division(self.plan, found.plan):
+    def reprice(self, candidate: Candidate, cluster: Cluster) -> None:
+        """Take a price by other measurements if the candidate is of the same division."""
+        if not is_same_division(self.plan, candidate.plan):
             return
-        self.plan = with_price_of(self.plan, found.plan)
-        chosen = replace(found, plan=self.plan)
+        self.plan = with_price_of(self.plan, candidate.plan)
+        chosen = replace(candidate, plan=self.plan)
         self.decision = replace(self.decision, chosen=chosen, cluster=cluster)
 
     def has_same_programs(self, device: str, ready: Ready) -> bool:
-        """Return whether a device that is ready for this plan derives the same Programs from it as the planner."""
-        asked = self.state == "preparing" and ready.transaction_id == self.transaction_id
+        """Return whether a ready device derives the same Programs from this plan as the planner."""
+        is_current = self.state == "preparing" and ready.transaction_id == self.transaction_id
         digests, runs = self.decision.digest, self.plan.executables
-        if not asked or self.plan.for_device(device) not in runs:
+        if not is_current or self.plan.for_device(device) not in runs:
             return True
-        each, place = len(digests) // len(runs), runs.index(self.plan.for_device(device))
-        return ready.digest == digests[place * each : (place + 1) * each]
+        size, place = len(digests) // len(runs), runs.index(self.plan.for_device(device))
+        return ready.digest == digests[place * size : (place + 1) * size]
 
 
 class PlanLifecycle:
-    """All plans of one model under one set of pins, and the only place where their states change.
+    """All plans of one model under one set of pins, and the only writer of their states.
 
-    story: of all plans of the model; label: the name of these there, by default the model. At most one plan each is
-    wanted, searching, on its way (preparing or swapping), and in use (active or suspect).
+    story: transitions of all plans of the model; label: name of these plans there, by default the model. At most one
+    plan is wanted, one searching, one preparing or swapping, and one active or suspect.
     """
 
     def __init__(self, model: str, pins: Pins, counters: Counter[str], story: TransitionLog, label: str = "") -> None:
@@ -303,7 +303,7 @@ class PlanLifecycle:
         self._searches: list[Search] = []
         self._records: list[PlanRecord] = []
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- plans by state -------------------------------------------------------------------------------------------
 
     @property
     def wanted(self) -> Search | None:
@@ -312,12 +312,12 @@ class PlanLifecycle:
 
     @property
     def searching(self) -> Search | None:
-        """Return the search that runs."""
+        """Return the running search."""
         return next((s for s in self._searches if s.state == "searching"), None)
 
     @property
     def preparing(self) -> PlanRecord | None:
-        """Return the plan on its way, also one that waits until the old plan is gone."""
+        """Return the plan being prepared, also while it waits for the old plan's release."""
         return self._record_in("preparing", "swapping")
 
     @property
@@ -327,48 +327,48 @@ class PlanLifecycle:
 
     @property
     def in_use(self) -> PlanRecord | None:
-        """Return the plan that the next one takes the place of: active or suspect."""
+        """Return the plan that the next one replaces: active or suspect."""
         return self._record_in("active", "suspect")
 
     @property
     def retiring(self) -> list[PlanRecord]:
-        """Return the plans that end with their last run, in the order of their plan versions."""
+        """Return the retiring plans in the order of their plan versions."""
         return [r for r in self._records if r.state == "retiring"]
 
     @property
     def serving(self) -> list[PlanRecord]:
-        """Return the plans that may have runs: the standing one, then those that end with their last run."""
-        standing = self.in_use
-        return [*([] if standing is None else [standing]), *self.retiring]
+        """Return the plans that may have runs: the one in use, then the retiring ones."""
+        in_use = self.in_use
+        return [*([] if in_use is None else [in_use]), *self.retiring]
 
     def records(self) -> tuple[PlanRecord, ...]:
-        """Return the plans that were found and are not gone."""
+        """Return all plans from preparation to release."""
         return tuple(self._records)
 
     def versions(self) -> set[PlanVersion]:
-        """Return the plans of all plans that were found and are not gone."""
+        """Return the plan versions of all plans from preparation to release."""
         return {plan_version for record in self._records for plan_version in record.versions}
 
     def parent_of(self, run: Plan) -> Plan:
-        """Return the plan of which a run's own is a replica, or that itself."""
+        """Return the plan that a run's plan is a replica of, or the run's plan itself."""
         return next((r.plan for r in self._records if run.version in r.versions), run)
 
     def uses_device(self, device: str) -> bool:
-        """Return whether a device holds, or is to hold, something of a plan."""
+        """Return whether a plan uses a device."""
         return any(device in record.plan.devices for record in self._records)
 
     def in_transition(self) -> bool:
-        """Return whether a plan is wanted, searched for or on its way."""
+        """Return whether a plan is wanted, searched for or prepared."""
         return bool(self._searches) or self.preparing is not None
 
     def may_serve(self) -> bool:
-        """Return whether there is a plan, or will be an answer whether there is one."""
+        """Return whether a plan is active, or a search or preparation is yet to end."""
         return self.in_transition() or self.active is not None
 
     # -- searches -------------------------------------------------------------------------------------------------
 
     def pin(self, pins: Pins, now: float) -> None:
-        """Take other pins, under which the next plan is to be."""
+        """Set the pins of the next plan, and want a search."""
         self.pins = pins
         self.request_search(now, now, "the planner's user has pinned it", forced=True)
 
@@ -385,10 +385,10 @@ class PlanLifecycle:
         origin: SearchKind = SearchKind.WHOLE,
         refused: tuple[Plan, ...] = (),
     ) -> None:
-        """Want a search from a time on; one that runs already is outdated by it.
+        """Want a search at a time, which makes a running search outdated.
 
-        soon_s: the time if requests wait without a plan, now or later. plans: to price, if there is no other reason to
-        search; origin: the kind of the search that led to this one. refused: plans that are no candidates.
+        soon_s: time while requests wait without a plan. plans: plans to price, if no other search is wanted or runs.
+        origin: kind of the search that led to this one. refused: plans that are no candidates.
         """
         soon_s = due_s if soon_s is None else soon_s
         wanted, running = self.wanted, self.searching
@@ -402,14 +402,14 @@ class PlanLifecycle:
         else:
             self.step(wanted, "want", now, why)
             wanted.kind, wanted.plans = kind if kind is wanted.kind and not plans else SearchKind.WHOLE, ()
-            # Whatever comes meanwhile, it begins: a device that comes and goes all the time must not keep plans away.
+            # The delay has a limit: a device that joins and leaves all the time must not prevent plans.
             due_s = min(due_s, max(wanted.due_s, wanted.wanted_s + MAX_POSTPONED_S))
             soon_s = min(soon_s, max(wanted.soon_s, wanted.wanted_s + MAX_POSTPONED_S))
         wanted.due_s, wanted.soon_s, wanted.forced = due_s, soon_s, wanted.forced or forced
         wanted.refused += refused
 
     def start_search(self, kind: SearchKind, ticket: int, plan_version: PlanVersion, now: float) -> Search:
-        """Start the wanted search, for a plan of this plan version."""
+        """Start the wanted search for a plan with this plan version."""
         search = self.wanted
         assert search is not None
         if kind is not SearchKind.NAMED:
@@ -421,45 +421,40 @@ class PlanLifecycle:
     def prepare_found(
         self, search: Search, decision: Decision, transaction_id: int, now: float, move: Assessment | None = None
     ) -> None:
-        """A search has found a plan, which is to be prepared under this transaction."""
+        """Begin the preparation of the chosen plan of a search."""
         plan = decision.chosen.plan
         self.step(search, "found", now, plan.reason)
         if search.state != "preparing":
             return
         self._searches.remove(search)
-        waiting = set(plan.devices)
-        record = PlanRecord(plan, decision, transaction_id, now, search.state, waiting, begun_s=now, move=move)
+        unready = set(plan.devices)
+        record = PlanRecord(plan, decision, transaction_id, now, search.state, unready, begun_s=now, move=move)
         self._records.append(record)
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def activate(self, record: PlanRecord, now: float) -> None:
-        """Every device is ready: the plan becomes active and takes the place of the one before."""
+        """Activate a plan that is ready on every device, in place of the plan in use."""
         old = self.in_use
         self.step(record, "ready", now)
         if old is not None and record.state == "active":
             self.step(old, "replaced", now, f"by {record.version}")
 
     def wait_for_memory(self, record: PlanRecord, plan: Plan, transaction_id: int, now: float, why: str) -> None:
-        """A plan does not fit beside others; it is prepared again, under a new version, when those are gone."""
-        self.step(record, "lacks memory", now, f"{why}; it comes again as {plan.version}")
+        """Let a plan that does not fit next to others wait for their release, under a new version."""
+        self.step(record, "lacks memory", now, f"{why}; it is prepared again as {plan.version}")
         if record.state != "swapping":
             return
-        record.plan, record.transaction_id, record.unready_devices, record.progress_s = (
-            plan,
-            transaction_id,
-            set(plan.devices),
-            now,
-        )
-        record.progress_bytes, record.prepare_sent_s = {}, float("-inf")
+        record.plan, record.transaction_id, record.unready_devices = plan, transaction_id, set(plan.devices)
+        record.progress_s, record.progress_bytes, record.prepare_sent_s = now, {}, float("-inf")
 
     def make_room(self, now: float, why: str) -> None:
-        """The plan in use ends with its last run, for one that does not fit beside it."""
+        """Retire the plan in use for a plan that does not fit next to it."""
         if (old := self.in_use) is not None:
             self.step(old, "make room", now, why)
 
     def abandon_pending(self, event: Literal["make room", "unused"], now: float, why: str) -> PlanRecord | None:
-        """A search that runs and a plan on its way are given up; return that plan."""
+        """Abandon the running search and the plan being prepared; return the plan."""
         if (search := self.searching) is not None:
             self.step(search, event, now, why)
         if (record := self.preparing) is not None:
@@ -467,21 +462,20 @@ class PlanLifecycle:
         return record
 
     def retire_all(self, now: float, why: str) -> None:
-        """All of them end, the plan in use with its last run."""
-        if (wanted := self.wanted) is not None:
-            self.step(wanted, "unused", now, why)
-        if (standing := self.in_use) is not None:
-            self.step(standing, "unused", now, why)
+        """Drop the wanted search, and retire the plan in use."""
+        for thing in (self.wanted, self.in_use):
+            if thing is not None:
+                self.step(thing, "unused", now, why)
 
     def resume_preparation(self, record: PlanRecord, now: float) -> None:
-        """Those that made room are gone, so a plan that was swapping may be prepared."""
+        """Prepare a swapping plan now that the plans that it waited for are gone."""
         self.step(record, "room", now)
         record.waits_for = frozenset()
         record.progress_s = record.begun_s = now
         record.device_progress_s = {}
 
     def retire(self, record: PlanRecord, event: Literal["lost", "no plan"], now: float, why: str) -> None:
-        """A plan ends as soon as its runs have; one that is retiring already goes on with that."""
+        """Let a plan end with its last run, unless it is retiring already."""
         if record.state != "retiring":
             self.step(record, event, now, why)
 
@@ -499,12 +493,12 @@ class PlanLifecycle:
     def _record_in(self, *states: PlanState) -> PlanRecord | None:
         return next((r for r in self._records if r.state in states), None)
 
-    def tell(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
-        """Tell the story what was decided about a run: under which plan it ends."""
+    def record_going_on(self, before: PlanVersion, after: PlanVersion, why: str, now: float) -> None:
+        """Record in the story under which plan a run ends."""
         self.story.append(Transition(now, self._label, str(before), "run", str(after), why))
 
     def step(self, thing: Search | PlanRecord, event: PlanEvent, now: float, why: str = "") -> None:
-        """Take a search or a plan through one step of the table; an illegal one leads to a new search."""
+        """Take a search or a plan through one step of the table; an illegal step leads to a new search."""
         version = thing.plan_version if isinstance(thing, Search) else thing.version
         subject = self._label if version is None else f"{self._label} {version}"
         legal = PLANS.after(thing.state, event) is not None

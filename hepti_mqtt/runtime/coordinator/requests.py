@@ -1,4 +1,4 @@
-"""Requests: what users ask of a model, in batches or as texts, and what each of their runs cost."""
+"""Requests to a model: their keys, pins, batches or text, and the statistics of their runs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RequestKey:
 
     @property
     def client_request(self) -> RequestKey:
-        """Return the key of the client's request, which several models may answer together."""
+        """Return the key of the client's request, over all models that answer it."""
         return replace(self, model=asked_name(self.model))
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is fixed of a model's plans; the planner chooses where a field is None."""
+    """The fixed properties of a model's plans; the planner chooses a field that is None."""
 
     strategy: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -84,21 +84,21 @@ class Request:
 
     key: RequestKey
     batches: tuple[Batch, ...]  #: the prompt alone if it generates tokens
-    reply_context: object  #: the shell's own handle for writing the answer
+    reply_context: object  #: opaque handle of the shell for the answer
     deadline_s: float | None
-    pins: Pins | None = None  #: of the plan that it runs under; None: the planner's own
+    pins: Pins | None = None  #: pins of its plan; None: the model's default plan
     wants_result: bool = True  #: False: the plan and its forecast are the answer
     outputs: dict[int, Array] = field(default_factory=dict)  #: by batch
     stats: list[RunStats] = field(default_factory=list)
     losses: Counter[int] = field(default_factory=Counter)  #: lost runs by batch
     finished: bool = False
     generation: Generation | None = None  #: None unless it generates tokens
-    digest: bytes = b""  #: of its content: a repetition has the same, another request under its id has not
+    digest: bytes = b""  #: hash of its content, to tell a repetition from another request with the same id
     sequence: int = 0  #: order of arrival
     arrived_s: float = 0.0
     wants_report: bool = True  #: the answer waits for the devices' reports
     last_link_loss_s: float = -inf  #: when a lost connection between devices last counted as an attempt
-    unbatchable: set[int] = field(default_factory=set)  #: batches that run alone, because a run with them has failed
+    unbatchable: set[int] = field(default_factory=set)  #: batches that run alone after a failed run
 
     @property
     def nbytes(self) -> int:
@@ -106,14 +106,14 @@ class Request:
         return sum(batch.inputs.nbytes for batch in self.batches)
 
     def run_shapes(self) -> list[RequestShape]:
-        """Return the shape of every run that the request may take, with one per generated token."""
+        """Return the shape of every run of the request, assuming one run per generated token."""
         text = self.generation
         if text is None:
             return [batch.shape for batch in self.batches]
         return text.shapes_to(len(text.prompt)) + [text.shape.decode_step(1)] * (text.max_new_tokens - 1)
 
     def upcoming_shapes(self, batch: int) -> list[RequestShape]:
-        """Return the shapes of the runs that a waiting batch leads to under another plan."""
+        """Return the shapes of the runs of a queued batch under another plan."""
         text = self.generation
         if text is None:
             return [self.batches[batch].shape]
@@ -121,13 +121,12 @@ class Request:
         return list(dict.fromkeys((*shapes, text.shape.decode_step(1))))
 
     def measured_s(self, now: float) -> tuple[int, float, float]:
-        """Return the rows of the largest run of a text and what it took, and what the fastest one took."""
-        began = [*(run.dispatched_s or 0.0 for run in self.stats), now]
-        took = [
-            (max(run.shape.sizes), stop - start) for run, (start, stop) in zip(self.stats, pairwise(began), strict=True)
-        ]
-        rows, seconds = max(took, key=lambda run: run[0], default=(1, 0.0))
-        return rows, max(seconds, LEAST_TOKEN_S), max(min((s for _, s in took), default=0.0), LEAST_TOKEN_S)
+        """Return the rows and seconds of the largest run of a text, and the seconds of its fastest run."""
+        starts = [*(run.dispatched_s or 0.0 for run in self.stats), now]
+        seconds = [stop - start for start, stop in pairwise(starts)]
+        sizes = (max(run.shape.sizes) for run in self.stats)
+        rows, largest_s = max(zip(sizes, seconds, strict=True), key=lambda run: run[0], default=(1, 0.0))
+        return rows, max(largest_s, LEAST_TOKEN_S), max(min(seconds, default=0.0), LEAST_TOKEN_S)
 
     def output(self) -> Array:
         """Return the outputs of all batches as rows, or the generated tokens [n] i32."""
@@ -147,37 +146,37 @@ class WorkItem:
 
     @property
     def batch(self) -> Batch:
-        """Return its own batch; the prompt of a request that generates."""
+        """Return its batch; for a generation, the prompt."""
         return self.request.batches[self.index]
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its own batch, or of its next run."""
+        """Return the tokens of its batch; for a generation, of its next run."""
         text = self.request.generation
         return self.batch.shape.size if text is None else text.next_size
 
     @property
     def turn(self) -> int:
-        """Return the tokens that it counts for in its client's turn: of a prompt half, as its user has nothing yet."""
+        """Return the tokens to count for its client; a prompt counts half, because it has no answer yet."""
         return self.tokens if self.request.generation is None else (self.tokens + 1) // 2
 
     @property
     def batchable(self) -> bool:
-        """Return whether it may run together with others."""
+        """Return whether it may share a run."""
         request, text = self.request, self.request.generation
         joins = text is None or text.joins
         return request.wants_result and joins and self.index not in request.unbatchable
 
     def joins(self, other: WorkItem) -> bool:
-        """Return whether it may run together with another one, if both are batchable: with a session, in one plan."""
-        mine, theirs = self.request.generation, other.request.generation
-        if mine is None or theirs is None:
-            return mine is theirs and self.batch.shape.want == other.batch.shape.want
-        return (mine.session.plan_version, mine.next_want) == (theirs.session.plan_version, theirs.next_want)
+        """Return whether two batchable items may share a run: sessions need the same plan version."""
+        a, b = self.request.generation, other.request.generation
+        if a is None or b is None:
+            return a is b and self.batch.shape.want == other.batch.shape.want
+        return (a.session.plan_version, a.next_want) == (b.session.plan_version, b.next_want)
 
 
 class Expectation(NamedTuple):
-    """What a run is expected to take, as factors on its prediction: on average, and 10 and 90 of 100 such runs."""
+    """The expected duration of a run as factors on its prediction: mean, 10th and 90th percentile."""
 
     mean: float = 1.0
     p10: float = 1.0
@@ -192,13 +191,13 @@ class RunStats:
     """One run as its devices reported it."""
 
     plan: Plan
-    cluster: Cluster  #: as it was when the plan was chosen
+    cluster: Cluster  #: measurements when the plan was chosen
     shape: RequestShape
     compute_us: dict[str, int]  #: by device
     wait_us: dict[str, int]  #: by device
     sent_bytes: dict[str, int]  #: by device
-    dispatch_bytes: int  #: of the planner
-    requests: int = 1  #: that it computed
-    reported: bool = True  #: by every device
-    dispatched_s: float | None = None  #: None if it never was
-    expectation: Expectation = AS_PREDICTED  #: of its duration, at its dispatch
+    dispatch_bytes: int  #: sent by the planner
+    requests: int = 1  #: number of its items
+    reported: bool = True  #: every device has reported
+    dispatched_s: float | None = None  #: None for a forecast
+    expectation: Expectation = AS_PREDICTED  #: expected duration at its dispatch

@@ -42,15 +42,14 @@ from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.spec import PlainShape
 
-MAX_LOADS_PRICED: Final = 4  # plans whose loads are worked out once more when another one's weights are there
-SETTLE_UNSERVED_S: Final = 0.1  # instead, where requests wait and no plan serves them
-REPEAT_PREPARE_S: Final = 2.0  # a Prepare may go to a connection that is just gone; a device that has it loses nothing
-PREPARE_TIMEOUT_S: Final = 120.0  # without any progress for so long, a preparation is given up
-# After so many preparations in a row fail for another reason than memory, requests are refused ...
-MAX_FAILED_PREPARATIONS: Final = 3
-RETRY_S: Final = 30.0  # ... and the next search waits this long
-PUBLISH_INTERVAL_S: Final = 1.0  # between two records that differ in progress alone
-PUBLISHED_TRANSITIONS: Final = 32  # transitions in a published record
+MAX_LOADS_PRICED: Final = 4  # plans that are priced again after an activation, because their weights may be loaded now
+SETTLE_UNSERVED_S: Final = 0.1  # replaces `SETTLE_S` while requests wait without a plan
+REPEAT_PREPARE_S: Final = 2.0  # a lost connection may lose a Prepare; devices ignore repeated ones
+PREPARE_TIMEOUT_S: Final = 120.0  # without progress, before a preparation is abandoned
+MAX_FAILED_PREPARATIONS: Final = 3  # in a row, for other reasons than memory, before requests are refused
+RETRY_S: Final = 30.0  # from that refusal to the next search
+PUBLISH_INTERVAL_S: Final = 1.0  # between two records that differ only in progress
+PUBLISHED_TRANSITIONS: Final = 32  # in a published record
 
 
 class Rollout:
@@ -74,24 +73,24 @@ class Rollout:
     def question(self, group: PlanGroup, now: float) -> Question:
         """Return the question for a group's next plan, under a new plan version."""
         served, pins = group.served, group.plans.pins
-        # Where several requests wait they run in one batch, and that is when throughput counts.
-        several = served.batching.max_requests if pins.objective == "throughput" else 1
-        held = Counter(group.missing_bytes)
+        # Throughput counts when requests queue up, and then they run in full batches.
+        batch_size = served.batching.max_requests if pins.objective == "throughput" else 1
+        reserved = Counter(group.missing_bytes)
         for other in self._groups:
-            # Plans that would make room for this one do not count.
+            # Plans that would be evicted for this one do not count.
             gives_way = other.pinned and (other.idle or not group.pinned)
             if other.name == group.name or gives_way:
                 continue
             decision = other.resident_decision()
-            held.update(decision.chosen.price.needs if decision else {})
-        for device, most_bytes in group.crash_backoff.memory_limits(now).items():
+            reserved.update(decision.chosen.price.needs if decision else {})
+        for device, limit_bytes in group.crash_backoff.memory_limits(now).items():
             if (member := self._fleet.usable().get(device)) is not None and member.caps is not None:
-                held[device] = max(held[device], member.caps.memory_budget_bytes - most_bytes)
+                reserved[device] = max(reserved[device], member.caps.memory_budget_bytes - limit_bytes)
         return pins.question(
             TopicNames(self._topics.site, served.name),
             served.spec,
-            self._fleet.cluster(held),
-            representative_shape(served.spec, group.recent.typical_length(served.default_length), several),
+            self._fleet.cluster(reserved),
+            representative_shape(served.spec, group.recent.typical_length(served.default_length), batch_size),
             self.ids.next_version(),
             in_flight=self._in_flight,
             relayed_pairs=self._fleet.relayed_pairs(now),
@@ -106,11 +105,11 @@ class Rollout:
         )
 
     def command_device(self, device: str, message: messages.Message) -> Publish:
-        """Return the publish of a message to a device."""
+        """Return a sealed command to a device."""
         return Publish(self._topics.command(device), self._fleet.seal(device, message), 1)
 
     def publish_plan(self, group: PlanGroup) -> PublishPlan:
-        """Return what publishes the record of a model's plans, those of requests' pins among them."""
+        """Return the record of a model's plans, including those of pinned groups."""
         own = self._groups.default(group.name)
         preparing = own.plans.preparing
         plan, progress = (None, {}) if preparing is None else (preparing.plan, dict(preparing.progress_bytes))
@@ -124,10 +123,10 @@ class Rollout:
         parts = own.search_history.decision, own.error, progress, story, pinned, coming, self._in_flight
         return PublishPlan(group.name, own.active, plan, *parts, own.judgement.verdict.considered, needs, loading)
 
-    # -- what has become possible ---------------------------------------------------------------------------------
+    # -- progress of plans ----------------------------------------------------------------------------------------
 
     def release_idle(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Release plans whose last run, and last text, has ended."""
+        """Release retiring plans without active runs or generations."""
         out: list[CoordinatorCommand] = []
         for record in group.plans.retiring:
             runs = [each for run in group.runs.values() for each in (run, run.before) if each is not None]
@@ -138,7 +137,7 @@ class Rollout:
         return out
 
     def advance(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Ask devices to prepare the next plan, if it waits for no other one to be released."""
+        """Send the Prepare of the next plan, unless it waits for the release of others."""
         preparing = group.plans.preparing
         if preparing is None:
             return []
@@ -151,7 +150,7 @@ class Rollout:
         return [*story, *self._send_prepare(group, preparing, now)]
 
     def tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Give up a preparation without progress, or send its Prepare again to devices that may have missed it."""
+        """Abandon a preparation without progress, or repeat its Prepare to unready devices."""
         record = group.plans.preparing
         if record is None or record.state != "preparing":
             return []
@@ -178,18 +177,18 @@ class Rollout:
         return out
 
     def _addressed(self, message: messages.Prepare, plan: Plan, device: str) -> messages.Prepare:
-        """Return a Prepare with what one device alone is to know: its peers, and the key of the plan's frames."""
+        """Return a Prepare with the peers, frame key and load share of one device."""
         peers, key = peers_of(plan, device, self._fleet), self._fleet.wrapped_key(plan, device)
         coming = (group.plans.preparing for group in self._groups)
         record = next((r for r in coming if r is not None and plan.version in r.versions), None)
         serves = any(device in group.active_devices for group in self._groups)
-        share = 0.0 if record is None else record.share if serves else 1.0  # a device that does not serve has no runs
+        share = 0.0 if record is None else record.share if serves else 1.0  # an unused device may load at full speed
         return replace(message, peers=peers, key=key, checked=self._fleet.frame_key(plan).checked, share=share)
 
     def probe(
         self, group: PlanGroup, plan: Plan, devices: list[str], shapes: tuple[PlainShape, ...] = ()
     ) -> list[CoordinatorCommand]:
-        """Send devices the Prepare of a plan; a device that has the plan, and its Programs of shapes, answers Ready."""
+        """Send devices the Prepare of a plan; a device with the plan and the Programs of `shapes` answers Ready."""
         served = group.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight, shapes, len(shapes)
         prepare = ((d, messages.Prepare(self.ids.next_transaction(), *parts)) for d in devices)
@@ -198,34 +197,36 @@ class Rollout:
     def release(self, plan: Plan) -> list[CoordinatorCommand]:
         """Return the commands that release a plan on its devices."""
         number = self.ids.next_transaction()
-        release = ((d, messages.Release(number, plan.model, plan.for_device(d).version)) for d in plan.devices)
-        return [self.command_device(*told) for told in release]
+        return [
+            self.command_device(d, messages.Release(number, plan.model, plan.for_device(d).version))
+            for d in plan.devices
+        ]
 
     def drop_replica(
         self, group: PlanGroup, record: PlanRecord, device: str, now: float, why: str
     ) -> list[CoordinatorCommand] | None:
-        """Go on with the other replicas of a plan that has lost a device; None if there are none.
+        """Remove the replica of a lost device from a plan, and release it; None if no replica is left.
 
-        If all of them are in doubt, so is the plan.
+        If all other replicas are suspect, so is the plan.
         """
-        left, gone = record.plan.without_device(device), record.plan.for_device(device)
-        if left is None:
+        rest, replica = record.plan.without_device(device), record.plan.for_device(device)
+        if rest is None:
             return None
-        record.plan = left
+        record.plan = rest
         if record is group.plans.active and not group.usable_executables:
             group.plans.step(record, "overdue", now, why)
-        return self.release(replace(gone, devices=tuple(d for d in gone.devices if d != device)))
+        return self.release(replace(replica, devices=tuple(d for d in replica.devices if d != device)))
 
-    # -- what devices say -----------------------------------------------------------------------------------------
+    # -- messages of devices --------------------------------------------------------------------------------------
 
     def record_device_progress(
         self, device: str, message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress, now: float
     ) -> None:
-        """Record progress of a device with any plan, since it loads and builds for one plan after the other."""
+        """Record a device's progress for all plans that it prepares, because it prepares one after the other."""
         records = [group.plans.preparing for group in self._groups]
         if isinstance(message, messages.PrepareProgress):
-            is_further = message.total_bytes > 0  # else it has the plan, and made no progress
-        else:  # what was ready before is only a word
+            is_further = message.total_bytes > 0  # 0: the device has the plan, but made no progress
+        else:  # a repeated Ready is no progress
             is_further = any(
                 r is not None and r.transaction_id == message.transaction_id and device in r.unready_devices
                 for r in records
@@ -241,12 +242,12 @@ class Rollout:
         message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress,
         now: float,
     ) -> list[CoordinatorCommand]:
-        """Handle a device's message about a preparation, unless that is over."""
+        """Handle a device's message about the current preparation."""
         record = group.plans.preparing
         if record is None or record.state != "preparing" or record.transaction_id != message.transaction_id:
             return []
         if isinstance(message, messages.PrepareProgress) and not message.total_bytes:
-            return []  # it has the plan, and made no progress
+            return []
         record.progress_s = record.device_progress_s[device] = now
         if isinstance(message, messages.PrepareProgress):
             record.progress_bytes[device] = (message.done_bytes, message.total_bytes)
@@ -260,12 +261,12 @@ class Rollout:
         return self._handle_refusal(group, record, device, message, now)
 
     def handle_unreachable_peers(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Give up the plan under which a device cannot hear others directly; the next one relays what they send."""
-        note = LogEvent("relayed", f"{message.text}; the broker carries what they send it")
-        return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # others may say so too
+        """Replace the plan of a device that cannot connect to peers; the next plan relays their frames."""
+        note = LogEvent("relayed", f"{message.text}; the broker relays their frames")
+        return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # wait for reports of other devices
 
     def handle_forgotten(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Prepare a plan again of which a device in doubt has given up its part; runs under it have ended there."""
+        """Replace a plan that a device released while it was doubted, and retry its runs."""
         return [LogEvent("forgotten", message.text), *self._replace_plan(message, now, now)]
 
     def _replace_plan(self, message: messages.PrepareFailed, due_s: float, now: float) -> list[CoordinatorCommand]:
@@ -275,9 +276,8 @@ class Rollout:
             if preparing is not None and message.plan_version in preparing.versions:
                 out += self.abandon(group, preparing, "refused", now, message.text)
             elif active is not None and message.plan_version in active.versions:
-                runs = (run for run in active.plan.executables if run.version == message.plan_version)
-                under = next(runs, active.plan)
-                out += self.mark_suspect(group, under, now, message.text)
+                replicas = (plan for plan in active.plan.executables if plan.version == message.plan_version)
+                out += self.mark_suspect(group, next(replicas, active.plan), now, message.text)
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
@@ -293,7 +293,7 @@ class Rollout:
         group.failed_preparations = 0
         plan = record.plan
         self._fleet.estimates.begin_plan(plan.devices)
-        # Now that the weights of this plan are there, other plans may need none.
+        # The loaded weights may make other plans cheaper.
         if others := group.search_history.plans_to_load(record, MAX_LOADS_PRICED):
             group.plans.request_search(now, now, "its weights may serve other plans too", plans=others)
         out = self._reactivate_older(group, plan)
@@ -302,23 +302,24 @@ class Rollout:
         loaded = describe_end(record, now)
         notes = [LogEvent("loaded", loaded)] if loaded else []
         notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
-        return [*out, *(self.command_device(*told) for told in activate), *notes, self.publish_plan(group)]
+        return [*out, *(self.command_device(*order) for order in activate), *notes, self.publish_plan(group)]
 
     @staticmethod
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
-        """Remember a trial that came about, or that a device refuses: neither is to be tried again soon."""
+        """Record an activated or refused trial, so that its method is not tried again soon."""
         if record.move is not None and record.move.kind == "try":
             group.judgement.tried[strategy_key(record.plan)] = now
 
     def _reactivate_older(self, group: PlanGroup, newer: Plan) -> list[CoordinatorCommand]:
-        """Confirm older plans of a model that stay beside a newer one: devices release the other unconfirmed ones."""
-        standing = (slot.plans.in_use for slot in self._groups.of_model(group.name) if slot is not group)
-        older = (r.plan for r in standing if r is not None and r.version < newer.version)
-        pairs = ((p, d) for p in sorted(older, key=lambda p: p.version) for d in p.devices if d in newer.devices)
-        activate = (
-            (d, messages.Activate(self.ids.next_transaction(), p.model, p.for_device(d).version)) for p, d in pairs
-        )
-        return [self.command_device(*told) for told in activate]
+        """Confirm older plans that stay next to a newer one, because devices release all unconfirmed ones."""
+        in_use = (other.plans.in_use for other in self._groups.of_model(group.name) if other is not group)
+        older = (r.plan for r in in_use if r is not None and r.version < newer.version)
+        return [
+            self.command_device(d, messages.Activate(self.ids.next_transaction(), p.model, p.for_device(d).version))
+            for p in sorted(older, key=lambda plan: plan.version)
+            for d in p.devices
+            if d in newer.devices
+        ]
 
     def _handle_refusal(
         self, group: PlanGroup, record: PlanRecord, device: str, message: messages.PrepareFailed, now: float
@@ -330,23 +331,23 @@ class Rollout:
             error = RemoteError(f"{device} cannot prepare the plan: {message.text}")
             return out + self._handle_failed_preparation(group, record, "refused", error, now)
         if group.pinned and self._groups.default(group.name).plans.preparing is not None:
-            # The planner's own plan is on its way: these pins wait for it, and then see who makes room.
+            # The default group's plan is being prepared: evictions for these pins are decided after its activation.
             out += self.abandon(group, record, "refused", now, message.text)
-            plans.request_search(now, now, f"{device} lacks memory beside the planner's own next plan", forced=True)
+            plans.request_search(now, now, f"{device} lacks memory next to the model's default plan", forced=True)
             return out
         if others := self._groups.groups_to_evict(group, device):
-            # They do not fit side by side: finish what runs, give the others up, then prepare again. Whoever has made
-            # room holds nothing, so in the end a refusal makes the next question tighter.
+            # The plans do not fit together: finish the runs of the others, release them, then prepare again. An evicted
+            # group holds nothing, so a further refusal reaches the search below.
             out += self._evict_and_retry(group, record, others, now, f"{device} refused it")
             return [*out, self.publish_plan(group)]
         out += [*self.abandon(group, record, "refused", now, message.text), self.publish_plan(group)]
-        # Each refusal makes the next question tighter, so this ends.
+        # Each refusal reserves more memory in the next question, so this ends.
         group.missing_bytes[device] = group.missing_bytes.get(device, 0) + max(message.missing_bytes, 1 << 20)
         plans.request_search(now + SETTLE_S, now, f"{device} lacks memory", forced=True)
         return out
 
     def handle_unreadable(self, event: WeightsUnreadable, now: float) -> list[CoordinatorCommand]:
-        """Give up the plans whose weights cannot be read, without an immediate retry."""
+        """Abandon the preparations of a model with unreadable weights, without an immediate retry."""
         out: list[CoordinatorCommand] = []
         for group in self._groups.of_model(event.model):
             record = group.plans.preparing
@@ -358,24 +359,24 @@ class Rollout:
     def _evict_and_retry(
         self, group: PlanGroup, record: PlanRecord, others: list[PlanGroup], now: float, why: str
     ) -> list[CoordinatorCommand]:
-        """Evict other groups' plans for a refused one, which is prepared again when they are gone."""
+        """Evict the plans of other groups for a refused plan, and prepare it again after their release."""
         out = self.release(record.plan)
         plan = record.plan.with_version(self.ids.next_version(), self.ids.next_version)
         group.plans.wait_for_memory(record, plan, self.ids.next_transaction(), now, why)
-        why, behind = f"for {plan.version}", set[PlanVersion]()
-        for slot in others:
-            if slot is group:
-                slot.plans.make_room(now, why)
-            elif slot.pinned and slot.idle:
-                out += self.close_group(slot, now, why)
+        why, evicted = f"for {plan.version}", set[PlanVersion]()
+        for other in others:
+            if other is group:
+                other.plans.make_room(now, why)
+            elif other.pinned and other.idle:
+                out += self.close_group(other, now, why)
             else:
-                out += self._evict(slot, now, why)
-            behind |= slot.plans.versions()
-        record.waits_for = frozenset(behind - record.versions)
+                out += self._evict(other, now, why)
+            evicted |= other.plans.versions()
+        record.waits_for = frozenset(evicted - record.versions)
         return out
 
     def _evict(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Take a group its plans; it has the next one in its turn."""
+        """End the plans of a group, and want its next search, which waits for its turn."""
         coming = group.plans.abandon_pending("make room", now, why)
         group.plans.make_room(now, why)
         group.made_room = True
@@ -383,14 +384,14 @@ class Rollout:
         return self.release(coming.plan) if coming is not None else []
 
     def group_for(self, request: Request, now: float) -> tuple[PlanGroup | None, list[CoordinatorCommand]]:
-        """Return the group of a request, a new one if it is the first with its pins; None if all are in use."""
+        """Return the group of a request, added for new pins; None if all pinned groups are in use."""
         name, pins = request.key.model, request.pins
         group, out = self._groups.find(name, pins), list[CoordinatorCommand]()
         if group is not None or pins is None:
             return group, out
         others = self._groups.pinned(name)
         if len(others) >= MAX_PINNED_GROUPS:
-            oldest = next((slot for slot in others if slot.idle), None)
+            oldest = next((other for other in others if other.idle), None)
             if oldest is None:
                 text = f"All {MAX_PINNED_GROUPS} pinned plans of {name} are in use. Try again later, or send no pins."
                 return None, self._scheduler.admission.refuse_overloaded(request, text)
@@ -400,7 +401,7 @@ class Rollout:
         return group, out
 
     def close_group(self, group: PlanGroup, now: float, why: str) -> list[CoordinatorCommand]:
-        """Release all plans of a pinned group for which no request waits or runs, and forget it."""
+        """Release all plans of an idle pinned group, and remove it."""
         coming = group.plans.abandon_pending("unused", now, why)
         group.plans.retire_all(now, why)
         out = self.release(coming.plan) if coming is not None else []
@@ -408,7 +409,7 @@ class Rollout:
         self._groups.drop(group)
         return out
 
-    # -- what does not come about ---------------------------------------------------------------------------------
+    # -- failed plans ---------------------------------------------------------------------------------------------
 
     def abandon(
         self,
@@ -418,7 +419,7 @@ class Rollout:
         now: float,
         why: str,
     ) -> list[CoordinatorCommand]:
-        """Give up a plan on its way."""
+        """Abandon the plan being prepared."""
         group.plans.step(record, event, now, why)
         text = describe_end(record, now, why)
         return [*([LogEvent("loaded", text)] if text else []), *self.release(record.plan)]
@@ -431,7 +432,7 @@ class Rollout:
         error: HeptiError,
         now: float,
     ) -> list[CoordinatorCommand]:
-        """Search again after a preparation that failed; after several, requests need not wait any longer."""
+        """Search again after a failed preparation; after several in a row, refuse the queued requests first."""
         plans = group.plans
         self._note_trial(group, record, now)
         out = [*self.abandon(group, record, event, now, str(error)), self.publish_plan(group)]
@@ -444,25 +445,25 @@ class Rollout:
         return out
 
     def refuse_waiting(self, group: PlanGroup, error: HeptiError, now: float) -> list[CoordinatorCommand]:
-        """Refuse the requests of a group for which there is no plan, unless there is the one before."""
+        """Refuse the queued requests of a group unless a plan is active; retire a suspect plan."""
         plans = group.plans
-        is_told = plans.active is None and str(group.error) == str(error)  # by the last search
-        out: list[CoordinatorCommand] = [] if is_told else [LogEvent("no_plan", str(error))]
+        is_repeated = plans.active is None and str(group.error) == str(error)
+        out: list[CoordinatorCommand] = [] if is_repeated else [LogEvent("no_plan", str(error))]
         if plans.active is None:
             group.error = error
             for request in [item.request for item in group.queue]:
                 out += self._scheduler.fail_request(group, request, error, now)
-        if (standing := plans.in_use) is not None and standing.state == "suspect":
-            plans.retire(standing, "no plan", now, str(error))
+        if (record := plans.in_use) is not None and record.state == "suspect":
+            plans.retire(record, "no plan", now, str(error))
         return [*out, self.publish_plan(group)]
 
     def mark_suspect(
         self, group: PlanGroup, plan: Plan, now: float, why: str = "a run never ended"
     ) -> list[CoordinatorCommand]:
-        """Prepare a plan again under which a run never ended; other replicas of it continue.
+        """Search for a replacement of a plan with a run that never ended; its other replicas continue.
 
-        A device may have lost the plan unnoticed (a restarted broker loses wills and subscriptions). The old version
-        stays resident meanwhile, so that devices need not load its weights again.
+        A device may have lost the plan, because a restarted broker loses wills and subscriptions. The old version stays
+        resident until then, so that devices need not load its weights again.
         """
         record = group.plans.active
         if record is None or plan.version not in record.versions:
@@ -475,30 +476,26 @@ class Rollout:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Weights loaded ahead on a standby device, where the plan in use has all of them on one.
+# Standby: a second device loads the weights of a plan that runs on one device.
 #
-# A second device prepares the plan that would follow a loss and releases it again: it keeps released weights, and the
-# Programs of recent shapes, while it has room, so nothing makes room for these. No request runs under such a plan. The
-# search after a loss, for requests that wait, is for that device alone.
+# The standby device prepares the plan that would follow a loss, and releases it again. It keeps released weights and
+# the Programs of recent shapes while it has room, so nothing is evicted for them. No request runs under such a plan.
 
 
-ENDS_S: Final = 60.0  # then a preparation is given up, or a refused one tried again
+ENDS_S: Final = 60.0  # until a preparation is abandoned, or a refused one tried again
 
 
 @dataclass(slots=True)
 class _StandbyPlan:
-    """The standby of the plan in use, `plan_version`; next_s: when the next step is due.
+    """The standby plan of one model."""
 
-    ticket: of the search, 0 before it. plan: that it found; boot: of its device. held: the device has the weights.
-    """
-
-    plan_version: PlanVersion
-    next_s: float
+    plan_version: PlanVersion  #: version of the plan in use
+    next_s: float  #: when the next step is due
     needed_bytes: int
-    ticket: int = 0
-    plan: Plan | None = None
-    boot: int = 0
-    held: bool = False
+    ticket: int = 0  #: ticket of the search, 0 before it
+    plan: Plan | None = None  #: the chosen plan
+    boot: int = 0  #: boot of its device
+    held: bool = False  #: the device has the weights
 
     @property
     def loading(self) -> bool:
@@ -506,31 +503,31 @@ class _StandbyPlan:
 
 
 class Standby:
-    """The standby devices of all groups; sees each event after the session has handled it."""
+    """The standby devices of all groups; handles each event after the session."""
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, moves: Moves) -> None:
         self._groups, self._fleet, self._rollout, self._moves = groups, fleet, rollout, moves
-        self._ahead: dict[str, _StandbyPlan] = {}
+        self._standbys: dict[str, _StandbyPlan] = {}
 
     @property
     def loading_devices(self) -> frozenset[str]:
-        """Return the devices that load ahead."""
-        return frozenset(ahead.plan.root for ahead in self._loads() if ahead.plan is not None)
+        """Return the standby devices that load weights."""
+        return frozenset(standby.plan.root for standby in self._loads() if standby.plan is not None)
 
     def is_held(self, group: PlanGroup) -> bool:
-        """Return whether another device has the weights of the plan in use."""
-        ahead = self._ahead.get(group.name)
-        return ahead is not None and ahead.held and self._there(ahead)
+        """Return whether a standby device holds the weights of the plan in use."""
+        standby = self._standbys.get(group.name)
+        return standby is not None and standby.held and self._is_usable(standby)
 
     def question(self, group: PlanGroup, now: float) -> Question:
-        """Return the question for a group's next plan, with what is held ahead."""
-        question, ahead = self._rollout.question(group, now), self._ahead.get(group.name)
-        if ahead is None or ahead.plan is None or not self._there(ahead):
+        """Return the question for a group's next plan, including the standby plan."""
+        question, standby = self._rollout.question(group, now), self._standbys.get(group.name)
+        if standby is None or standby.plan is None or not self._is_usable(standby):
             return question
-        return replace(question, residents=(*question.residents, ahead.plan))
+        return replace(question, residents=(*question.residents, standby.plan))
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take an event and return the commands that follow from it."""
+        """Handle an event; return the commands for standby devices."""
         if isinstance(event, Tick):
             return [command for group in self._groups.defaults() for command in self._tick(group, now)]
         if isinstance(event, Solved):
@@ -542,79 +539,71 @@ class Standby:
     def release_for_memory(
         self, record: PlanRecord | None, device: str, message: Message, now: float
     ) -> list[CoordinatorCommand]:
-        """Release what a device loads ahead where a plan is refused for lack of memory; the plan is prepared again."""
+        """If a device lacks memory for a plan, release its standby plans, so that the Prepare is repeated."""
         if record is None or not isinstance(message, PrepareFailed) or message.code != "memory":
             return []
-        ahead = [ahead for ahead in self._loads() if ahead.plan is not None and device in ahead.plan.devices]
-        if ahead:
+        standbys = [s for s in self._loads() if s.plan is not None and device in s.plan.devices]
+        if standbys:
             record.prepare_sent_s = -inf
-        return [command for load in ahead for command in self._give_up(load, now)]
+        return [command for standby in standbys for command in self._give_up(standby, now)]
 
     def _tick(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        ahead, record = self._ahead.get(group.name), group.plans.active
-        if ahead is not None and ahead.loading and self._there(ahead):
-            return self._give_up(ahead, now) if now > ahead.next_s else []
+        standby, record = self._standbys.get(group.name), group.plans.active
+        if standby is not None and standby.loading and self._is_usable(standby):
+            return self._give_up(standby, now) if now > standby.next_s else []
         if record is None or len(record.plan.devices) > 1 or not group.plans.pins.is_unpinned or not group.in_use(now):
             return []
         if not record.is_priced:
             return []
-        if ahead is None or ahead.plan_version != record.version or (ahead.plan is not None and not self._there(ahead)):
+        is_lost = standby is not None and standby.plan is not None and not self._is_usable(standby)
+        if standby is None or standby.plan_version != record.version or is_lost:
             needed_bytes = record.decision.chosen.price.needs[record.plan.root]
-            self._ahead[group.name] = _StandbyPlan(record.version, now, needed_bytes)
+            self._standbys[group.name] = _StandbyPlan(record.version, now, needed_bytes)
             return []
-        if ahead.held or now < ahead.next_s or group.plans.in_transition():
+        if standby.held or now < standby.next_s or group.plans.in_transition():
             return []
-        ahead.next_s = now + ENDS_S
-        question = self._rollout.question(group, now)
-        worth = {n for n in self._fleet.usable() if self._moves.is_worth_holding(group, n, ahead.needed_bytes, now)}
-        able = _with_memory(question, worth - set(record.plan.devices), ahead.needed_bytes)
+        standby.next_s = now + ENDS_S
+        question, needed_bytes = self._rollout.question(group, now), standby.needed_bytes
+        worth = {n for n in self._fleet.usable() if self._moves.is_worth_holding(group, n, needed_bytes, now)}
+        worth.difference_update(record.plan.devices)
+        profiles = question.cluster.devices
+        able = {n: p for n, p in profiles.items() if n in worth and p.memory_bytes >= needed_bytes}
         if not able:
             return []
-        ahead.ticket = self._rollout.ids.next_transaction()
-        return [Solve(group.name, ahead.ticket, _restricted_to(question, able), None, SearchKind.HURRIED)]
+        standby.ticket = self._rollout.ids.next_transaction()
+        question = replace(question, cluster=replace(question.cluster, devices=able))
+        return [Solve(group.name, standby.ticket, question, None, SearchKind.HURRIED)]
 
     def _solved(self, event: Solved) -> list[CoordinatorCommand]:
-        ahead, group = self._ahead.get(event.model), next(iter(self._groups.of_model(event.model)), None)
-        if ahead is None or group is None or event.ticket != ahead.ticket or event.decision is None:
+        standby, group = self._standbys.get(event.model), next(iter(self._groups.of_model(event.model)), None)
+        if standby is None or group is None or event.ticket != standby.ticket or event.decision is None:
             return []
         chosen = event.decision.chosen
         member = self._fleet.usable().get(chosen.plan.root)
         if member is None or len(chosen.plan.devices) > 1 or group.plans.in_transition():
             return []
-        ahead.plan, ahead.boot, ahead.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
+        standby.plan, standby.boot, standby.needed_bytes = chosen.plan, member.boot, chosen.price.needs[member.name]
         shapes = tuple(shape.plain() for shape in shapes_to_build(group)[0])
         return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
     def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        for ahead in self._loads():
-            assert ahead.plan is not None
-            if (ahead.plan.model, ahead.plan.version) != (message.model, message.plan_version):
+        for standby in self._loads():
+            assert standby.plan is not None
+            if (standby.plan.model, standby.plan.version) != (message.model, message.plan_version):
                 continue
             if isinstance(message, PrepareFailed):
-                return self._give_up(ahead, now)
-            ahead.held = True
-            return self._rollout.release(ahead.plan)
+                return self._give_up(standby, now)
+            standby.held = True
+            return self._rollout.release(standby.plan)
         return []
 
-    def _give_up(self, ahead: _StandbyPlan, now: float) -> list[CoordinatorCommand]:
-        plan, ahead.plan, ahead.next_s = ahead.plan, None, now + ENDS_S
+    def _give_up(self, standby: _StandbyPlan, now: float) -> list[CoordinatorCommand]:
+        plan, standby.plan, standby.next_s = standby.plan, None, now + ENDS_S
         return [] if plan is None else self._rollout.release(plan)
 
     def _loads(self) -> Iterator[_StandbyPlan]:
-        return (ahead for ahead in self._ahead.values() if ahead.loading)
+        return (standby for standby in self._standbys.values() if standby.loading)
 
-    def _there(self, ahead: _StandbyPlan) -> bool:
-        member = None if ahead.plan is None else self._fleet.usable().get(ahead.plan.root)
-        return member is not None and member.boot == ahead.boot
-
-
-def _with_memory(question: Question, devices: set[str], needed_bytes: int) -> set[str]:
-    """Return which of these devices have the memory."""
-    there = ((name, question.cluster.devices.get(name)) for name in devices)
-    return {name for name, profile in there if profile is not None and profile.memory_bytes >= needed_bytes}
-
-
-def _restricted_to(question: Question, devices: set[str]) -> Question:
-    """Return a question for some of its devices."""
-    left = {name: profile for name, profile in question.cluster.devices.items() if name in devices}
-    return replace(question, cluster=replace(question.cluster, devices=left))
+    def _is_usable(self, standby: _StandbyPlan) -> bool:
+        member = None if standby.plan is None else self._fleet.usable().get(standby.plan.root)
+        return member is not None and member.boot == standby.boot

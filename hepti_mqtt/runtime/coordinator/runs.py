@@ -1,4 +1,4 @@
-"""Runs: packed batches that devices of a plan compute, and what the devices have answered so far."""
+"""Runs: packed batches that the devices of a plan compute, and the answers so far."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hepti_mqtt.runtime.machinery import StateTable
 from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.task_queue import TaskQueue
 
-MAX_UNREPORTED_RUNS: Final = 4  # runs on a device whose reports alone are missing, and that take no room of others
+MAX_UNREPORTED_RUNS: Final = 4  # runs of a device that lack only reports, and do not count as concurrent
 
 
 class Progress(NamedTuple):
-    """The farthest block of the graph that a device was in, and when the planner heard of it."""
+    """The farthest block that a device reported, and when the planner received the report."""
 
     block: int
     heard_s: float
@@ -40,11 +40,11 @@ RUN_STATES: Final[StateTable[RunState, RunEvent]] = StateTable(
     first=("dispatch", "dispatched"),
     steps={
         "dispatched": {
-            "answer": "answered",  # all of the output is there, reports are missing
+            "answer": "answered",  # the output is complete, reports are missing
             "report": "reported",
             "retry": "retried",
             "cancel": "cancelled",
-            "continue": "continued",  # under another plan, as a run of its own
+            "continue": "continued",  # under another plan, as another run
         },
         "answered": {"report": "reported", "retry": "retried", "cancel": "cancelled"},
         "reported": {},
@@ -65,14 +65,14 @@ RUN_STATES: Final[StateTable[RunState, RunEvent]] = StateTable(
 
 @dataclass(slots=True)
 class DeviceAnswers:
-    """What the devices of a run have sent of its output, and reported."""
+    """The parts of the output, and the reports, of a run's devices."""
 
-    #: Parts of the output, with their first row, by device, node and part.
+    #: Parts of the output with their first row, by device, node and part.
     parts: dict[tuple[str, int, int], tuple[int, Array]] = field(default_factory=dict)
     #: Microseconds of compute and wait, bytes and parts sent, by device.
     reports: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    lost_devices: set[str] = field(default_factory=set)  #: devices without which the run continues
-    ids: tuple[int, ...] = ()  #: of its items, if devices began it ahead: their outputs must name the same
+    lost_devices: set[str] = field(default_factory=set)  #: devices that the run continues without
+    ids: tuple[int, ...] = ()  #: tokens of a step that devices began ahead; outputs must carry the same
 
     def contradicts(self, device: str, frame: Frame) -> bool:
         """Return whether a frame differs from an earlier one of the device for the same part or report."""
@@ -85,12 +85,12 @@ class DeviceAnswers:
         return False
 
     def whole_output(self, shape: tuple[int, int]) -> Array | None:
-        """Return the output if the parts form one of this shape, each row once; None if rows lack or come twice.
+        """Return the output if the parts form this shape, each row once; None if rows are missing or repeated.
 
-        Parts of devices that reported none do not count.
+        Parts of devices that reported no parts do not count.
         """
-        said = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
-        parts = [part for (device, _, _), part in self.parts.items() if said.get(device, True)]
+        has_parts = {device: numbers[3] > 0 for device, numbers in self.reports.items()}
+        parts = [part for (device, _, _), part in self.parts.items() if has_parts.get(device, True)]
         parts.sort(key=lambda part: part[0])
         end = 0
         for first, array in parts:
@@ -102,52 +102,52 @@ class DeviceAnswers:
         return parts[0][1] if len(parts) == 1 else np.concatenate([array for _, array in parts])
 
     def is_complete(self, devices: Collection[str]) -> bool:
-        """Return whether every device has reported, and every part that one reported is here."""
-        heard = self.reports.keys() | self.lost_devices
-        if heard < set(devices) or not any(n[3] for n in self.reports.values()):
+        """Return whether every device has reported, and every reported part has arrived."""
+        reported = self.reports.keys() | self.lost_devices
+        if reported < set(devices) or not any(n[3] for n in self.reports.values()):
             return False
-        here = Counter(device for device, _, _ in self.parts)
-        return all(here[device] >= numbers[3] for device, numbers in self.reports.items())
+        arrived = Counter(device for device, _, _ in self.parts)
+        return all(arrived[device] >= numbers[3] for device, numbers in self.reports.items())
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """When a run was dispatched, and what it is expected to take."""
+    """Times of a run, measured and expected."""
 
     dispatched_s: float
-    expected_s: float = 0.0  #: predicted duration
-    expected_end_s: float = 0.0  #: predicted end, after earlier runs on its devices
-    probe_at_s: float = inf  #: then its devices are probed
-    deadline_s: float = inf  #: then it is retried
-    expectation: Expectation = AS_PREDICTED  #: of its duration, over the prediction
+    expected_s: float = 0.0  #: expected duration
+    expected_end_s: float = 0.0  #: expected end, after earlier runs on its devices
+    probe_at_s: float = inf  #: when its devices are probed
+    deadline_s: float = inf  #: when it is retried
+    expectation: Expectation = AS_PREDICTED  #: of its duration, as factors on the prediction
 
 
 class RunKind(NamedTuple):
-    """What runs of one shape under one plan have in common."""
+    """The common properties of runs of one shape under one plan."""
 
     output_shape: tuple[int, int]
-    is_planned: bool = True  #: plans are made for runs of this shape
-    tasks: int = 0  #: that devices lease, 0 without a queue of them
+    is_planned: bool = True  #: plans are optimised for runs of this shape
+    tasks: int = 0  #: number of leased tasks, 0 without a task queue
     frame_key: FrameKey = UNKEYED
 
 
 @dataclass(slots=True)
 class BesideRun:
-    """What else went on during a run; the session notes it at each event."""
+    """Other work during a run; the session updates it at each event."""
 
     alone: bool  #: no other run at any time
     loads: bool = False  #: a device of the site loaded weights, or prepared a plan
     search: bool = False  #: the planner's machine searched
-    only_search: bool = True  #: and did so all the time
+    only_search: bool = True  #: it searched all the time
 
 
 @dataclass(slots=True)
 class Lateness:
-    """What the session did about a run that is not as far as it should be, and about going on under another plan."""
+    """How the session has treated a late run, or a run that may continue under another plan."""
 
     is_late: bool = False
-    was_searched_for: bool = False  #: a brief search looked for a plan that it may go on under
-    judged: tuple[PlanVersion, Progress | None] | None = None  #: plan and progress that the rule judged last
+    was_searched_for: bool = False  #: a brief search looked for a plan to continue it
+    judged: tuple[PlanVersion, Progress | None] | None = None  #: plan and progress of the rule's last judgement
 
 
 @dataclass(slots=True)
@@ -167,15 +167,15 @@ class Run:
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)
     lateness: Lateness = field(default_factory=Lateness)
     probed_s: float | None = None  #: when its devices were probed
-    broker_was_lost: bool = False  #: meanwhile
-    output: Array | None = None  #: as its requests got it, before all devices had reported
-    early_stats: RunStats | None = None  #: as its requests got them with that output
-    #: Of this run among those of each item's request, once its tokens were taken; None if the request had ended.
+    broker_was_lost: bool = False  #: since its dispatch
+    output: Array | None = None  #: the output that was delivered before all devices had reported
+    early_stats: RunStats | None = None  #: the statistics that were delivered with that output
+    #: Index of this run among the runs of each item's text, set with its tokens; None if the request had ended.
     places: tuple[int | None, ...] = ()
-    steps: bool = False  #: of sessions
-    task_queue: TaskQueue | None = None  #: of leased tasks
-    progress: Progress | None = None  #: as devices have said
-    before: Run | None = None  #: the run that it goes on with under another plan
+    steps: bool = False  #: all items are decoding steps
+    task_queue: TaskQueue | None = None  #: leased tasks
+    progress: Progress | None = None  #: reported by devices
+    before: Run | None = None  #: the run that this one continues under another plan
 
     @property
     def plan_version(self) -> PlanVersion:
@@ -184,42 +184,37 @@ class Run:
 
     @property
     def waiting_requests(self) -> list[Request]:
-        """Return the requests that still wait for it."""
+        """Return the unfinished requests of the run."""
         return [item.request for item in self.items if not item.request.finished]
 
     @property
     def is_computing(self) -> bool:
-        """Return whether devices may still compute for it: it has no output, or requests that wait for its reports."""
+        """Return whether devices may still compute it: it has no output, or no delivered tokens."""
         return self.state == "dispatched" or not self.places
 
     def needs(self, plan_version: PlanVersion) -> bool:
-        """Return whether it needs devices of a plan; after its first progress it needs none of the plan before."""
+        """Return whether the run needs a plan; after its first progress it does not need the plan of `before`."""
         before = None if self.before is None or self.progress is not None else self.before.plan_version
         return plan_version in (self.plan_version, before)
 
     @property
     def may_go_on(self) -> bool:
-        """Return whether it may go on under another plan: it is somewhere between its blocks, as begun by a request."""
-        fresh = self.before is None and self.task_queue is None and not self.shape.session_rows
-        return (
-            fresh
-            and self.progress is not None
-            and not self.answers.parts
-            and not self.answers.reports
-            and self.is_computing
-        )
+        """Return whether the run may continue under another plan: devices are between its blocks."""
+        is_eligible = self.before is None and self.task_queue is None and not self.shape.session_rows
+        has_answers = bool(self.answers.parts or self.answers.reports)
+        return is_eligible and self.progress is not None and not has_answers and self.is_computing
 
     def items_of(self, sessions: Collection[int]) -> list[WorkItem]:
-        """Return the items of some sessions; all items if none is among these."""
+        """Return the items of some sessions; all items if no item has one of them."""
         texts = [(item, item.request.generation) for item in self.items]
         return [i for i, text in texts if text is not None and text.session.number in sessions] or list(self.items)
 
     def check(self) -> None:
         """Raise AssertionError if its fields contradict its state."""
-        assert self.state in ("dispatched", "answered"), "a run that has ended is forgotten"
+        assert self.state in ("dispatched", "answered"), "ended runs are removed"
         assert (self.state == "answered") == (self.early_stats is not None)
         assert self.state == "answered" or not self.places
-        assert self.waiting_requests or self.early_stats, "nobody waits for it"
+        assert self.waiting_requests or self.early_stats, "no request waits for the run"
         assert len(self.places) in (0, len(self.items))
 
     @property
@@ -230,17 +225,18 @@ class Run:
         return [item for item in self.items if not item.request.finished and item.index not in item.request.outputs]
 
     def stats(self) -> RunStats:
-        """Return what the devices reported."""
+        """Return the statistics from the devices' reports."""
+        reports = self.answers.reports
         return RunStats(
             self.plan,
             self.cluster,
             self.shape,
-            {d: n[0] for d, n in self.answers.reports.items()},
-            {d: n[1] for d, n in self.answers.reports.items()},
-            {d: n[2] for d, n in self.answers.reports.items()},
+            {device: numbers[0] for device, numbers in reports.items()},
+            {device: numbers[1] for device, numbers in reports.items()},
+            {device: numbers[2] for device, numbers in reports.items()},
             self.dispatch_bytes,
             len(self.items),
-            reported=self.answers.reports.keys() | self.answers.lost_devices >= set(self.plan.devices),
+            reported=reports.keys() | self.answers.lost_devices >= set(self.plan.devices),
             dispatched_s=(self.before or self).times.dispatched_s,
             expectation=self.times.expectation,
         )

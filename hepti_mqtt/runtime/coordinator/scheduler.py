@@ -1,4 +1,4 @@
-"""Runs from their dispatch to their end: answers of devices, lost runs and their retries, and the ends of requests."""
+"""Runs from dispatch to end: devices' answers, retries of lost runs, and the ends of requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hepti_mqtt.runtime.coordinator.runs import RUN_STATES, Progress, Run, RunEv
 from hepti_mqtt.runtime.machinery import StateMachine, TransitionLog
 
 MAX_ATTEMPTS: Final = 4
-LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection between two devices may cost a request four runs
+LINK_LOSS_WINDOW_S: Final = 5.0  # one lost connection may cost a request several runs, but counts as one attempt
 
 RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgress
 
@@ -47,8 +47,7 @@ RunMessage = Frame | messages.RunFailed | messages.TaskDone | messages.RunProgre
 class Scheduler:
     """The runs of every plan group; the session decides which plan is active.
 
-    in_flight: runs of a model at once on a device, whatever their pins. counters: frames and messages that were not
-    understood or came too late, by name.
+    in_flight: concurrent runs of a model on a device, over all pins. counters: invalid and late frames and messages.
     """
 
     def __init__(
@@ -60,7 +59,9 @@ class Scheduler:
         self._ahead = StepsAhead(self._orders, ids)
         self.caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
-        self._ended: list[tuple[PlanGroup, Run, float]] = []  #: runs that nobody has learned from, and their ends
+        self._ended: list[
+            tuple[PlanGroup, Run, float]
+        ] = []  #: ended runs that `lessons` has not yielded, and their ends
         self._dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
@@ -68,42 +69,42 @@ class Scheduler:
 
     @property
     def due_s(self) -> float:
-        """Return when the next delayed batch or overdue lease is due; infinity if there is none."""
+        """Return when the next delayed batch or lease takeover is due; infinity if there is none."""
         queues = (run.task_queue for run in self._groups.runs() if run.plan.root not in run.answers.reports)
         takeovers = (queue.next_takeover_s for queue in queues if queue is not None)
         return min([self._dispatcher.due_s, *takeovers], default=inf)
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
-        """Begin the runs of a model that may begin now, and cancel steps ahead that the planner does not want."""
+        """Dispatch the runs of a model that may begin now, and cancel steps ahead that were not used."""
         out = self._dispatcher.dispatch_ready(name, now)
-        while reports := self._ahead.take_reports():  # they may end runs, so that others begin
+        while reports := self._ahead.take_reports():  # they may end runs, so that other runs begin
             for device, report in reports:
                 if isinstance(report, Frame):
                     out += self.handle_frame(DeviceFrame(device, report), now)
                 else:
                     out += self.handle_failure(device, report, now)
             out += self._dispatcher.dispatch_ready(name, now)
-        if unasked := self._ahead.take_unasked(name):
+        if unused := self._ahead.take_unused(name):
             live = {version for group in self._groups.of_model(name) for version in group.plans.versions()}
-            for steps in unasked:  # those of other plan versions are gone
+            for steps in unused:  # devices dropped the steps of other plan versions
                 out += self._ahead.cancel(steps) if steps[0].plan.version in live else []
         return out
 
     def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
-        """Let a run go on under another plan from a block on: its devices end it there, and begin with the rest."""
+        """Stop a run before a block, and continue it under another plan."""
         return self._dispatcher.go_on(group, run, plan, block, now)
 
     def _run_of(self, device: str, message: RunMessage) -> tuple[PlanGroup, Run] | None:
-        """Return the run that a device's message is about; None if it is over, or the device has no part in it."""
+        """Return the run of a device's message; None if it has ended, or the device has no part in it."""
         for group in self._groups.of_model(message.model):
             if (run := group.runs.get(message.run_id)) is not None:
                 plans = (each.plan for each in (run, run.before) if each is not None)
-                is_of_plan = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
-                return (group, run) if is_of_plan else None
+                takes_part = any(plan.version == message.plan_version and device in plan.devices for plan in plans)
+                return (group, run) if takes_part else None
         return None
 
     def handle_frame(self, event: DeviceFrame, now: float) -> list[CoordinatorCommand]:
-        """Take a part of the output, or a device's report of its run; the last one of a request answers it."""
+        """Take a part of a run's output, or a device's report; the last one answers the request."""
         frame = event.frame
         if (target := self._run_of(event.device, frame)) is None:
             self._counters["late"] += not (frame.kind == "done" and self._ahead.keep_report(event.device, frame))
@@ -113,7 +114,7 @@ class Scheduler:
         if not frame.has_tag(run.kind.frame_key):
             self._counters["forged"] += 1
             return []
-        if run.answers.contradicts(event.device, frame):  # one of both is forged
+        if run.answers.contradicts(event.device, frame):  # one of the two frames is forged
             self._counters["contradicted"] += 1
             return self._retry_or_fail(
                 group, run, RemoteError(f"two answers of {event.device} differ"), MAX_ATTEMPTS, now
@@ -132,7 +133,7 @@ class Scheduler:
         return out if output is None else [*out, *self._deliver(group, run, output, now, reported=False)]
 
     def handle_failure(self, device: str, message: messages.RunFailed, now: float) -> list[CoordinatorCommand]:
-        """Retry a run that was lost on the wire, and once a run that a device could not compute."""
+        """Retry a run that was lost on the wire; retry a run that a device could not compute once."""
         if (target := self._run_of(device, message)) is None:
             self._counters["late"] += not self._ahead.keep_report(device, message)
             return []
@@ -143,30 +144,25 @@ class Scheduler:
             lost = run.items_of(message.sessions)
             reused = message.code == "session" and self.caches.forget_prefixes(run.plan_version, lost)
             return out + self.retry(group, run, now, same_loss or message.code == "passed" or reused, lost)
-        # What reached the device may have been forged, as this may be, or its memory short.
+        # The device's input or this message may be forged, or the device may lack memory.
         return out + self._retry_or_fail(group, run, RemoteError(message.text), 2, now)
 
     def _retry_or_fail(
-        self, group: PlanGroup, run: Run, error: RemoteError, tries: int, now: float
+        self, group: PlanGroup, run: Run, error: RemoteError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Run a failed request again, by itself; it ends with the error after this many tries."""
+        """Run each item of a failed run again, alone; fail a single item after `limit` attempts."""
         if not run.is_computing:
-            return self._rewind(group, run, error, tries, now)
-        tried = 1 + max((item.request.losses[item.index] for item in run.open_items), default=0)
-        if len(run.items) == 1 and tried < tries:
+            return self._rewind(group, run, error, limit, now)
+        items = run.open_items
+        attempts = 1 + max((item.request.losses[item.index] for item in items), default=0)
+        if len(run.items) == 1 and attempts < limit:
             return self.retry(group, run, now)
         if len(run.items) == 1:
-            ends = run.open_items
             out = self._cancel(group, run, "cancel", now)
-            return out + (self.fail_request(group, run.items[0].request, error, now) if ends else [])
-        for item in run.open_items:  # what is cached may follow from what was forged
+            return out + (self.fail_request(group, run.items[0].request, error, now) if items else [])
+        for item in items:  # cached rows may follow from forged frames
             if item.request.generation is not None:
                 item.request.generation.session.leave()
-        return self._part(group, run, now)
-
-    def _part(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Cancel a run of several items, which then run alone: so the item with the fault fails alone."""
-        items = run.open_items
         out = self._cancel(group, run, "retry", now)
         for item in items:
             item.request.unbatchable.add(item.index)
@@ -175,7 +171,7 @@ class Scheduler:
 
     @staticmethod
     def _is_same_link_loss(run: Run, now: float) -> bool:
-        """Take it that a connection between devices cost a run; return whether that belongs to an earlier loss."""
+        """Record the loss of a connection between devices; return whether it belongs to an earlier loss."""
         before = max(item.request.last_link_loss_s for item in run.items)
         if now - before < LINK_LOSS_WINDOW_S:
             return True
@@ -188,40 +184,37 @@ class Scheduler:
     ) -> list[CoordinatorCommand]:
         """Cancel a run and queue its items first; a request fails after too many attempts.
 
-        blameless: no device had a part in the loss, so it is no attempt. failed: the items that begin again, while the
-        others go on as they are; without any, all begin again.
+        blameless: no device is at fault, so it is not an attempt. failed: items that restart while the others continue;
+        if empty, all items restart.
         """
         items = run.open_items
         out = self._cancel(group, run, "retry", now)
-        back: list[WorkItem] = []
-        whole = [item for item in items if failed and item not in failed]
+        restarted: list[WorkItem] = []
+        continued = [item for item in items if failed and item not in failed]
         for item in items:
-            request, lost = item.request, item.request.losses
-            if request.finished or item in whole:
+            request, losses = item.request, item.request.losses
+            if request.finished or item in continued:
                 continue
-            lost[item.index] += not blameless
-            if lost[item.index] >= MAX_ATTEMPTS:
-                text = (
-                    f"Giving up after {lost[item.index]} attempts: devices left, or tensors were lost (a broker drops "
-                )
-                text += (
-                    "messages above max_queued_messages). See `hepti devices`, `hepti doctor` and the planner's log."
-                )
+            losses[item.index] += not blameless
+            if losses[item.index] >= MAX_ATTEMPTS:
+                text = f"Giving up after {losses[item.index]} attempts: devices left, or tensors were lost (a broker "
+                text += "drops messages above max_queued_messages). See `hepti devices`, `hepti doctor` and the "
+                text += "planner's log."
                 out += self.fail_request(group, request, RemoteError(text), now)
             elif group.error is not None and not group.plans.may_serve():
                 out += self.fail_request(group, request, group.error, now)
             else:
-                back.append(item)
-        for item in back:
-            if item.request.generation is not None:  # start a new session: devices may have cached different rows
+                restarted.append(item)
+        for item in restarted:
+            if item.request.generation is not None:  # devices may have cached different rows
                 item.request.generation.session.leave()
-            if item.request.losses[item.index] > 1:  # it may be what brings runs to nothing
+            if item.request.losses[item.index] > 1:  # the item may be the cause
                 item.request.unbatchable.add(item.index)
-        group.queue.prepend([*whole, *back])
+        group.queue.prepend([*continued, *restarted])
         return out
 
     def handle_lost_device(self, group: PlanGroup, run: Run, device: str, now: float) -> list[CoordinatorCommand]:
-        """Let others take over the tasks of a lost device, or retry the run: without a queue, or without its root."""
+        """Lease the tasks of a lost device to others; retry a run without tasks, or a run that lost its root."""
         if run.task_queue is None or device == run.plan.root:
             return self.retry(group, run, now)
         run.answers.lost_devices.add(device)
@@ -231,20 +224,20 @@ class Scheduler:
         return [*out, *self._complete(group, run, now)] if run.answers.is_complete(run.plan.devices) else out
 
     def mark_broker_lost(self) -> None:
-        """The broker was lost, and with it whatever was on its way."""
+        """Mark all runs: the broker may have lost their frames."""
         for run in self._groups.runs():
             run.broker_was_lost = True
 
     def retry_after_broker_loss(self, now: float) -> list[CoordinatorCommand]:
-        """Retry the runs that the loss of the broker cut short, as soon as all of their devices are back."""
-        cut = [(group, run) for group in self._groups for run in group.runs.values() if run.broker_was_lost]
-        back = [(group, run) for group, run in cut if self._fleet.all_back(run.plan.devices)]
+        """Retry the runs that were marked by `mark_broker_lost` and have all of their devices back."""
+        marked = [(group, run) for group in self._groups for run in group.runs.values() if run.broker_was_lost]
+        back = [(group, run) for group, run in marked if self._fleet.all_back(run.plan.devices)]
         return [command for group, run in back for command in self.retry(group, run, now, blameless=True)]
 
     def fail_request(
         self, group: PlanGroup, request: Request, error: HeptiError, now: float
     ) -> list[CoordinatorCommand]:
-        """Refuse a request unless it has ended, and cancel the runs that no other request waits for."""
+        """Refuse a request unless it has ended, and cancel the runs that no request waits for."""
         if request.finished:
             return []
         request.finished = True
@@ -254,7 +247,7 @@ class Scheduler:
         return [*out, *self.caches.end_of(group, request), RefuseRequest(request, error)]
 
     def record_progress(self, device: str, message: messages.RunProgress, now: float) -> Run | None:
-        """Take how far a device is with a run; return the run, None if it is over."""
+        """Record a device's progress with a run; return the run, None if it has ended."""
         target = self._run_of(device, message)
         run = None if target is None else target[1]
         if run is not None and (run.progress is None or message.block > run.progress.block):
@@ -262,7 +255,7 @@ class Scheduler:
         return run
 
     def cancel(self, event: RequestCancelled, now: float) -> list[CoordinatorCommand]:
-        """End a request that its client cancels, or refuse it when it comes."""
+        """End a request that its client cancels, or refuse it on arrival."""
         out: list[CoordinatorCommand] = []
         for group, request in self.admission.find_cancelled(event.key, now):
             out += self.fail_request(group, request, CancelledRequestError(CANCELLED), now)
@@ -279,12 +272,12 @@ class Scheduler:
         return out
 
     def _complete(self, group: PlanGroup, run: Run, now: float) -> list[CoordinatorCommand]:
-        """Deliver a run that all devices have reported; what it teaches waits until devices have their next work."""
+        """Deliver a run that all devices have reported; `lessons` yields it after the devices' next work."""
         del group.runs[run.run_id]
         parts, reports = run.answers.parts, run.answers.reports
         self._counters["foreign_frame"] += sum(not reports[device][3] for device, _, _ in parts)
         self._ended.append((group, run, now))
-        if (output := run.answers.whole_output(run.kind.output_shape)) is None:  # of other versions, or forged
+        if (output := run.answers.whole_output(run.kind.output_shape)) is None:  # other versions, or forged
             text = "The devices' partial outputs do not form a whole answer. Install one version on all devices."
             return self._retry_or_fail(group, run, RemoteError(text), MAX_ATTEMPTS, now)
         out = self._deliver(group, run, output, now, reported=True)
@@ -292,12 +285,12 @@ class Scheduler:
         return out
 
     def lessons(self) -> Iterator[Callable[[], None]]:
-        """Yield what learns from each run that has ended since, in their order."""
+        """Yield a function that learns from each newly ended run, in order."""
         ended, self._ended = self._ended, []
         return (partial(self._learn, group, run, end_s) for group, run, end_s in ended)
 
     def _learn(self, group: PlanGroup, run: Run, end_s: float) -> None:
-        """Learn from a run: how slow devices are, what searches cost, and what the plan's method takes."""
+        """Learn from a run: slowdown of devices, cost of searches, and duration of the plan's method."""
         group.durations.record_reports(run, end_s)
         seconds, beside = end_s - run.times.dispatched_s, run.beside
         if not beside.alone or beside.loads:
@@ -314,9 +307,9 @@ class Scheduler:
     def _deliver(
         self, group: PlanGroup, run: Run, output: Array, now: float, *, reported: bool
     ) -> list[CoordinatorCommand]:
-        """Give the whole output of a run to its requests; before all devices have reported, to those that do not wait.
+        """Deliver the whole output of a run; before all devices have reported, to requests without `wants_report`.
 
-        Such a run stays until all devices have reported; if they do not, it is overdue.
+        The run stays until all devices have reported, or it is overdue.
         """
         if run.items[0].request.generation is not None:
             return self._continue_generation(group, run, output, now, reported)
@@ -329,7 +322,7 @@ class Scheduler:
             self._step(run, "answer", now)
         outputs = split_output(group.served.spec, [item.batch for item in run.items], output)
         for item, own in zip(run.items, outputs, strict=True):
-            if early is not None and not item.request.wants_report:  # it has the output: only the reports are new
+            if early is not None and not item.request.wants_report:  # it has the output, only the reports are new
                 item.request.stats = [stats if each is early else each for each in item.request.stats]
             elif item in takers:
                 out += self._deliver_output(group, run, item, stats, own)
@@ -339,7 +332,7 @@ class Scheduler:
     def _deliver_output(
         group: PlanGroup, run: Run, item: WorkItem, stats: RunStats, output: Array
     ) -> list[CoordinatorCommand]:
-        """Give a request the output of one of its items; the last one answers it."""
+        """Deliver the output of one of a request's items; the last one answers the request."""
         request = item.request
         if request.finished:
             return []
@@ -357,15 +350,15 @@ class Scheduler:
         out: list[CoordinatorCommand] = []
         for each in (run,) if run.before is None else (run.before, run):
             out += self._orders.cancel(each.plan, [each.run_id], devices)
-        out += self._ahead.cancel_behind(run.run_id)
-        for item in run.items:  # which may have waited for its reports alone
+        out += self._ahead.cancel_after(run.run_id)
+        for item in run.items:  # the item may have waited only for reports
             out += self._answer_generation(group, item) + self.caches.end_of(group, item.request)
         return out
 
     # -- leased tasks ---------------------------------------------------------------------------------------------
 
     def complete_task(self, device: str, message: messages.TaskDone, now: float) -> list[CoordinatorCommand]:
-        """Record a task that a device has computed; lease it the next one, or say that none is left."""
+        """Record a computed task, and lease the device another one."""
         target = self._run_of(device, message)
         return [] if target is None else self._leases.complete(target[1], device, message.task, now)
 
@@ -375,14 +368,14 @@ class Scheduler:
 
     # -- generation -----------------------------------------------------------------------------------------------
     #
-    # A whole output needs every op of every device (a test of all methods shows it), so the devices have cached their
-    # rows and the next run starts at once; reports are counted as they come. A published token cannot be taken back:
-    # if its run was forged it is computed again, and a different token is an error.
+    # A whole output needs every op of every device (tested for all methods), so the devices have cached their rows and
+    # the next run starts before the reports arrive. A published token is final: if its run was forged, it is computed
+    # again, and a different token is an error.
 
     def _continue_generation(
         self, group: PlanGroup, run: Run, output: Array, now: float, reported: bool
     ) -> list[CoordinatorCommand]:
-        """Take the tokens of a run's output, and its reports once all are in."""
+        """Take the tokens of a run's output, then its reports when all have arrived."""
         stats, out = run.stats(), list[CoordinatorCommand]()
         if not run.is_computing:
             return self._take_reports(group, run, output, stats, now)
@@ -402,7 +395,7 @@ class Scheduler:
         for place, item in enumerate(run.items):
             if item.request.finished:
                 out += self.caches.end_of(group, item.request)
-            else:  # of several sessions each has a row
+            else:  # in a run of several sessions, each has one row
                 own = output if len(run.items) == 1 else output[place : place + 1]
                 out += self._take_tokens(group, run, item, own, stats, now)
         return out
@@ -410,14 +403,14 @@ class Scheduler:
     def _take_reports(
         self, group: PlanGroup, run: Run, output: Array, stats: RunStats, now: float
     ) -> list[CoordinatorCommand]:
-        """Take the reports of a run whose tokens were taken; its output is still the same unless a part was forged."""
+        """Take the reports of a run after its tokens; a different output means that a part was forged."""
         open_items = [
             (item, place)
             for item, place in zip(run.items, run.places, strict=True)
             if place is not None and not item.request.finished
         ]
         if open_items and run.output is not None and not np.array_equal(run.output, output):
-            error = RemoteError("parts of an answer are not those that devices have sent")
+            error = RemoteError("parts of an answer were not sent by the devices")
             return self._rewind(group, run, error, MAX_ATTEMPTS, now)
         out: list[CoordinatorCommand] = []
         for item, place in open_items:
@@ -428,11 +421,11 @@ class Scheduler:
     def _take_tokens(
         self, group: PlanGroup, run: Run, item: WorkItem, logits: Array, stats: RunStats, now: float
     ) -> list[CoordinatorCommand]:
-        """Take what follows, and begin or queue the next run of its session."""
+        """Append the tokens of a run, publish new ones, and dispatch or queue the next run."""
         request, generation = item.request, item.request.generation
         assert generation is not None
         if not generation.wants_states and not _usable(logits):
-            error = RemoteError(f"the devices answered with {list(logits.shape)} numbers that no token follows from")
+            error = RemoteError(f"the devices answered with invalid logits of shape {list(logits.shape)}")
             return self.fail_request(group, request, error, now)
         request.unbatchable.discard(item.index)
         published = generation.published_tokens
@@ -467,18 +460,18 @@ class Scheduler:
     def _end_with_fault(
         self, group: PlanGroup, request: Request, error: Exception, now: float
     ) -> list[CoordinatorCommand]:
-        """End a text after a fault of the planner, which nobody else would end."""
+        """Fail a text after a fault of the planner; otherwise it would never end."""
         fault = RemoteError(f"the planner cannot continue this text ({error!r}); report it with the planner's log")
         return [LogEvent("internal_error", str(fault)), *self.fail_request(group, request, fault, now)]
 
     def _answer_generation(self, group: PlanGroup, item: WorkItem) -> list[CoordinatorCommand]:
-        """Answer a request that generates if all tokens are there, and the reports that it waits for."""
+        """Answer a generation that has all tokens and, with `wants_report`, all reports."""
         request = item.request
         if request.finished or request.generation is None or not request.generation.done:
             return []
         if request.wants_report and any(request is i.request for run in group.runs.values() for i in run.items):
             return []
-        if not request.generation.carried.size:  # most texts end long before they are as long as they may be
+        if not request.generation.carried.size:  # record the actual length: most texts end long before their limit
             group.recent.lengths.append(len(request.generation.prompt) + len(request.generation.text.tokens))
         request.finished = True
         out: list[CoordinatorCommand] = [
@@ -487,14 +480,14 @@ class Scheduler:
         return [*out, *self.caches.keep(group, request.generation)]
 
     def _rewind(
-        self, group: PlanGroup, run: Run, error: HeptiError, tries: int, now: float
+        self, group: PlanGroup, run: Run, error: HeptiError, limit: int, now: float
     ) -> list[CoordinatorCommand]:
-        """Take back the tokens since a run whose output may be forged, and compute them again; fail after `tries`."""
-        back = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
-        items, out = [item for item, place in back if place is not None], list[CoordinatorCommand]()
+        """Remove the tokens since a run with a forged output, and compute them again; fail after `limit` attempts."""
+        rewound = [(i, place) for i, place in zip(run.items, run.places, strict=True) if not i.request.finished]
+        items, out = [item for item, place in rewound if place is not None], list[CoordinatorCommand]()
         if not items:
             return self._cancel(group, run, "cancel", now)
-        for item, place in back:
+        for item, place in rewound:
             if place is not None and item.request.generation is not None:
                 item.request.generation.rewind(place)
                 del item.request.stats[place:]
@@ -505,7 +498,7 @@ class Scheduler:
             group.queue.prepend(others)
         group.queue.remove([item for item in group.queue if item in items])
         for item in items:
-            if item.request.losses[item.index] >= tries:
+            if item.request.losses[item.index] >= limit:
                 out += self.fail_request(group, item.request, error, now)
             else:
                 group.queue.prepend([item])

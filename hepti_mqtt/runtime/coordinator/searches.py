@@ -1,4 +1,4 @@
-"""Searches for plans: when one begins, and which plan of its result a model moves to.
+"""Searches for plans: when a search begins, and to which plan of its result a model moves.
 
     wanted -> searching -> the rule -> a plan to prepare, another search, or nothing
 
@@ -30,33 +30,33 @@ LOOK_AGAIN_S: Final = 10.0  # between two searches without a plan otherwise
 
 
 class Searches:
-    """Starts searches, and moves models to the plans that they find."""
+    """Starts searches, and moves models to their plans."""
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, moves: Moves, standby: Standby) -> None:
         self._groups, self._fleet, self._rollout, self._moves, self._standby = groups, fleet, rollout, moves, standby
         self._is_connected = False
 
     def begin(self, now: float, *, recalls: bool) -> None:
-        """Want the first search of each model; recalls: the broker may know the plan of an earlier planner."""
-        for group in self._groups:  # it also ends requests if no device comes
+        """Want the first search of each model; recalls: the broker may hold the record of an earlier planner."""
+        for group in self._groups:  # the search also refuses requests if no device joins
             group.plans.request_search(now + SETTLE_S, now, "the planner has started")
             if recalls:
                 group.former_plans.wait_for_earlier(now + RECALL_S)
 
     def note_connected(self) -> None:
-        """The broker was reached, so devices may hear of a plan."""
+        """Note that the broker was reached, so devices can receive plans."""
         self._is_connected = True
 
     # -- the plan that served before --------------------------------------------------------------------------------
 
     def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
-        """Remember the plan of an earlier planner."""
+        """Record the plan of an earlier planner."""
         group = self._groups.default(event.model)
         group.former_plans.note_earlier(event.recalled if group.last_plan is None else None)
         return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Take the plan that served before, once all of its devices are there: they have kept its weights."""
+        """Prepare the plan that served before once all of its devices are usable: they have kept its weights."""
         plans, recalled = group.plans, group.former_plans.recalled
         if recalled is None or not self._is_connected or not self._groups.may_search(group, now):
             return []
@@ -72,44 +72,44 @@ class Searches:
         group.former_plans.forget()
         if plans.searching is not None:
             plans.step(plans.searching, "outdated", now, why)
-        if plans.preparing is not None:  # on devices that load its weights
+        if plans.preparing is not None:  # its devices would load other weights
             out += self._rollout.abandon(group, plans.preparing, "lost", now, why)
         plans.request_search(now, now, why)
         solve = self._start(group, SearchKind.RECALLED, now)
         return [*out, replace(solve, recalled=recalled)]
 
-    # -- the begin of a search --------------------------------------------------------------------------------------
+    # -- the start of a search --------------------------------------------------------------------------------------
 
     def start_due(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Start the search that is due."""
+        """Start the search of a group if it is due."""
         self._look_again(group, now)
         plans, wanted = group.plans, group.plans.wanted
         if wanted is None or now < group.former_plans.recall_by_s:
             return []
-        if plans.preparing is not None and plans.preparing.state == "swapping":  # the old plan has no devices any more
+        if plans.preparing is not None and plans.preparing.state == "swapping":  # wait for the release of old plans
             return []
         if now < (wanted.soon_s if group.unserved else wanted.due_s):
             return []
         if group.last_plan is None and plans.preparing is None and self._fleet.is_measuring(now):
-            return []  # the search and the load would take the hub and the links from the probes
+            return []  # the search and the load would disturb the link probes
         is_awaited = plans.pins.is_unpinned and group.unserved
-        # One at a time, because searches see what others will hold; but requests without a plan wait for no other.
+        # One search at a time, because each counts the memory of the others' plans, unless requests have no plan.
         alone = all(other.plans.searching is None for other in self._groups)
         missing = self._fleet.must_wait_for(plans.pins.devices or (), now)
         if missing or not (alone or is_awaited) or not self._groups.may_search(group, now):
             return []
         if plans.searching is not None:
-            if plans.searching.kind is SearchKind.RECALLED:  # it takes no time
+            if plans.searching.kind is SearchKind.RECALLED:  # it ends immediately
                 return []
             plans.step(plans.searching, "outdated", now, "requests wait")
         return [self._start(group, self._kind(group, wanted, is_awaited=is_awaited), now)]
 
     def _kind(self, group: PlanGroup, wanted: Search, *, is_awaited: bool) -> SearchKind:
-        """Return the kind of a search by the situation at its start."""
+        """Return the kind of a search at its start."""
         usable = self._fleet.usable().keys()
         if wanted.kind is SearchKind.NAMED and all(usable >= {*plan.devices} for plan in wanted.plans):
             return SearchKind.NAMED
-        if is_awaited and wanted.origin is not SearchKind.HURRIED:  # else that has just failed
+        if is_awaited and wanted.origin is not SearchKind.HURRIED:  # otherwise a hurried search has just failed
             return SearchKind.HURRIED
         late = [
             r for r in group.runs.values() if r.lateness.is_late and r.may_go_on and not r.lateness.was_searched_for
@@ -128,7 +128,7 @@ class Searches:
         return Solve(group.name, ticket, question, group.active, kind, search.plans)
 
     def _look_again(self, group: PlanGroup, now: float) -> None:
-        """Want a search for a model without a plan: from time to time, and after a change of devices or plans."""
+        """Want a search for a model without a plan: every `LOOK_AGAIN_S`, and after a change of the site."""
         if group.plans.may_serve() or (group.pinned and not group.in_use(now)):
             return
         last, has_changed = group.search_history, self._site() != group.search_history.began_site
@@ -139,7 +139,7 @@ class Searches:
         group.plans.request_search(now, now, why)
 
     def _site(self) -> frozenset[object]:
-        """Return what decides whether a model has a plan: the starts of devices, and the plans that they hold."""
+        """Return the starts of devices and the plan versions on them, which decide whether a model has a plan."""
         starts = ((name, member.boot) for name, member in self._fleet.usable().items())
         return frozenset((*starts, *self._groups.plan_versions()))
 
@@ -155,12 +155,12 @@ class Searches:
             self._groups.background.record_search(now - search.begun_s)
         serves = search.rules.is_short and group.unserved and plans.pins.is_unpinned
         if plans.wanted is not None and not serves and search.kind is not SearchKind.RECALLED:
-            plans.step(search, "outdated", now)  # something changed while the search ran
+            plans.step(search, "outdated", now)
             return []
         if event.decision is None:
             return self._handle_no_plan(group, search, event.error or PlanError("no plan"), now)
         if not set(event.decision.chosen.plan.devices) <= self._fleet.usable().keys():
-            plans.request_search(now, now, "a device has left while the search ran")
+            plans.request_search(now, now, "a device left during the search")
             plans.step(search, "outdated", now)
             return []
         group.error = None
@@ -188,7 +188,7 @@ class Searches:
     def _handle_no_plan(
         self, group: PlanGroup, search: Search, error: HeptiError, now: float
     ) -> list[CoordinatorCommand]:
-        """Search for more than a short search did, or refuse the requests that wait."""
+        """Search on a larger scale or later, or refuse the queued requests."""
         plans = group.plans
         if plans.preparing is not None:
             plans.step(search, "kept", now, str(error))
@@ -214,7 +214,7 @@ class Searches:
     def _search_without_limits(
         self, group: PlanGroup, search: Search, devices: Sequence[str], now: float
     ) -> list[CoordinatorCommand]:
-        """Search again after no plan fitted the memory that devices may use after their crashes."""
+        """Search again with the memory that was withheld from plans after crashes."""
         why = f"no plan of {group.name} fits without all the memory of {', '.join(devices)}"
         group.plans.request_search(now, now, why, forced=search.forced)
         group.plans.step(search, "no plan", now, why)
@@ -224,7 +224,7 @@ class Searches:
     def _move(self, group: PlanGroup, search: Search, decision: Decision, now: float) -> list[CoordinatorCommand]:
         """Move to a plan of a search if the rule says so."""
         plans = group.plans
-        # Only a named plan is judged: otherwise two plans could be priced in turn for ever.
+        # After a search for a named plan, judge only that plan; otherwise two plans could be priced in turn forever.
         only = decision.chosen.plan if search.kind is SearchKind.NAMED else None
         verdict = self._moves.judge(group, now, forced=search.forced, only=only)
         record = None if group.has_suspect_replica else plans.active
@@ -238,17 +238,17 @@ class Searches:
             return [*kept, self._rollout.publish_plan(group)]
         plan, why = move.option.plan, str(verdict)
         moved = self._fleet.estimates.moved(group.search_history.began_inputs, plan.devices, now) if record else None
-        if moved is not None or plan != decision.chosen.plan:  # priced by what is believed now
+        if moved is not None or plan != decision.chosen.plan:  # price the plan by the current estimates first
             plans.step(search, "kept", now, f"{moved or 'another plan than the first one'}: {why}")
             plans.request_search(
                 now, now, why, plans=(plan,), forced=search.forced, origin=search.origin, refused=search.refused
             )
             return []
-        # Replicas are plans of their own to their devices, so each has its own plan version.
+        # Each replica is a separate plan on its devices, so it has its own plan version.
         reason = plan.reason if move.kind == "must" else f"{plan.reason}; {move}"
         numbered = replace(plan, reason=reason).with_version(plan.version, self._rollout.ids.next_version)
         chosen = replace(decision, chosen=replace(decision.chosen, plan=numbered))
-        # What the plan on its way has loaded is in the caches of its devices, and counts for this one.
+        # Tiles that the abandoned plan loaded stay in the caches of its devices, and count for the next plan.
         why = "another plan is better"
         stopped = [] if coming is None else self._rollout.abandon(group, coming, "outdated", now, why)
         plans.prepare_found(search, chosen, self._rollout.ids.next_transaction(), now, move)
@@ -258,14 +258,14 @@ class Searches:
 
     @staticmethod
     def _price_recalled(group: PlanGroup) -> None:
-        """Price an active plan of an earlier planner by a search that began during its load: the rule needs a price."""
+        """Price a recalled active plan by the candidates of a search during its load: the rule needs a price."""
         record = group.plans.active
         if record is not None and not record.is_priced:
-            for known in group.search_history.candidates:
-                record.reprice(known.candidate, known.cluster)
+            for priced in group.search_history.candidates:
+                record.reprice(priced.candidate, priced.cluster)
 
     def judge(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
-        """Judge the active plan by the estimates of now; want a search if a better plan may exist."""
+        """Judge the active plan by the current estimates; want a search if a better plan may exist."""
         self._price_recalled(group)
         if not self._moves.is_due(group, now):
             return []
@@ -279,7 +279,7 @@ class Searches:
         is_unclear = estimates.is_unclear(group.active_devices, now)
         if plans.preparing is not None and is_worth_finishing(verdict, plans.preparing.plan):
             return []
-        if verdict.move is not None:  # priced once more, with all of its Programs, by the estimates of now
+        if verdict.move is not None:  # price the plan again, with all of its Programs, by the current estimates
             plans.request_search(now, now, str(verdict), plans=(verdict.move.option.plan,))
             return [LogEvent("judged", str(verdict))]
         if moved is None or is_unclear or not self._moves.is_worth_searching(group, now):
@@ -289,9 +289,9 @@ class Searches:
 
 
 def is_worth_finishing(verdict: Verdict, plan: Plan) -> bool:
-    """Return whether a load that was decided is carried out: its remaining cost falls with each second.
+    """Return whether to finish a load: its remaining cost falls with each second.
 
-    Another plan replaces it if that is worth more by what an activation costs, and by more than prices are off.
+    Another plan replaces it only if it is worth more by the cost of an activation and the error of prices.
     """
     own = next((a for a in verdict.considered if is_same_division(a.option.plan, plan)), None)
     others = (a.value_s for a in verdict.considered if a is not own and a.kind in ("go", "must"))

@@ -1,8 +1,8 @@
 """CoordinatorSession: the planner's part in the protocol, without sockets, threads or clocks.
 
-Membership changes and changed measurements lead to a search (`Solve`, done by the shell). What it finds, and what runs
-say, is judged by the rule (`moves.py`); a move leads to a prepared plan, and requests are dispatched under the active
-one. A request ends with the right answer or an error, whatever is lost meanwhile.
+Changes of membership and measurements lead to a search (`Solve`, run by the shell). The rule (`moves.py`) judges its
+result, and the active plan after runs. A move prepares a plan, and requests are dispatched under the active plan.
+Whatever is lost, a request ends with the right answer or an error.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.coordinator.searches import Searches
 from hepti_mqtt.runtime.machinery import Transition, TransitionLog
 
-BEFORE_S: Final = 2.0  # a change may have begun by so much earlier than it seems
-LATE_BLOCKS: Final = 1  # a run may be at the end of the block that it says it is in
-LATE_FACTOR: Final = 1.5  # times its expected duration: then a run says that something is wrong before it ends
+BEFORE_S: Final = 2.0  # a change may have begun this much earlier than detected
+LATE_BLOCKS: Final = 1  # a run may be at the end of its reported block
+LATE_FACTOR: Final = 1.5  # a run is late after this multiple of its expected duration
 
 Step = Callable[[], Iterable[CoordinatorCommand]]
 
 
 class CoordinatorSession:
-    """The state machine of the planner; boot: of its start, in_flight the runs at once per model.
+    """The state machine of the planner.
 
-    broker_bytes_per_s: rate of the broker's own link, None for that of the fastest device. secret: KEY_BYTES random
-    bytes from which run ids, keys and the tokens of peers follow; without it there are no keys, and no mesh. checked:
-    what the tags of frames cover. recalls: whether a `PlanRecalled` comes for each model. checks: the invariants are
-    asserted after each event.
+    boot: identifies the planner's start. in_flight: concurrent runs per model. broker_bytes_per_s: rate of the broker's
+    link, None for the rate of the fastest device. secret: KEY_BYTES random bytes from which run ids, keys and tokens of
+    peers are derived; without it there are no keys and no mesh. checked: what frame tags cover. recalls: a
+    `PlanRecalled` comes for each model. checks: assert the invariants after each event.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class CoordinatorSession:
         checks: bool = False,
     ) -> None:
         self.site, self._checks = site, checks
-        self._snapshot: tuple[PlanSnapshot, ...] | None = None  #: None if plans may have changed since
-        self._is_settled = False  #: no plan is searched for, on its way or retiring, so frames change runs alone
+        self._snapshot: tuple[PlanSnapshot, ...] | None = None  #: cache; None after a possible change of plans
+        self._is_settled = False  #: no plan is searched for, preparing or retiring, so frames change only runs
         self._recalls = recalls
         self.topics = Topics(site)
         self.boot = boot
@@ -95,7 +95,7 @@ class CoordinatorSession:
         self.counters: Counter[str] = Counter()
         self.groups = PlanGroups(served, self.counters, self.fleet.estimates)
         self._online, self._begun = True, False
-        self._made: list[CoordinatorCommand] = []  # commands that were not returned yet
+        self._pending: list[CoordinatorCommand] = []  # commands that `handle` has yet to return
         ids = Ids(boot, secret)
         self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
         self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
@@ -121,10 +121,10 @@ class CoordinatorSession:
         }
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorCommand]:
-        """Take one event and return the commands that follow from it.
+        """Handle an event; return its commands.
 
-        If a step raises, the others are done all the same, and the next call returns what they have made: the states
-        that they have changed count on it.
+        If a step raises, the other steps still run, and the next call returns their commands, because their state
+        changes depend on them.
         """
         if isinstance(event, DeviceMessage) and not self.fleet.accepts(event.device, event.seal):
             self.counters["forged"] += 1
@@ -142,16 +142,16 @@ class CoordinatorSession:
             self._change_runs(partial(self._handle_request, event, now), event.request.key.model, now)
         else:
             self._handle_all(event, now)
-        out, self._made = self._made, []
+        out, self._pending = self._pending, []
         return devices_first(out)
 
     def _change_runs(self, act: Step, model: str, now: float) -> None:
-        """Take an event that changes no plan: runs of its model alone may begin."""
+        """Handle an event that changes no plan: only runs of its model may begin."""
         steps: list[Step] = [act, partial(self._scheduler.dispatch_ready, model, now)]
         self._do([*steps, self._check] if self._checks else steps)
 
     def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
-        """Take an event, and all that becomes possible by it: plans released, prepared and searched for, too."""
+        """Handle an event, then release, prepare, dispatch and search."""
         self._mark_runs_beside_work()
         self._is_settled, self._snapshot = False, None
         steps: list[Step] = [
@@ -174,12 +174,12 @@ class CoordinatorSession:
         return []
 
     def _do(self, steps: Iterable[Step]) -> None:
-        """Take the commands of all steps, also those of a step before it raises; then raise every error."""
+        """Collect the commands of all steps, including those before an error; then raise every error."""
         errors: list[Exception] = []
         for step in steps:
             try:
                 for command in step():
-                    self._made.append(command)
+                    self._pending.append(command)
             except Exception as error:
                 errors.append(error)
         if len(errors) > 1:
@@ -195,7 +195,7 @@ class CoordinatorSession:
             self._blame_changes(changed_s)
 
     def _learn(self) -> list[CoordinatorCommand]:
-        """Learn from the runs that have ended since an event other than a frame of a run."""
+        """Learn from the runs that have ended."""
         for lesson in self._scheduler.lessons():
             changed_s = self.fleet.estimates.last_change_s
             lesson()
@@ -203,25 +203,25 @@ class CoordinatorSession:
         return []
 
     def _blame_changes(self, changed_s: float) -> None:
-        """Take back what methods seemed to take since a device or a link has changed: that was its doing."""
+        """After a change of a device or link, undo what was learned about methods since: the change was the cause."""
         if self.fleet.estimates.last_change_s != changed_s:
             for group in self.groups:
                 group.durations.methods.undo_since(self.fleet.estimates.last_change_began_s - BEFORE_S)
 
     @property
     def due_s(self) -> float:
-        """Return when a Tick is needed for requests that wait for others; infinity if none does."""
+        """Return when a Tick is needed for delayed batches; infinity if there are none."""
         return self._scheduler.due_s
 
     def active_plan(self, model: str) -> Plan | None:
-        """Return the active plan of a model, as the planner's user wants it."""
+        """Return the active plan of a model's default group."""
         return self.groups.default(model).active
 
     def snapshot(self) -> tuple[PlanSnapshot, ...]:
-        """Return the plans that are active or being prepared, as values that any thread may keep and read."""
+        """Return the active and preparing plans as values for other threads."""
         if self._snapshot is None:
             records = (r for group in self.groups for r in (group.plans.active, group.plans.preparing))
-            self._snapshot = tuple(standing for r in records if r is not None for standing in r.snapshots())
+            self._snapshot = tuple(snapshot for r in records if r is not None for snapshot in r.snapshots())
         return self._snapshot
 
     def stories(self) -> list[TransitionLog]:
@@ -229,7 +229,7 @@ class CoordinatorSession:
         return [group.plans.story for group in self.groups.defaults()]
 
     def assert_invariants(self) -> None:
-        """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
+        """Raise AssertionError if an invariant of the session is broken."""
         for group in self.groups:
             assert group.active is None or set(group.active.devices) <= set(self.fleet.usable())
         self.groups.check(self.in_flight)
@@ -238,7 +238,7 @@ class CoordinatorSession:
     # -- membership -----------------------------------------------------------------------------------------------
 
     def _admit_device(self, device: str) -> bool:
-        """Return whether there is room for a device; what it says is dropped and counted if there is none."""
+        """Return whether there is room for a device; otherwise count its dropped message."""
         self.counters["devices_beyond"] += not (room := self.fleet.make_room(device))
         return room
 
@@ -247,7 +247,7 @@ class CoordinatorSession:
             return []
         before = self.fleet.member(event.device).refused
         out = self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
-        return self._tell_refused(event.device, before) + out
+        return self._log_refused(event.device, before) + out
 
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
@@ -260,10 +260,10 @@ class CoordinatorSession:
             )
         before = self.fleet.member(event.device).refused
         out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
-        return self._tell_refused(event.device, before) + out
+        return self._log_refused(event.device, before) + out
 
     def _handle_use(self, event: DeviceUse, now: float) -> list[CoordinatorCommand]:
-        """People switch a device off or on: what it computes runs again elsewhere, and it frees what it holds."""
+        """Switch a device off or on: runs on a device that is switched off are retried, and it releases all plans."""
         if not self._admit_device(event.device):
             return []
         change = self.fleet.record_use(event.device, event.wanted)
@@ -273,8 +273,8 @@ class CoordinatorSession:
         release = messages.ReleaseAll(self._rollout.ids.next_transaction())
         return [*lost, self._rollout.command_device(event.device, release)]
 
-    def _tell_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
-        """Tell of a device that is refused now, and was not before."""
+    def _log_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
+        """Log a new refusal of a device; before: the earlier one."""
         refused = self.fleet.member(device).refused
         return [LogEvent("refused", refused)] if refused not in ("", before) else []
 
@@ -295,13 +295,13 @@ class CoordinatorSession:
         return changed + self._warn_implausible(device, text)
 
     def _warn_implausible(self, device: str, text: str) -> list[CoordinatorCommand]:
-        """Tell once of a device that says what cannot be."""
+        """Log the first implausible report of a device."""
         member = self.fleet.member(device)
-        told, member.implausible = member.implausible, text
-        return [] if told else [LogEvent("refused", text)]
+        before, member.implausible = member.implausible, text
+        return [] if before else [LogEvent("refused", text)]
 
     def _warn_contradicted(self, now: float) -> Iterator[CoordinatorCommand]:
-        """Tell once of each device whose measurements runs contradict, and in the stories of all models."""
+        """Log, once per device, measurements that runs contradict; record them in the stories of all models."""
         for member in self.fleet.usable().values():
             text = "" if member.contradiction_reported else next(self.fleet.estimates.contradicted(member.name), "")
             if not text:
@@ -321,7 +321,7 @@ class CoordinatorSession:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in self.groups.runs():
-            run.beside.loads |= is_loading  # of any device, because the hub sends its tiles
+            run.beside.loads |= is_loading  # on any device, because the hub sends its tiles
             run.beside.search |= searching
             run.beside.only_search &= searching
 
@@ -332,30 +332,30 @@ class CoordinatorSession:
                 group.missing_bytes.pop(device, None)
                 if not group.pinned or group.in_use(now):
                     settled_s, why = now + SETTLE_S, f"{device} has joined"
-                    # Devices may still hold the weights of earlier plans.
+                    # Devices may still hold the weights of released plans.
                     kind = SearchKind.BRIEF if group.former_plans.released else SearchKind.WHOLE
                     group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S, kind=kind)
-            # While it was away it may have missed a Release; no plan of ours uses it now, so it holds nothing we need.
-            drain = messages.ReleaseAll(self._rollout.ids.next_transaction())
-            return [self._rollout.command_device(device, drain), LogEvent("joined", f"{device} has joined")]
+            # The device may have missed a Release. No plan uses it now, so it can release everything.
+            release = messages.ReleaseAll(self._rollout.ids.next_transaction())
+            return [self._rollout.command_device(device, release), LogEvent("joined", f"{device} has joined")]
         if change == "starting":
-            for group in self.groups:  # requests wait for it; those that have come before it were refused
+            for group in self.groups:  # a wanted search lets new requests wait for the device
                 if group.active is None and (not group.pinned or group.in_use(now)):
                     soon_s = now + SETTLE_UNSERVED_S if self.fleet.usable() else None
                     group.plans.request_search(now + SETTLE_S, now, f"{device} is starting", soon_s=soon_s)
             return [LogEvent("starting", f"{device} is starting")]
         if change == "left":
             out = self._handle_lost(device, "went offline", now, says_so=True)
-            if device in self.fleet.usable():  # a new start of it is here already
+            if device in self.fleet.usable():  # it has started again
                 out += self._handle_change(device, "joined", now)
             return out
         return []
 
     def _handle_lost(self, device: str, how: str, now: float, *, says_so: bool = False) -> list[CoordinatorCommand]:
-        """Go on without a device; one that has left by its own word, under requests, may do so a few times."""
+        """Continue without a device; says_so: its status says that it left, so losses of runs count as setbacks."""
         out: list[CoordinatorCommand] = [LogEvent("left", f"{device} {how}")]
         member = self.fleet.member(device)
-        held = {device: member.boot_before or member.boot}
+        lost_boot = {device: member.boot_before or member.boot}
         boot, lost_runs = self.fleet.record_loss(device, now), False
         for group in self.groups:
             plans, why = group.plans, f"{device} {how}"
@@ -372,13 +372,13 @@ class CoordinatorSession:
                 for text in waiting_texts(group, record):
                     text.session.leave()
                 if was_active:
-                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | held
+                    boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | lost_boot
                     former = Recalled(record.plan, record.decision.chosen.price.needs, boots)
                     group.former_plans.note_lost(former)
-                lessened = self._rollout.drop_replica(group, record, device, now, why)
-                if lessened is None:
+                released = self._rollout.drop_replica(group, record, device, now, why)
+                if released is None:
                     plans.retire(record, "lost", now, why)
-                out += lessened or []
+                out += released or []
                 if was_active:
                     plans.request_search(now, now, why, forced=True)
                     out.append(self._rollout.publish_plan(group))
@@ -388,16 +388,16 @@ class CoordinatorSession:
             if member.farewell == messages.STOPPED:
                 group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
-            out.append(LogEvent("put_aside", f"{device} has cost too many runs"))
+            out.append(LogEvent("put_aside", f"too many runs failed because {device} left"))
         return out
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _handle_request(self, event: RequestArrived, now: float) -> list[CoordinatorCommand]:
         request = event.request
-        turned_away = self._scheduler.admission.refuse_or_none(request, now)
-        if turned_away is not None:
-            return turned_away
+        refusal = self._scheduler.admission.refuse_or_none(request, now)
+        if refusal is not None:
+            return refusal
         group, out = self._rollout.group_for(request, now)
         return out if group is None else out + self._scheduler.admission.enqueue(group, request, now)
 
@@ -427,7 +427,7 @@ class CoordinatorSession:
         return self._handle_change(event.device, change, now) + self._scheduler.handle_frame(event, now)
 
     def _restore_sessions(self, device: str, message: messages.KeptSessions) -> list[CoordinatorCommand]:
-        """Take which KV caches of earlier plans a device continues under a plan."""
+        """Record the KV caches of earlier plans that a device continues under a plan."""
         for group in self.groups:
             plans = (plan for record in group.plans.records() for plan in record.plan.executables)
             plan = next((plan for plan in plans if plan.version == message.plan_version), None)
@@ -436,7 +436,7 @@ class CoordinatorSession:
         return []
 
     def last_plans(self) -> dict[str, Recalled]:
-        """Return the plan of each model that serves, or that served last if none does."""
+        """Return the plan of each model that serves or last served."""
         out = dict[str, Recalled]()
         for group in self.groups.defaults():
             record, former = group.plans.active, group.former_plans.recalled
@@ -447,11 +447,11 @@ class CoordinatorSession:
         return out
 
     def held_texts(self) -> list[HeldText]:
-        """Return the texts whose KV caches devices hold without a request, the oldest first."""
+        """Return the texts in KV caches that devices hold for ended requests, oldest first."""
         return self._scheduler.caches.texts()
 
     def recall_texts(self, texts: Iterable[HeldText]) -> None:
-        """Take the texts of an earlier planner of this site, before the first event."""
+        """Take the texts of an earlier planner of this site; call before the first event."""
         self._scheduler.caches.recall(texts)
 
     def _handle_report(self, device: str, message: messages.Message, now: float) -> list[CoordinatorCommand]:
@@ -479,15 +479,15 @@ class CoordinatorSession:
         failed = message if isinstance(message, messages.PrepareFailed) and message.code != "memory" else None
         if failed is not None and self.fleet.record_setback(device, now):
             return self._handle_lost(device, f"refuses every plan ({failed.text})", now)
-        if way := self._standby.release_for_memory(record, device, message, now):
-            return way
+        if released := self._standby.release_for_memory(record, device, message, now):
+            return released
         if isinstance(message, messages.Ready) and record is not None and not record.has_same_programs(device, message):
             refused = LogEvent("refused", self.fleet.refuse(device))
             return [refused, *self._handle_lost(device, "compiles plans differently", now)]
         return self._rollout.handle_preparation(group, device, message, now)
 
     def _handle_progress(self, device: str, message: messages.RunProgress, now: float) -> list[CoordinatorCommand]:
-        """Take how far a run is: one that is late says so before it ends."""
+        """Record the progress of a run, and mark it late if it is too slow."""
         if (run := self._scheduler.record_progress(device, message, now)) is None:
             self.counters["late"] += 1
             return []
@@ -495,13 +495,13 @@ class CoordinatorSession:
         blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
         if run.beside.loads or now - run.times.dispatched_s <= LATE_FACTOR * run.times.expected_s * part:
-            return []  # a load slows down runs, and the rule has paid for it
+            return []  # a load slows down runs, and the rule has counted its cost
         run.lateness.is_late = True
         self.fleet.estimates.record_overdue(run.plan.devices, now)
         return []
 
     def _go_on(self, group: PlanGroup, now: float) -> Iterator[CoordinatorCommand]:
-        """Let runs and texts that began under a plan before the active one go on under that, where the rule says so."""
+        """Move runs and texts of earlier plans to the active plan if the rule says so."""
         active, before = group.plans.active, group.plans.retiring
         for run in list(group.runs.values()) if active is not None and before else ():
             assert active is not None
@@ -511,7 +511,7 @@ class CoordinatorSession:
             last, run.lateness.judged = run.lateness.judged, judged
             is_first = last is None or last[0] != active.version
             if (verdict := self._moves.go_on(group, run, now)) is not None:
-                yield from self._tell_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
+                yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
                     yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
@@ -521,31 +521,31 @@ class CoordinatorSession:
             verdict = None if active is None else self._moves.go_on_with_text(group, request, now)
             if active is not None and verdict is not None:
                 is_first, text.session.judged_for = text.session.judged_for != active.version, active.version
-                yield from self._tell_going_on(group, "a text", record.version, verdict, is_first, now)
+                yield from self._record_going_on(group, "a text", record.version, verdict, is_first, now)
             if verdict is None or verdict.goes:
                 text.session.leave()
 
     @staticmethod
-    def _tell_going_on(
-        group: PlanGroup, what: str, before: PlanVersion, verdict: GoingOn, is_first: bool, now: float
+    def _record_going_on(
+        group: PlanGroup, subject: str, before: PlanVersion, verdict: GoingOn, is_first: bool, now: float
     ) -> Iterator[CoordinatorCommand]:
-        """Tell under which plan something ends: when it is asked first, and when it goes on."""
-        text = f"{what} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
+        """Record the first verdict on a run or text, and a move to the active plan, in the story."""
+        text = f"{subject} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
         active = group.plans.active
         if active is not None and (is_first or verdict.goes):
-            group.plans.tell(before, active.version if verdict.goes else before, text, now)
+            group.plans.record_going_on(before, active.version if verdict.goes else before, text, now)
         if verdict.goes:
             yield LogEvent("continued", text)
 
     def _advance(self, now: float) -> list[CoordinatorCommand]:
-        """Do what has become possible: release, prepare, dispatch, search."""
+        """Release, prepare, dispatch and search where possible."""
         out: list[CoordinatorCommand] = []
         for group in self.groups:
             group.queue.discard_finished()
             out += [*self._go_on(group, now), *self._rollout.release_idle(group, now)]
-        for slot in self.groups.pinned():
-            if slot.idle and slot.plans.in_use is None and slot.plans.preparing is None:
-                out += self._rollout.close_group(slot, now, "there is no plan, and nobody waits for one")
+        for group in self.groups.pinned():
+            if group.idle and group.plans.in_use is None and group.plans.preparing is None:
+                out += self._rollout.close_group(group, now, "it has no plan and no requests")
         for group in self.groups:
             out += self._rollout.advance(group, now)
         for group in self.groups.defaults():
@@ -566,13 +566,13 @@ class CoordinatorSession:
                 partial(self._warn_contradicted, now),
                 *(partial(self._tick_group, group, now, heard_s) for group in self.groups),
                 *(partial(self._searches.judge, group, now) for group in self.groups),
-                self._tell_steps,
+                self._publish_transitions,
             )
         )
         return []
 
     def _tick_group(self, group: PlanGroup, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
-        """Yield what follows from runs that are late, requests that have expired and devices that have rested."""
+        """Yield the commands for late runs, expired requests and expired crash limits."""
         yield from self._rollout.tick(group, heard_s)
         for run in list(group.runs.values()):
             if not run.beside.loads and heard_s - run.times.dispatched_s > LATE_FACTOR * run.times.expected_s:
@@ -582,11 +582,11 @@ class CoordinatorSession:
                 yield from self._rollout.mark_suspect(group, run.plan, now)
                 yield from self._scheduler.retry(group, run, now)
         yield from self._scheduler.refuse_expired(group, now)
-        if rested := group.crash_backoff.lift_expired(now):
-            group.plans.request_search(now, now, f"{', '.join(rested)} may get more again")
+        if devices := group.crash_backoff.lift_expired(now):
+            group.plans.request_search(now, now, f"{', '.join(devices)} may use all memory again")
 
-    def _tell_steps(self) -> Iterator[CoordinatorCommand]:
-        """Yield the records of models whose plans have taken steps, and the steps that may not be."""
+    def _publish_transitions(self) -> Iterator[CoordinatorCommand]:
+        """Yield the records of models with new transitions, and an event for illegal ones."""
         for group in self.groups.defaults():
             if group.published_transitions != group.plans.story.count:
                 yield self._rollout.publish_plan(group)
@@ -594,19 +594,19 @@ class CoordinatorSession:
             yield LogEvent("illegal_step", text)
 
     def _drop_silent(self, now: float, heard_s: float) -> Iterator[CoordinatorCommand]:
-        """Drop devices without heartbeats; probe those that others wait for, quarantine the silent."""
+        """Drop devices without heartbeats; probe the devices of late runs, and quarantine silent ones."""
         for device in self.fleet.mark_silent_offline(heard_s):
             yield from self._handle_lost(device, "sends no heartbeats", now)
         probes, silent = self._hang_detector.tick(now, heard_s)
         yield from probes
-        for device, how, mute in silent:
-            self.fleet.quarantine(device, now, mute)
+        for device, how, is_silent in silent:
+            self.fleet.quarantine(device, now, is_silent)
             yield from self._handle_lost(device, how, now)
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
         self._scheduler.mark_broker_lost()
-        if event.online:  # nobody could be heard meanwhile: everyone gets the usual time to be heard again
+        if event.online:  # devices could not be heard, so restart their timeouts
             self.fleet.reset_silence(now)
             self._scheduler.admission.expect_burst(now)
             self._searches.note_connected()

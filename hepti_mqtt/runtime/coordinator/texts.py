@@ -1,4 +1,4 @@
-"""Texts that grow token by token: what follows from a run, and what the next run computes."""
+"""Texts that grow token by token: tokens from the output of a run, and the inputs of the next run."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.prefixes import Prefix
 from hepti_mqtt.spec import Draw, RequestShape, Want
 
-MOST_UNDECIDED: Final = 0.25  # share of tokens that candidates leave open above which runs answer with all logits
+MOST_UNDECIDED: Final = 0.25  # if candidates leave a larger share of tokens open, runs answer with all logits
 
 
 @dataclass(slots=True)
 class TextSession:
-    """The KV cache that a text has on the devices of a plan."""
+    """The KV cache of a text on the devices of a plan."""
 
-    number: int = 0  #: 0 before the first one begins
+    number: int = 0  #: 0 before the first session
     plan_version: PlanVersion | None = None  #: None without a session
-    rows: int = 0  #: that are cached
-    prefix: Prefix | None = None  #: the rows of another session that it begins with
-    left: list[tuple[PlanVersion, int]] = field(default_factory=list)  #: sessions that the text has abandoned
-    reused_rows: int = 0  #: of the prompt, taken from another text when the first session began
-    judged_for: PlanVersion | None = None  #: plan version to which the rule was last asked to move it
+    rows: int = 0  #: number of cached rows
+    prefix: Prefix | None = None  #: rows of another session that it began with
+    left: list[tuple[PlanVersion, int]] = field(default_factory=list)  #: abandoned sessions
+    reused_rows: int = 0  #: rows of the prompt that the first session reused
+    judged_for: PlanVersion | None = None  #: plan version of the rule's last judgement whether to move it
 
     def start(self, plan_version: PlanVersion, number: int, prefix: Prefix | None = None) -> None:
-        """Begin under a plan version: the next runs compute the prompt and all tokens so far, but the prefix."""
+        """Begin under a plan version: the next runs compute all tokens so far except the prefix."""
         self.plan_version, self.number, self.prefix = plan_version, number, prefix
         self.rows = 0 if prefix is None else prefix.rows
 
     def leave(self) -> None:
         """Abandon the session: cached rows may be wrong or incomplete, so another session begins."""
         if self.plan_version is not None:
-            taken = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
-            self.left += [(self.plan_version, session) for session in (self.number, *taken)]
+            source = [self.prefix.session] if self.prefix and self.prefix.moves else []  # devices may still have it
+            self.left += [(self.plan_version, session) for session in (self.number, *source)]
         self.plan_version = None
 
 
 @dataclass(slots=True)
 class TextSoFar:
-    """The tokens of a text, which grows."""
+    """The tokens of a growing text."""
 
     tokens: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  #: logarithms of their probabilities, if they are wanted
-    likely: list[tuple[Likely, ...]] = field(default_factory=list)  #: each with the likeliest at its place, if wanted
+    scores: list[float] = field(default_factory=list)  #: log probabilities, if they are wanted
+    likely: list[tuple[Likely, ...]] = field(default_factory=list)  #: likeliest tokens at each place, if wanted
     attempt: int = 0  #: its number among the texts of a request
-    temperature: float = 0.0  #: at which its tokens are drawn
+    temperature: float = 0.0  #: sampling temperature
 
     def append(self, token: int, score: float, likely: tuple[Likely, ...]) -> None:
         """Add a token."""
@@ -68,19 +68,19 @@ class TextSoFar:
 
 
 class GeneratedTokens(NamedTuple):
-    """What followed from a run."""
+    """The tokens accepted from a run."""
 
-    text: TextSoFar  #: which grows
-    place: int  #: of the first token in the text, -1 for the token that ends the prompt
-    taken: tuple[int, ...]  #: the tokens that followed: none if rows were only cached, several after right guesses
+    text: TextSoFar
+    place: int  #: place of the first token in the text, -1 for a token that completes the prompt
+    taken: tuple[int, ...]  #: none if rows were only cached, several after right guesses
 
 
 def next_token(
     row: Array, rules: TokenRules, before: Sequence[int], temperature: float, vocab: int | None
 ) -> tuple[int, float, tuple[Likely, ...]] | None:
-    """Return the token by a row of an answer, its score and the likeliest; None where candidates leave it open.
+    """Return the next token, its score and the likeliest tokens; None if the candidates do not decide it.
 
-    before: tokens of the text so far. vocab: V if the row has candidates, None if it has all logits.
+    row: candidates or logits. before: tokens so far. vocab: V if the row has candidates, None if it has all logits.
     """
     if vocab is None:
         token, score = rules.choose(row[None], before, temperature)
@@ -93,11 +93,11 @@ def next_token(
 
 @dataclass(slots=True)
 class Generation:
-    """A text that grows from a prompt, or with want "hidden" the states of the prompt alone."""
+    """A text that grows from a prompt, or with want "hidden" only the states of the prompt."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    shape: RequestShape  #: of the prompt's run
+    shape: RequestShape  #: shape of the prompt's run
     rules: TokenRules = LIKELIEST
     #: i32 [n], inputs of a session's first run other than tokens.
     carried: Array = field(default_factory=lambda: np.empty(0, np.int32))
@@ -106,14 +106,14 @@ class Generation:
     session: TextSession = field(default_factory=TextSession)
     published_tokens: tuple[int, ...] = ()  #: tokens that the user has and that are computed again
     steps: list[GeneratedTokens] = field(default_factory=list)  #: tokens accepted after each run
-    guesses: Guesses | None = None  #: of what follows, None without
-    guessed: tuple[int, ...] = ()  #: tokens that the run under way computes after the last one
-    foresees: bool = False  #: it had guesses, or would have if devices had not begun it ahead
+    guesses: Guesses | None = None  #: None: no speculative decoding
+    guessed: tuple[int, ...] = ()  #: guesses in the current run, after the last token
+    foresees: bool = False  #: the current run has guesses, or would have if devices had not begun it ahead
     vocab: int = 0  #: V, if candidates are wanted
-    undecided: int = 0  #: tokens that candidates left open
-    open: bool = False  #: the next token is one of them
-    wants_states: bool = field(init=False)  #: the final hidden states of the prompt instead of tokens
-    states: list[Array] = field(default_factory=list)  #: of all rows, if they are wanted instead of tokens
+    undecided: int = 0  #: number of tokens that candidates did not decide
+    open: bool = False  #: candidates did not decide the next token
+    wants_states: bool = field(init=False)  #: the answer is the final hidden states of the prompt
+    states: list[Array] = field(default_factory=list)  #: hidden states of all rows, if they are wanted
 
     def __post_init__(self) -> None:
         self.wants_states = self.shape.want == "hidden"
@@ -121,46 +121,46 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Return whether the last token, or the last state, is there."""
+        """Return whether the text, or the states, are complete."""
         return self.session.rows == len(self.prompt) if self.wants_states else self.text_ended
 
     @property
     def text_ended(self) -> bool:
-        """Return whether no token follows."""
+        """Return whether the text is complete."""
         tokens = self.text.tokens
         return len(tokens) >= self.max_new_tokens or self.rules.ends(tokens)
 
     @property
     def ends_session(self) -> bool:
-        """Return whether devices drop the session after the next run; else other texts may begin like this one."""
+        """Return whether devices drop the session after the next run; otherwise other texts may reuse it."""
         return bool(self.carried.size) and len(self.text.tokens) + 1 >= self.max_new_tokens
 
     @property
     def is_step(self) -> bool:
-        """Return whether its next run is a step of its session: of the last token alone."""
+        """Return whether its next run is a decoding step: only the last token is not cached."""
         left = len(self.prompt) + len(self.text.tokens) - self.session.rows
         return left == 1 and self.session.plan_version is not None
 
     @property
     def joins(self) -> bool:
-        """Return whether its next run may be a step together with the steps of other texts."""
+        """Return whether its next run is a decoding step that may share a run with other texts."""
         return not self.carried.size and not self.wants_states and self.is_step
 
     @property
     def identity(self) -> Sequence[int]:
-        """Return the ids by which texts are compared: prompt and tokens so far, with marks for rows of pictures."""
+        """Return prompt and tokens so far, with marks for rows of pictures, to compare texts."""
         prompt = self.prompt if self.pictured is None else self.pictured.marked(self.prompt)
         return (*prompt, *self.text.tokens)
 
     def next_batch(self, pace: StepPace | None, begun: bool = False) -> tuple[Batch, DecoderSession]:
-        """Return the next run, of tokens that are not cached, and whether it is the session's last.
+        """Return the next run, of uncached tokens, and its session.
 
-        If the last token alone is not cached, the run may have guesses of the next tokens. pace: of runs with guesses,
-        None without. begun: devices have begun the run ahead, without guesses.
+        A decoding step may add guesses. pace: durations of runs with guesses, None without guesses. begun: devices have
+        begun the run ahead, without guesses.
         """
         tokens, start = self.text.tokens, len(self.prompt)
         total = start + len(tokens)
-        first, stop = self._rows_behind(self.session.rows, total)
+        first, stop = self._next_rows(self.session.rows, total)
         self.guessed, self.foresees = (), False
         guesses = None if self.open else self.guesses
         if guesses is not None and tokens and total - self.session.rows == 1:
@@ -190,16 +190,16 @@ class Generation:
         return self.shape.decode_step(stop - first, begins, added)
 
     def following_step(self, place: int) -> tuple[Batch, DecoderSession, Draw] | None:
-        """Return a step after the run of `next_batch`, and how devices draw its token, -1, from the step before.
+        """Return a step after the run of `next_batch`, with token -1, and how devices draw the token.
 
-        place: 0 for the first. None if the token depends on more than candidates, or if no step follows.
+        place: 0 for the first step. None if the token depends on more than candidates, or if no step follows.
         """
-        written = len(self.text.tokens)
-        total, want = len(self.prompt) + written, self.next_want
-        if self.foresees or want != "candidates" or self.carried.size or written + place + 2 > self.max_new_tokens:
+        count = len(self.text.tokens)
+        total, want = len(self.prompt) + count, self.next_want
+        if self.foresees or want != "candidates" or self.carried.size or count + place + 2 > self.max_new_tokens:
             return None
-        _, stop = self._rows_behind(self.session.rows, total)
-        draw = self.rules.draw(written + place, self.text.temperature)
+        _, stop = self._next_rows(self.session.rows, total)
+        draw = self.rules.draw(count + place, self.text.temperature)
         if draw is None or stop < total:
             return None
         heat = int(np.float32(self.text.temperature).view(np.int32))
@@ -208,38 +208,38 @@ class Generation:
 
     @property
     def next_want(self) -> Want:
-        """Return what its next run answers with: all logits if candidates leave a token open, or often do."""
+        """Return the output of its next run: all logits if candidates do not decide the token, or often fail to."""
         often = self.undecided > 2 + MOST_UNDECIDED * len(self.text.tokens)
         return "task" if self.open or often else self.shape.want
 
     @property
     def next_size(self) -> int:
         """Return the size of the next run."""
-        first, stop = self._rows_behind(self.session.rows, len(self.prompt) + len(self.text.tokens))
+        first, stop = self._next_rows(self.session.rows, len(self.prompt) + len(self.text.tokens))
         return self._run_shape(first, stop, begins=not self.session.rows).size
 
     def shapes_to(self, total: int) -> list[RequestShape]:
-        """Return the shapes of the runs that cache a number of rows, from the first one on."""
+        """Return the shapes of all runs that cache this number of rows."""
         shapes, cached = list[RequestShape](), 0
         while cached < total:
-            first, stop = self._rows_behind(cached, total)
+            first, stop = self._next_rows(cached, total)
             shapes.append(self._run_shape(first, stop, begins=not cached))
             cached = stop
         return shapes
 
-    def _rows_behind(self, cached: int, total: int) -> tuple[int, int]:
-        """Return the rows of the next run; a run with carried inputs has the whole prompt."""
+    def _next_rows(self, cached: int, total: int) -> tuple[int, int]:
+        """Return the rows of the next run; a run with carried inputs computes the whole prompt."""
         if self.pictured is not None:
             return self.pictured.next_rows(cached, total)
         return (0, len(self.prompt)) if self.carried.size and not cached else next_rows(cached, total)
 
     def append_tokens(self, logits: Array) -> GeneratedTokens:
-        """Take the answer, logits or candidates, to the run of `next_batch`; return the tokens that follow.
+        """Take the output of the run of `next_batch`, logits or candidates; return the accepted tokens.
 
-        None if more rows must be cached first; several if guesses were right.
+        No tokens if more rows must be cached first; several if guesses were right.
         """
         total, cached = len(self.prompt) + len(self.text.tokens), self.session.rows
-        first, self.session.rows = self._rows_behind(cached, total)
+        first, self.session.rows = self._next_rows(cached, total)
         if self.wants_states:
             self.states.append(logits[cached - first :])
         if self.wants_states or self.session.rows < total:
@@ -250,7 +250,7 @@ class Generation:
         return step
 
     def _take(self, logits: Array) -> GeneratedTokens:
-        """Take tokens while the guesses are right, and the next one; stop at a token that candidates leave open."""
+        """Accept tokens while the guesses are right, and the next one; stop if candidates do not decide a token."""
         text, place = self.text, len(self.text.tokens)
         vocab = None if self.next_want == "task" else self.vocab
         self.open = False
@@ -269,7 +269,7 @@ class Generation:
         return GeneratedTokens(text, place, taken)
 
     def rewind(self, run: int) -> None:
-        """Remove the tokens since a run; cached rows may be wrong, so a new session begins."""
+        """Remove the tokens since a run, and abandon the session: its cached rows may be wrong."""
         step = self.steps[run]
         del self.steps[run:]
         self.session.leave()

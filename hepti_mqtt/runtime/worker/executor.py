@@ -1,8 +1,8 @@
-"""The executor: runs the Programs of admitted requests on one device, a stretch of ops at a time.
+"""The executor: runs Programs on one device, a stretch of ops at a time.
 
-Which stretch is next is the machine's to say (`schedule.py`). Overlap of communication and computation falls out of its
-rule: while a Recv is outstanding, whatever else is ready runs. A stretch is a tape (`kernels.tape`): compiled code runs
-it without Python, and stops before any row when the session's thread is wanted.
+The run machine (`schedule.py`) chooses the next stretch. Its rule overlaps communication and computation: during an
+outstanding Recv, any ready stretch runs. A stretch is a tape (`kernels.tape`): compiled code runs it without Python,
+and stops before any row if the session's thread is interrupted.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ from hepti_mqtt.storage import StoredRows
 Array = NDArray[Any]
 DeliveryResult = Literal["filled"] | DropReason
 _NO_STATES: Final[Mapping[Any, Array]] = {}
-#: for which compiled code waits for a peer; then Python waits for all of them
-PATIENCE_MS: Final = 10
-#: after which Python looks what else has come, though compiled code receives all that a run waits for
-LOOK_S: Final = 0.1
+PATIENCE_MS: Final = 10  #: wait of compiled code for one peer, before Python waits for all peers
+LOOK_S: Final = 0.1  #: longest stay in compiled code that receives everything a run waits for
 
 
 class SlotView(NamedTuple):
-    """Where a slot's values lie: rows of a slot that has memory, in another shape perhaps."""
+    """The memory of a slot: rows of a base slot, possibly in another shape."""
 
     base: Slot
     rows: slice | None
@@ -65,7 +63,7 @@ class SlotView(NamedTuple):
 
 
 def view_of_slot(program: Program, slot: Slot) -> SlotView:
-    """Return where the values of a slot lie."""
+    """Return the view of a slot."""
     spec = program.slots[slot]
     if spec.base is None:
         return SlotView(slot, None, None)
@@ -77,19 +75,17 @@ def view_of_slot(program: Program, slot: Slot) -> SlotView:
 
 
 class Stretch(NamedTuple):
-    """Ops that run as one, on a tape. places: in the order in which they run."""
+    """Ops that run together on a tape."""
 
-    places: tuple[int, ...]
+    places: tuple[int, ...]  #: places of its ops in the Program, in their order on the tape
     tape: Tape
-    #: slots that it fills with arrays of the executor
-    fills: tuple[Slot, ...]
+    fills: tuple[Slot, ...]  #: slots that it fills with buffers of the executor
     transfers: StretchTransfers
-    #: its first place in the machine's terms
-    leader: int
+    leader: int  #: place by which the run machine identifies it
 
 
 class BoundSend(NamedTuple):
-    """A Send, and where its values lie."""
+    """A Send, and the view of its slot."""
 
     op: Send
     view: SlotView
@@ -97,30 +93,23 @@ class BoundSend(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A Program ready to run on this device, for any number of requests of its shape."""
+    """A Program bound to weights, for any number of runs of its shape."""
 
     template: RunTemplate
-    #: of each place the stretch that it is in, or the Send; None for a Recv
-    ops: tuple[Stretch | BoundSend | None, ...]
-    #: whether stretches receive all that comes from peers
-    in_line: bool
-    #: names of those slots that are arrays of the session
-    states: Mapping[Slot, str]
-    #: of each item of a run the arrays of its session, by name
-    sessions: tuple[Mapping[str, SlotSpec], ...]
-    #: of slots that a stretch receives itself the stretch, and its row
-    received: Mapping[Slot, tuple[Stretch, int]]
-    #: slots that stretches fill with arrays of the executor
-    buffers: Mapping[SlotSpec, tuple[Slot, ...]]
-    #: bytes of scratch memory of its largest stretch
-    scratch_bytes: int
-    #: what those who run it keep with each Send, by its place and receivers, since it is the same in every run
+    ops: tuple[Stretch | BoundSend | None, ...]  #: stretch or Send of each place; None for a Recv
+    in_line: bool  #: stretches receive all tensors of peers
+    states: Mapping[Slot, str]  #: names of the slots that are arrays of a session
+    sessions: tuple[Mapping[str, SlotSpec], ...]  #: arrays of each item's session, by name
+    received: Mapping[Slot, tuple[Stretch, int]]  #: stretch and row of each slot that a stretch receives
+    buffers: Mapping[SlotSpec, tuple[Slot, ...]]  #: slots that stretches fill with buffers of the executor
+    scratch_bytes: int  #: scratch memory of its largest stretch
+    #: data of the callers for each Send, by place and receivers, the same in every run
     sends: dict[tuple[int, tuple[str, ...]], Any] = field(default_factory=dict)
-    #: of a run that goes on where another one ends, the slots of that one that fill exchanges of this one
+    #: in a run that continues another run: exchanges of this Program, and the other one's slots that fill them
     taken: tuple[tuple[ExchangeKey, Slot], ...] = ()
 
     def renewed(self) -> BoundProgram:
-        """Return it for another plan version, which stands in all that is kept of frames, and for another key."""
+        """Return the Program for another plan version and key, without the frame heads of the old version."""
         for op in self.ops:
             if isinstance(op, Stretch):
                 op.transfers.forget()
@@ -133,13 +122,13 @@ def bind(
     workers: Workers,
     taken: tuple[tuple[ExchangeKey, Slot], ...] = (),
 ) -> BoundProgram:
-    """Bind every kernel of a Program to its weights; raises KeyError for a weight that is not resident."""
+    """Bind every kernel of a Program to its weights; raises KeyError if a weight is not resident."""
     groups = stretches_of(program)
     template = make_template(program, groups)
     states = {slot: spec.state for slot, spec in enumerate(program.slots) if spec.state and spec.base is None}
     ops: list[Stretch | BoundSend | None] = [None] * len(program.ops)
     buffers: dict[SlotSpec, list[Slot]] = {}
-    coming: dict[Slot, tuple[Stretch, int]] = {}
+    inline: dict[Slot, tuple[Stretch, int]] = {}
     for group in groups:
         first = program.ops[group[0]]
         if isinstance(first, Send) and not is_direct(program, first):
@@ -151,14 +140,14 @@ def bind(
             for slot in stretch.fills:
                 buffers.setdefault(program.slots[slot], []).append(slot)
             for row, each in stretch.transfers.receives.items():
-                coming[each.op.slot] = stretch, row
+                inline[each.op.slot] = stretch, row
     return BoundProgram(
         template,
         tuple(ops),
-        all(op.slot in coming for op in program.ops if isinstance(op, Recv) and is_direct(program, op)),
+        all(op.slot in inline for op in program.ops if isinstance(op, Recv) and is_direct(program, op)),
         states,
         program.sessions(),
-        coming,
+        inline,
         {spec: tuple(slots) for spec, slots in buffers.items()},
         max((op.tape.nbytes for op in ops if isinstance(op, Stretch)), default=0),
         taken=taken,
@@ -175,7 +164,7 @@ def _stretch(
     program = template.program
     leader, *others = places
     first = program.reads(program.ops[leader])
-    # What the first one waits for comes before it.
+    # The Recvs that the leader reads come before it.
     before = [p for p in others if isinstance(op := program.ops[p], Recv) and op.slot in first]
     places = (*before, leader, *(p for p in others if p not in before))
     calls, read, written = list[Calls](), dict[Slot, None](), dict[Slot, None]()
@@ -202,23 +191,20 @@ def _stretch(
     for row, (op, peer) in zip(
         (row for row, call in enumerate(tape.calls) if call.function in (sent, received)), exchanges, strict=True
     ):
-        of = transfers.sends if isinstance(op, Send) else transfers.receives
-        of[row] = KnownTransfer(transfers, row, op, peer)
+        rows = transfers.sends if isinstance(op, Send) else transfers.receives
+        rows[row] = KnownTransfer(transfers, row, op, peer)
     transfers.last_rows = {each.memory: row for row, call in enumerate(tape.calls) for each in call.operands()}
     return Stretch(places, tape, fills, transfers, leader)
 
 
 class OutgoingTensor(NamedTuple):
-    """What a Send wants to leave the device: `array` is a view that stays valid until the next op runs.
-
-    op: with the devices to which it has yet to go. rows: of the stretch for these devices.
-    """
+    """A tensor to send."""
 
     run_id: int
-    op: Send
-    array: Array
+    op: Send  #: with the remaining receivers
+    array: Array  #: a view, valid until the next op runs
     place: int
-    rows: tuple[KnownTransfer, ...] = ()
+    rows: tuple[KnownTransfer, ...] = ()  #: rows of the stretch for these receivers
 
 
 class _ExecutorRun(ProgramRun):
@@ -229,14 +215,11 @@ class _ExecutorRun(ProgramRun):
     def __init__(self, run_id: int, bound: BoundProgram, free: list[list[Array] | None]) -> None:
         super().__init__(run_id, bound.template)
         self.bound = bound
-        #: of each slot that a stretch fills the buffers kept for it, None for others
-        self.free = free
+        self.free = free  #: free buffers for each slot that a stretch fills, None for other slots
         self.slots: list[Array | None] = [None] * len(free)
-        #: next row of each stretch that was suspended, by its first place, and their scratch memory
-        self.rows: dict[int, int] = {}
-        self.scratch: dict[int, Array] = {}
-        #: of each stretch the arrays that have come for rows which would receive them
-        self.delivered: dict[int, dict[Slot, Array]] = {}
+        self.rows: dict[int, int] = {}  #: next row of each suspended stretch, by leader
+        self.scratch: dict[int, Array] = {}  #: scratch memory of each suspended stretch, by leader
+        self.delivered: dict[int, dict[Slot, Array]] = {}  #: arrays that Python received for rows, by leader and slot
 
     def array(self, slot: Slot) -> Array:
         """Return a new array for a slot."""
@@ -245,34 +228,29 @@ class _ExecutorRun(ProgramRun):
 
 
 class Step:
-    """The next stretch or Send of a run.
-
-    There is one for a run: it becomes the next one when `Executor.next_step` returns it again. place: of the op that is
-    next, and after `run` of the one that ran last, or failed.
-    """
+    """The next stretch or Send of a run; one object per run, updated by `Executor.next_step`."""
 
     __slots__ = ("_executor", "exchanged_s", "place", "run_id", "running", "sent_bytes", "timings", "waited_s")
 
     def __init__(self, executor: Executor, running: _ExecutorRun) -> None:
         self._executor = executor
         self.run_id, self.running = running.run_id, running
-        self.place = -1
-        #: seconds of ops that have run, by place, where they were measured
-        self.timings: list[tuple[int, float]] = []
-        #: bytes that compiled code has sent to peers, and seconds that it has waited for them and exchanged
+        self.place = -1  #: place of the next op; after `run`, of the last or failed op
+        self.timings: list[tuple[int, float]] = []  #: measured seconds of ops, by place
+        #: bytes that compiled code sent to peers, and its seconds of waiting and exchange
         self.sent_bytes, self.waited_s, self.exchanged_s = 0, 0.0, 0.0
 
     @property
     def kernel(self) -> str | None:
-        """Return the name of the op's kernel, None of an exchange."""
+        """Return the name of the op's kernel, None for an exchange."""
         op = self.running.template.program.ops[self.place]
         return op.kernel if isinstance(op, Compute) else None
 
     def run(self, limit_s: float = 0.0, ops: int = 0, sockets: Sockets | None = None) -> OutgoingTensor | None:
-        """Run the stretch; return what must be sent, if there is any such thing.
+        """Run the stretch; return the tensor to send, if there is one.
 
-        limit_s, ops: seconds and ops after which it is suspended, 0 for none. It is suspended before the next row, too,
-        once `Workers.interrupt` was called, and where it awaits a peer. sockets: by which compiled code exchanges.
+        limit_s, ops: suspend it after these seconds and ops, 0 for no limit. `Workers.interrupt`, and a row that waits
+        for a peer, suspend it, too. sockets: connections for exchanges by compiled code.
         """
         running, place = self.running, self.place
         op, self.timings = running.bound.ops[place], []
@@ -284,7 +262,7 @@ class Step:
         assert op is not None
         following = min(op.places.index(place) + ops, len(op.places)) if ops else len(op.places)
         try:
-            # Tags are of one run: with several, to write them again and again would cost more than they save.
+            # Tags depend on the run: with several runs, rewriting them costs more than compiled exchange saves.
             is_tagged = bool(op.transfers.tags) and not self._executor.machine.is_alone(running)
             if sockets is None or not JIT or is_tagged or not (op.transfers.sends or op.transfers.receives):
                 return self._advance(op, following, limit_s)
@@ -297,7 +275,7 @@ class Step:
     def _advance(
         self, op: Stretch, following: int, limit_s: float, sockets: Sockets | None = None
     ) -> OutgoingTensor | None:
-        """Run rows up to the op of this number among those of the stretch."""
+        """Run rows up to the op at index `following` of the stretch."""
         running, tape, leader = self.running, op.tape, op.leader
         begin = running.rows.pop(leader, None)
         if begin is None:
@@ -336,7 +314,7 @@ class Step:
     def _run_rows(
         self, op: Stretch, row: int, stop: int, scratch: Array, limit_s: float, sockets: Sockets | None
     ) -> int:
-        """Run rows, and give what compiled code has read or sent in part to Python; return where it stopped."""
+        """Run rows; hand partially read or sent frames to the sockets; return the row where it stopped."""
         running, tape, transfers = self.running, op.tape, op.transfers
         peers = NO_PEERS
         if sockets is not None:
@@ -364,7 +342,7 @@ class Step:
         return row
 
     def _outgoing(self, op: Stretch, row: int) -> OutgoingTensor:
-        """Return what Python must send: a row of a Send, and those behind it of which compiled code knows nothing."""
+        """Return the tensor that Python must send: of a row, and of following rows of the Send without known heads."""
         sends, tape = op.transfers.sends, op.tape
         rows = [sends[row]]
         while (each := sends.get(row + len(rows))) and each.op is rows[0].op and not tape.knows(each.row):
@@ -394,7 +372,7 @@ class Step:
 
 
 class Executor:
-    """Runs admitted requests; holds their slots, and freed buffers by shape for the next op of the same shape."""
+    """Executes runs; holds their slots, and free buffers by shape for later ops."""
 
     def __init__(self) -> None:
         self.machine: RunMachine[_ExecutorRun] = RunMachine()
@@ -407,13 +385,13 @@ class Executor:
 
     @property
     def run_ids(self) -> tuple[int, ...]:
-        """Return the ids of the runs under way."""
+        """Return the ids of the active runs."""
         return tuple(self.machine.runs)
 
     def admit(self, run_id: int, bound: BoundProgram, states: Mapping[str, Array] = _NO_STATES) -> None:
-        """Begin a run under its id; raises ValueError if it runs already.
+        """Begin a run; raises ValueError if its id is active.
 
-        states: the arrays of its session by name, which stay the session's.
+        states: arrays of its sessions by name, which the sessions own.
         """
         free: list[list[Array] | None] = [None] * len(bound.template.program.slots)
         for spec, slots in bound.buffers.items():
@@ -435,17 +413,17 @@ class Executor:
         return np.empty(bound.scratch_bytes, np.uint8)
 
     def give_scratch(self, scratch: Array) -> None:
-        """Take scratch memory back."""
+        """Return scratch memory to the executor."""
         self._scratch.append(scratch)
 
     def deliver(
         self, run_id: int, key: ExchangeKey, array: Array, head: bytes = b"", frame_key: FrameKey = UNKEYED
     ) -> DeliveryResult:
-        """Fill the slot of an exchange with `array` (not copied); a second delivery and an unknown key change nothing.
+        """Fill the slot of an exchange with `array`, not copied; ignore repeated deliveries and unknown keys.
 
-        head: with which a peer sends it in each run; empty if compiled code must not receive it. frame_key: of its tag.
-        Raises KeyError if the request does not run, ValueError if shape, dtype or layout are not the slot's: kernels
-        trust it.
+        head: frame head of the exchange in each run; empty if compiled code must not receive it. frame_key: key of the
+        tag. Raises KeyError if the run is not active, ValueError if shape, dtype or layout differ from the slot's,
+        because kernels do not check them.
         """
         machine = self.machine
         running = machine.runs[run_id]
@@ -472,58 +450,57 @@ class Executor:
         return "filled"
 
     def awaits_source(self, run_id: int, source: str) -> bool:
-        """Return whether a running request has yet to receive something that only this device sends."""
+        """Return whether a run has yet to receive a tensor that only this device sends."""
         running = self.machine.runs[run_id]
         ops = running.template.program.ops
         recvs = (op for op in ops if isinstance(op, Recv) and op.source == source and not op.alternates)
         return any(not running.received[op.slot] for op in recvs)
 
     def start_task(self, run_id: int, task: int, array: Array) -> None:
-        """Begin a leased task with the inputs of the request; one that was begun is left alone."""
+        """Begin a leased task with the inputs of the run, unless it has begun."""
         for key in self.machine.runs[run_id].start_task(task):
             self.deliver(run_id, key, array)
 
     def end_leases(self, run_id: int) -> None:
-        """Accept no more leases: tasks that were not leased here are never run here."""
+        """Accept no more leases, so that the run can end."""
         self.machine.runs[run_id].accepts_leases = False
 
     def next_step(self, run_id: int | None = None) -> Step | None:
-        """Return the first ready op; None if every run waits, or if it is of another run than `run_id`."""
-        found = self.machine.next_op(run_id)
-        return None if found is None else self._steps[found[0].run_id].move_to(found[1])
+        """Return the first ready step; None if every run waits, or if the first ready op is not of `run_id`."""
+        ready = self.machine.next_op(run_id)
+        return None if ready is None else self._steps[ready[0].run_id].move_to(ready[1])
 
     def hold(self, run_id: int, block: int) -> bool:
-        """Let a run end before a block of the graph; False, and nothing has changed, if it may not or an op has run."""
+        """Stop a run before a block of the graph; return False, without a change, if that is impossible."""
         running = self.machine.runs[run_id]
         program = running.template.program
-        if program.state_inputs():  # its stretches go beyond blocks
+        if program.state_inputs():  # its stretches cross blocks
             return False
         return 0 < block < len(program.blocks) and self.machine.hold(running, program.blocks[block])
 
     def is_done(self, run_id: int) -> bool:
-        """Return whether no op of a run is left."""
+        """Return whether all ops of a run have run."""
         running = self.machine.runs[run_id]
         return not running.ops_left and not running.accepts_leases
 
     def hand_over(self, run_id: int, heir: int) -> None:
-        """Fill what a run takes of one that is done; that one ends."""
+        """Deliver the tensors of a finished run to the run that continues it; drop the finished run."""
         before = self.machine.runs[run_id]
         for key, slot in self.machine.runs[heir].bound.taken:
             view = view_of_slot(before.template.program, slot)
             self.deliver(heir, key, view.of(before.slots))
-            before.free[view.base] = None  # the buffer is the heir's
+            before.free[view.base] = None  # the heir owns the buffer
         self.drop(run_id)
 
     def finish_if_done(self, run_id: int) -> bool:
-        """Return whether a running request has no op left; drop it then."""
-        running = self.machine.runs.get(run_id)
-        if running is None or running.ops_left or running.accepts_leases:
-            return False
-        self.drop(run_id)
-        return True
+        """Drop a run if all of its ops have run; return whether it was dropped."""
+        is_done = run_id in self and self.is_done(run_id)
+        if is_done:
+            self.drop(run_id)
+        return is_done
 
     def drop(self, run_id: int) -> None:
-        """Forget a request and give its buffers back."""
+        """Drop a run, and free its buffers."""
         running = self.machine.remove(run_id)
         if running is None:
             return
@@ -536,18 +513,18 @@ class Executor:
         self._trim()
 
     def free_buffers(self) -> None:
-        """Drop what is kept for the next request, unless one runs."""
+        """Drop all free buffers unless a run is active."""
         if not self.machine.runs:
             self._free.clear()
             self._scratch.clear()
 
     def cached_bytes(self) -> int:
-        """Return the bytes of buffers that the executor owns and keeps for re-use."""
+        """Return the bytes of free buffers."""
         of_slots = sum(spec.nbytes * len(arrays) for spec, arrays in self._free.items())
         return of_slots + sum(map(len, self._scratch))
 
     def _trim(self) -> None:
-        """Drop kept buffers of shapes that no running request uses, so that ragged lengths do not pile up."""
+        """Drop free buffers of shapes that no active run uses, so that they do not accumulate over many lengths."""
         runs = self.machine.runs
         if not runs:
             return
@@ -559,11 +536,11 @@ class Executor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One Program run to its end in this process: for `model verify`, benchmarks and tests.
+# Run one Program in this process: for `model verify`, benchmarks and tests.
 
 
 def pack(tensors: Mapping[str, NDArray[Any] | StoredRows], refs: Iterable[WeightRef]) -> dict[WeightRef, Weight]:
-    """Return weight ranges as the loader would make them, from whole canonical tensors [in, out] or [n], or blocks."""
+    """Return weight ranges as the loader packs them, from whole canonical tensors [in, out] or [n], or blocks."""
     held = {}
     for ref in refs:
         buffer = allocate(ref)
@@ -579,10 +556,7 @@ def run_local(
     inputs: NDArray[Any],
     workers: Workers | None = None,
 ) -> NDArray[Any]:
-    """Return what a Program without peers sends to the planner.
-
-    Raises ValueError if it waits for a peer or sends nothing.
-    """
+    """Return the output of a Program without peers; raises ValueError if it waits for a peer or has no output."""
     bound = bind(program, pack(tensors, program.weights()), workers or Workers(1))
     executor = Executor()
     states = {spec.state: np.empty(spec.shape, NUMPY_DTYPE[spec.dtype]) for spec in program.slots if spec.state}

@@ -1,4 +1,4 @@
-"""The worker's interface: the commands that it returns and the events that it handles."""
+"""The worker's interface: commands out, events in."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ from hepti_mqtt.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe the data plane to filters and the control plane to the topic `work_topic`.
-
-    The shell reports `Subscribed` when every SUBACK is in.
-    """
+    """Subscribe the data plane to filters, and the control plane to `work_topic`; the shell reports `Subscribed`."""
 
     model: str
     plan_version: PlanVersion
@@ -36,7 +33,7 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """Leave filters and topics of requests that no resident plan needs any more."""
+    """Unsubscribe from filters and work topics that no resident plan needs."""
 
     filters: tuple[str, ...]
     work_topics: tuple[str, ...] = ()
@@ -44,36 +41,30 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make weight ranges resident from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`.
-
-    matrices: of each range the one that is resident for it. keep: as of `Unload`. devices: of the plan, in its order.
-    """
+    """Load weight ranges from the tiles of a manifest; the shell reports `Loaded` or `LoadFailed`."""
 
     transaction_id: int
     model: str
     plan_version: PlanVersion
     manifest: bytes
-    matrices: Mapping[WeightRef, WeightRef]
-    keep: frozenset[Place]
-    share: float = 0.0  #: of the device and its link that the load may take from runs
-    devices: tuple[str, ...] = ()
+    matrices: Mapping[WeightRef, WeightRef]  #: resident range of which each range is a view
+    keep: frozenset[Place]  #: as in `Unload`
+    share: float = 0.0  #: share of the device and its link that the load may take from runs
+    devices: tuple[str, ...] = ()  #: of the plan, in its order
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Release the weights of one plan.
-
-    keep: what stays resident: what other plans use, and what has room, because a plan may come back.
-    """
+    """Release the weights of one plan."""
 
     model: str
     plan_version: PlanVersion
-    keep: frozenset[Place] = frozenset()
+    keep: frozenset[Place] = frozenset()  #: matrices that stay: other plans use them, or there is room for their return
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCaches:
-    """Read the saved KV caches of a layout, and delete them; the shell reports `CachesRead` if there are any."""
+    """Read and delete the saved KV caches of a layout; the shell reports `CachesRead` if there are any."""
 
     model: str
     plan_version: PlanVersion
@@ -82,43 +73,36 @@ class ReadCaches:
 
 @dataclass(frozen=True, slots=True)
 class LogTrouble:
-    """Count and log trouble that is survived."""
+    """Count and log a fault that does not end the agent."""
 
-    kind: str  #: the counter's name
+    kind: str  #: name of the counter
     text: str
     error: BaseException | None = None  #: an unexpected error, logged with its traceback
 
 
 @dataclass(frozen=True, slots=True)
 class AnalysePrepare:
-    """Analyse a Prepare (it lowers the longest requests) on another thread; the shell reports `PrepareAnalysed`.
-
-    awaited: as of a Program.
-    """
+    """Analyse a Prepare on another thread, because it lowers the longest requests; the shell reports the result."""
 
     prepare: Prepare
-    awaited: bool = False
+    awaited: bool = False  #: as in `BuildProgram`
 
 
 @dataclass(frozen=True, slots=True)
 class BuildProgram:
-    """Build a device's Program beside the session's thread; the shell reports `ProgramBuilt`.
+    """Build a device's Program on another thread; the shell reports `ProgramBuilt`."""
 
-    number: of the order, which `ProgramBuilt` carries. weights: of the plan version, to which the kernels are bound.
-    awaited: by a run, or by a plan while no run is under way; else it gives way to runs.
-    """
-
-    number: int
+    number: int  #: identifies the order in `ProgramBuilt`
     spec: Spec
     plan: Plan
     shape: ProgramKey
-    weights: Mapping[WeightRef, Weight]
-    awaited: bool = False
+    weights: Mapping[WeightRef, Weight]  #: weights to bind the kernels to
+    awaited: bool = False  #: a run waits for it, or a plan while no run is active; otherwise it gives way to runs
 
 
 @dataclass(frozen=True, slots=True)
 class AllowPeers:
-    """Let peers read at this device's endpoint what it sends them under a plan version, each with its own token."""
+    """Admit peers, each with its own token, to this device's endpoint for the frames of a plan version."""
 
     model: str
     plan_version: PlanVersion
@@ -127,7 +111,7 @@ class AllowPeers:
 
 @dataclass(frozen=True, slots=True)
 class JoinPeers:
-    """Read at the endpoints of peers what they send under a plan; the shell reports `PeerJoined` for each."""
+    """Connect to the endpoints of peers for the frames of a plan; the shell reports `PeerJoined` for each."""
 
     model: str
     plan_version: PlanVersion
@@ -164,7 +148,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class MessageIn:
-    """A control message from the planner, and its seal."""
+    """The planner's control message and its seal."""
 
     message: messages.Message
     seal: Seal | None = None
@@ -172,14 +156,14 @@ class MessageIn:
 
 @dataclass(frozen=True, slots=True)
 class FrameIn:
-    """A frame: a request from the planner, or activations from a peer."""
+    """A frame: work from the planner, or a tensor from a peer."""
 
     frame: Frame
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The shell has made the weights of a plan version resident."""
+    """The weights of a plan version are resident."""
 
     model: str
     plan_version: PlanVersion
@@ -188,7 +172,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """The shell has some of the tiles."""
+    """The shell has loaded some of the tiles."""
 
     model: str
     plan_version: PlanVersion
@@ -198,7 +182,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The shell could not make the weights resident."""
+    """The shell could not load the weights."""
 
     model: str
     plan_version: PlanVersion
@@ -216,7 +200,7 @@ class CachesRead:
 
 @dataclass(frozen=True, slots=True)
 class Subscribed:
-    """Every SUBACK of a plan version's filters is in."""
+    """The broker has acknowledged every filter of a plan version."""
 
     model: str
     plan_version: PlanVersion
@@ -224,7 +208,7 @@ class Subscribed:
 
 @dataclass(frozen=True, slots=True)
 class PrepareAnalysed:
-    """What a Prepare needs on this device, or why it fails."""
+    """The resident plan of a Prepare, or the reason why it fails."""
 
     prepare: messages.Prepare
     result: ResidentPlan | HeptiError
@@ -233,7 +217,7 @@ class PrepareAnalysed:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBuilt:
-    """The shell has built what the order of this number asked for, or could not."""
+    """The result of an order to build a Program."""
 
     number: int
     result: BoundProgram | Exception
@@ -241,21 +225,21 @@ class ProgramBuilt:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLost:
-    """The planner restarted: everything of an earlier start is void."""
+    """The planner restarted, so everything of an earlier start is void."""
 
     boot: int
 
 
 @dataclass(frozen=True, slots=True)
 class MayHaveMissedCommands:
-    """Commands may be lost: the connection was away, or the broker has published this device's will."""
+    """Commands may be lost: the connection was down, or the broker has published this device's will."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """What a peer sends under a plan version comes directly from now on (again)."""
+    """A peer is connected: its frames of a plan version come directly."""
 
     peer: str
     model: str
@@ -264,7 +248,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """A peer is there, but does not let this device in; it may not have heard of the plan version yet."""
+    """A peer answers but does not admit this device; it may not have received the Prepare yet."""
 
     peer: str
     model: str
@@ -274,7 +258,7 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection to a peer's endpoint is gone, and what was on it; the shell makes it again."""
+    """The connection to a peer is lost, with the frames on it; the shell reconnects."""
 
     peer: str
     reason: str
@@ -282,7 +266,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerFrameDropped:
-    """A frame for a peer was dropped, since it does not take what waits for it already."""
+    """A frame for a peer was dropped, because the peer reads too slowly."""
 
     peer: str
     nbytes: int

@@ -1,7 +1,7 @@
 """KV caches on a device: the keys and values of texts, from run to run and from plan version to plan version.
 
-A cache belongs to a session of a plan version. If the version ends, its caches are kept while memory allows: a later
-version with the same layout goes on with them.
+A cache belongs to a session of a plan version. When the version ends, its caches are kept while memory allows: a later
+version with the same layout continues them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SessionKey = tuple[str, PlanVersion, int]  # model, plan version, number
 
 
 class SessionLostError(Exception):
-    """A run continues sessions that this device has dropped, or of which it never received all rows."""
+    """A run continues sessions that this device has dropped, or holds incompletely."""
 
     def __init__(self, text: str, sessions: tuple[int, ...]) -> None:
         super().__init__(text)
@@ -36,37 +36,37 @@ class _Session:
     """The arrays of a session, by name."""
 
     arrays: Mapping[str, Array]
-    rows: int = 0  #: that are cached
-    capacity: int = 0  #: rows that it counts for in the account
-    is_text: bool = True  #: each array has a row for each token
+    rows: int = 0  #: cached rows
+    capacity: int = 0  #: rows that it counts for in the room of its plan
+    is_text: bool = True  #: each array has one row per token
 
 
 class SessionRun(NamedTuple):
-    """A run of a session: it adds rows at..stop."""
+    """A run of a session: it adds the rows at..stop."""
 
     at: int
     stop: int
-    longest: int  #: rows that a session may have
-    begins: bool = True  #: it needs nothing of the session if that has no rows
-    source: int = 0  #: number of the session that has the rows before `at`, 0 for none
-    takes_over: bool = False  #: the source ends: its arrays are taken, or copied if a run still writes to them
+    longest: int  #: most rows of a session
+    begins: bool = True  #: it may be the first run of the session
+    source: int = 0  #: number of the session that holds the rows before `at`, 0 for none
+    takes_over: bool = False  #: the source ends: reuse its arrays, or copy them if a run still writes to them
 
 
 class KeptCache(NamedTuple):
     """A KV cache that no plan version uses."""
 
-    layout: bytes  #: of the plans that can use it, see `ResidentPlan.layout`
+    layout: bytes  #: layout of the plans that can use it, see `ResidentPlan.layout`
     origin: PlanVersion  #: the last plan version that used it
-    number: int  #: of its session there
+    number: int  #: number of its session under that version
     rows: int
     arrays: Mapping[str, Array]  #: each with at least `rows` rows
 
 
 class DecoderSessions:
-    """The open sessions, least recently used first, and the caches of ended plan versions, the oldest first.
+    """The open sessions, least recently used first, and the caches of ended plan versions, oldest first.
 
-    Sessions of a plan stay while their rows have room together: their requests may have ended, but another text may
-    begin alike. counters: dropped sessions, and runs that miss theirs.
+    Sessions of a plan stay after the end of their requests while there is room for their rows, because another text may
+    have the same prefix. counters: dropped sessions, and runs without their session.
     """
 
     def __init__(self, counters: Counter[str]) -> None:
@@ -79,7 +79,7 @@ class DecoderSessions:
 
     @property
     def rows(self) -> int:
-        """Return for how many rows all arrays have room."""
+        """Return the allocated rows of all sessions."""
         return sum(session.capacity for session in self._open.values())
 
     def arrays(
@@ -90,11 +90,11 @@ class DecoderSessions:
         room_rows: int,
         busy: frozenset[SessionKey],
     ) -> Mapping[str, Array]:
-        """Return the arrays of a session for a run of it, which may grow.
+        """Return the arrays of a session for a run, allocated or enlarged if necessary.
 
-        states: what the run takes for them. room_rows: of all sessions of the plan; the least recently used ones that
-        are not `busy` (runs under way write to them) are dropped where there is no room. Number 0: a run without a
-        session, with arrays of its own. Raises SessionLostError if rows before the run's own are missing.
+        states: specs of the arrays. room_rows: room of all sessions of the plan, for which the least recently used
+        sessions are dropped. busy: sessions that active runs write to, which are not dropped. Number 0: a run without a
+        session gets new arrays. Raises SessionLostError if rows before `run.at` are missing.
         """
         if not states:
             return {}
@@ -104,7 +104,7 @@ class DecoderSessions:
         if run.at > (session.rows if session else 0) or not (session or run.begins):
             self._counters["session_lost"] += 1
             raise SessionLostError(f"session {source[2]} has no rows before {run.at} here", (number,))
-        # What has a row for each token grows; else there are rows of what a request carries, all from the start.
+        # Arrays with one row per token grow; others hold a request's carried inputs, complete from the first run.
         is_text = all(spec.shape[0] == run.longest for spec in states.values())
         capacity = cache_rows(run.stop, run.longest) if is_text else run.longest
         if run.takes_over:
@@ -123,18 +123,18 @@ class DecoderSessions:
         return session.arrays
 
     def end(self, key: SessionKey) -> None:
-        """Forget a session."""
+        """Drop a session."""
         self._open.pop(key, None)
 
     def keep(self, model: str, version: PlanVersion, layout: bytes, busy: frozenset[SessionKey]) -> None:
-        """Keep the caches of a plan version that ends, except those to which a run was writing."""
+        """Keep the caches of an ending plan version, except those that a run was writing to."""
         for key in [k for k in self._open if k[:2] == (model, version)]:
             session = self._open.pop(key)
             if session.is_text and session.rows and key not in busy:
                 self._kept.append(KeptCache(layout, version, key[2], session.rows, session.arrays))
 
     def restore(self, model: str, version: PlanVersion, layout: bytes, room_rows: int) -> tuple[KeptSession, ...]:
-        """Let a plan version use the kept caches of its layout, the newest first while its sessions have room."""
+        """Let a plan version continue the kept caches of its layout, newest first, while its sessions have room."""
         fitting = [cache for cache in self._kept if cache.layout == layout]
         self._kept = [cache for cache in self._kept if cache.layout != layout]
         used = sum(session.capacity for key, session in self._open.items() if key[:2] == (model, version))
@@ -152,23 +152,23 @@ class DecoderSessions:
         return tuple(out)
 
     def add_kept(self, caches: Sequence[KeptCache]) -> None:
-        """Take caches that an earlier process of this device has saved, the oldest first."""
+        """Add caches that an earlier process of this device saved, oldest first."""
         self._kept = [*caches, *self._kept]
 
     def limit_kept(self, nbytes: int) -> None:
-        """Drop the oldest kept caches until all of them fit into some bytes."""
+        """Drop the oldest kept caches until the rest fits into `nbytes`."""
         total = sum(_nbytes(cache) for cache in self._kept)
         while self._kept and total > nbytes:
             total -= _nbytes(self._kept.pop(0))
             self._counters["session_given_up"] += 1
 
     def take_kept(self) -> tuple[KeptCache, ...]:
-        """Return all kept caches, the oldest first, and forget them."""
+        """Remove and return all kept caches, oldest first."""
         kept, self._kept = self._kept, []
         return tuple(kept)
 
     def _make_room(self, newest: SessionKey, rows: int, room_rows: int, busy: frozenset[SessionKey]) -> None:
-        """Drop sessions of the same plan until one more has room, or none is left that may be dropped."""
+        """Drop idle sessions of the same plan until the newest one has room."""
         others = [key for key in self._open if key[:2] == newest[:2] and key != newest]
         rows += sum(self._open[key].capacity for key in others)
         for key in others:
@@ -184,7 +184,7 @@ def _nbytes(cache: KeptCache) -> int:
 
 
 def _grown(spec: SlotSpec, capacity: int, held: Array | None, rows: int) -> Array:
-    """Return an array of a session with room for some rows, of which the first ones are held."""
+    """Return an array with room for `capacity` rows; the first `rows` are copied from the held array."""
     array = np.empty((min(capacity, spec.shape[0]), *spec.shape[1:]), NUMPY_DTYPE[spec.dtype])
     if held is not None:
         array[:rows] = held[:rows]

@@ -1,7 +1,7 @@
-"""The Programs of a device's plans: which is built next, and the runs that wait for theirs.
+"""The Programs of a device's plans: the order of builds, and the runs that wait for a Program.
 
-Building takes as long as many ops, so the shell calls `build` on another thread, one Program at a time: first those
-that runs wait for, then urgent ones (a plan or a decoder session needs them next), then, while idle, the predicted.
+Building takes as long as many ops, so the shell calls `build` on another thread, one Program at a time: first Programs
+that runs wait for, then urgent ones (a plan or a session needs them next), then predicted ones while idle.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
     spec, plan, shape = order.spec, order.plan, order.shape
     try:
         if isinstance(shape, Continuation):
-            made = continued_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
-            return ProgramBuilt(order.number, bind(made.program, order.weights, workers, made.taken))
+            rest = continued_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
+            return ProgramBuilt(order.number, bind(rest.program, order.weights, workers, rest.taken))
         return ProgramBuilt(order.number, bind(device_program(spec, plan, shape, device), order.weights, workers))
     except HandoverError as error:
         return ProgramBuilt(order.number, PlanError(str(error)))
-    except Exception as error:  # its requests hear of it, or the session complains
+    except Exception as error:  # reported to the planner, or logged by the session
         return ProgramBuilt(order.number, error)
 
 
@@ -42,12 +42,12 @@ def analyse(order: AnalysePrepare, device: str, topics: Topics) -> PrepareAnalys
         return PrepareAnalysed(order.prepare, analyse_prepare(order.prepare, device, topics))
     except HeptiError as error:
         return PrepareAnalysed(order.prepare, error)
-    except Exception as error:  # the planner hears of it
+    except Exception as error:  # reported to the planner
         return PrepareAnalysed(order.prepare, PlanError(f"the plan cannot be prepared ({error!r})"), error)
 
 
 def next_step(shape: RequestShape, sessions: Sequence[DecoderSession]) -> RequestShape | None:
-    """Return the shape of the run that follows in a session, None after the last one and without a session."""
+    """Return the shape of the next run of a session, None after the last run or without a session."""
     return shape.decode_step(1) if any(s.number and not s.final for s in sessions) else None
 
 
@@ -59,9 +59,9 @@ class _Order:
 
 
 class ProgramBuildQueue:
-    """The order that is being built, and the frames of the runs that wait for their Programs.
+    """The current order, and the work frames of runs that wait for a Program.
 
-    counters: `programs_built_ahead`, and `programs_built_late` for which a run waited.
+    counters: `programs_built_ahead`, and `programs_built_late` if a run waited.
     """
 
     def __init__(self, counters: Counter[str]) -> None:
@@ -71,16 +71,16 @@ class ProgramBuildQueue:
         self._waiting: dict[int, tuple[Frame, ProgramKey]] = {}
 
     def waiting_frame(self, run_id: int) -> Frame | None:
-        """Return the work frame of a waiting run; None if it does not wait."""
+        """Return the work frame of a waiting run, None if it does not wait."""
         frame, _ = self._waiting.get(run_id, (None, None))
         return frame
 
     def enqueue(self, frame: Frame, shape: ProgramKey) -> None:
-        """Keep a request until its Program is there."""
+        """Let a run wait for its Program."""
         self._waiting[frame.run_id] = (frame, shape)
 
     def waiting(self) -> list[tuple[int, PlanKey]]:
-        """Return the waiting runs and their plans."""
+        """Return the waiting runs and their plan keys."""
         return [(run_id, (frame.model, frame.plan_version)) for run_id, (frame, _) in self._waiting.items()]
 
     @property
@@ -88,31 +88,30 @@ class ProgramBuildQueue:
         """Return whether a run waits."""
         return bool(self._waiting)
 
-    def drop(self, run_id: int) -> Frame | None:
-        """Forget a request that waits, and return it."""
-        frame, _ = self._waiting.pop(run_id, (None, None))
-        return frame
+    def drop(self, run_id: int) -> None:
+        """Drop a waiting run."""
+        self._waiting.pop(run_id, None)
 
     def drop_plan(self, key: PlanKey) -> None:
-        """Forget the runs of a plan and the order for it."""
+        """Drop the waiting runs of a plan, and the current order if it is for the plan."""
         for run_id in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.plan_version) == key]:
             del self._waiting[run_id]
         if self._order is not None and self._order.resident.key == key:
             self._order = None
 
     def next_order(self, residents: Iterable[ResidentPlan], idle: bool) -> BuildProgram | None:
-        """Return the next order; None while one is being built, or without one. idle: no run is under way."""
+        """Return the next order; None during a build, or if none is needed. idle: no run is active."""
         if self._order is not None:
             return None
         loaded = [r for r in residents if r.weights is not None]
         late = self._awaited(loaded)
-        found: tuple[ResidentPlan, ProgramKey] | None = late
-        found = found or next(((r, r.urgent_shapes[0]) for r in loaded if r.urgent_shapes), None)
-        if found is None and idle:
-            found = next(((r, r.prebuild_shapes[0]) for r in loaded if r.prebuild_shapes and r.ready), None)
-        if found is None:
+        chosen: tuple[ResidentPlan, ProgramKey] | None = late
+        chosen = chosen or next(((r, r.urgent_shapes[0]) for r in loaded if r.urgent_shapes), None)
+        if chosen is None and idle:
+            chosen = next(((r, r.prebuild_shapes[0]) for r in loaded if r.prebuild_shapes and r.ready), None)
+        if chosen is None:
             return None
-        resident, shape = found
+        resident, shape = chosen
         assert resident.weights is not None
         self._number += 1
         self._order = _Order(self._number, resident, shape)
@@ -120,7 +119,7 @@ class ProgramBuildQueue:
         return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights, awaited)
 
     def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, ProgramKey, list[Frame]] | None:
-        """Keep a Program; return its plan, its shape and the runs that waited, None if its plan is gone."""
+        """Cache a Program; return its plan, shape and waiting runs, None if its plan is gone."""
         order = self._order
         if order is None or order.number != event.number:
             return None
@@ -142,6 +141,7 @@ class ProgramBuildQueue:
         assert self._order is not None or not self._waiting
 
     def _awaited(self, loaded: Iterable[ResidentPlan]) -> tuple[ResidentPlan, ProgramKey] | None:
+        """Return the plan and shape of the first waiting run of a loaded plan."""
         by_key = {r.key: r for r in loaded}
-        found = ((by_key.get((f.model, f.plan_version)), shape) for f, shape in self._waiting.values())
-        return next(((resident, shape) for resident, shape in found if resident is not None), None)
+        waiting = ((by_key.get((f.model, f.plan_version)), shape) for f, shape in self._waiting.values())
+        return next(((resident, shape) for resident, shape in waiting if resident is not None), None)

@@ -1,7 +1,7 @@
-"""The plans on a device: how a Prepare is checked and analysed, the memory it needs, and its states.
+"""The plans on a device: checks and analysis of a Prepare, its memory, and the states of plans.
 
-Any client that may publish to the device's topic can send a Prepare, and the memory of its Programs is known only once
-they are built. So every number that the count of ops or regions grows with is bounded first.
+Any client with access to the device's topic can send a Prepare, and the memory of its Programs is known only after
+they are built. So all numbers that determine the count of ops or regions are limited first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
-KEPT_SHAPES: Final = 64  # most tokens of a text have the shape of the one before
+KEPT_SHAPES: Final = 64  # cached shapes: most decoding steps have the same shape
 
 
 def check_prepare(
     device: str, plan: Plan, spec: Spec, shapes: Iterable[PlainShape], in_flight: int
 ) -> list[RequestShape]:
-    """Return the different shapes; raises PlanError, which names the field, for what no planner asks for."""
+    """Return the distinct shapes; raises PlanError, with the field's name, if no planner would send this Prepare."""
     check_plan(device, plan)
     try:
         check_spec(spec.to_dict())
@@ -59,15 +59,15 @@ def check_prepare(
 
 @lru_cache(maxsize=KEPT_SHAPES)
 def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
-    """Return the shape of the Program that computes a request.
+    """Return the shape of the Program for a request.
 
-    Raises PlanError for a shape that is none of the family's, or larger than the plan was made for.
+    Raises PlanError if the family has no such shape, or it is larger than the largest run.
     """
     largest = largest_shape(spec)
     if plain.size > largest.size:
-        raise _wrong("shape", plain.size, f"tokens or rows are more than the {largest.size} that a run has at the most")
+        raise _wrong("shape", plain.size, f"tokens or rows exceed the limit of {largest.size} in a run")
     if plain.session_rows > largest.session_rows:
-        raise _wrong("shape", plain.session_rows, f"rows of a cache are more than {largest.session_rows}")
+        raise _wrong("shape", plain.session_rows, f"rows of a cache exceed the limit of {largest.session_rows}")
     try:
         return spec.input_spec.program_shape(spec.input_spec.shape_of(plain))
     except ValueError as error:
@@ -75,26 +75,24 @@ def shape_of(spec: Spec, plain: PlainShape) -> RequestShape:
 
 
 def check_plan(device: str, plan: Plan) -> None:
-    """Raise PlanError, which names the field, for a plan that no planner makes for a device."""
+    """Raise PlanError, with the field's name, if no planner would send this plan to a device."""
     devices = plan.devices
     _check_number("plan.devices", len(devices))
     if len(set(devices)) < len(devices):
-        raise _wrong("devices", list(devices), "are not different ones")
+        raise _wrong("devices", list(devices), "are not distinct")
     try:
         for name in devices:
             check_name("device", name)
     except BadNameError as error:
         raise PlanError(f"Invalid plan: {error}") from error
     if device not in devices or plan.root not in devices:
-        raise _wrong("devices", list(devices), f"are without {device if device not in devices else plan.root}")
+        raise _wrong("devices", list(devices), f"do not include {device if device not in devices else plan.root}")
     if plan.strategy not in STRATEGIES or not STRATEGIES[plan.strategy].accepts(plan.options):
-        raise _wrong(
-            "strategy", plan.strategy, f"with options {plan.options} is not known here; update agent or planner"
-        )
+        raise _wrong("strategy", plan.strategy, f"with options {plan.options} is unknown; update agent or planner")
     if STRATEGIES[plan.strategy].groups is not None or plan.replicas:
-        raise _wrong("strategy", plan.strategy, "is of several plans side by side; a device is told its own alone")
+        raise _wrong("strategy", plan.strategy, "has replicas; a device receives only its own replica")
     if plan.wire not in get_args(WireDtype) or plan.weight_dtype not in get_args(WeightDtype):
-        raise _wrong("wire and storage", (plan.wire, plan.weight_dtype), "are not known here; update agent or planner")
+        raise _wrong("wire and storage", (plan.wire, plan.weight_dtype), "are unknown; update agent or planner")
     for kind, weights in plan.shares.items():
         if len(weights) != len(devices):
             raise _wrong(f"weights {kind}", weights, "are not one for each device")
@@ -107,21 +105,21 @@ def check_plan(device: str, plan: Plan) -> None:
             _check_number("plan.range", end)
     for layout, rows in plan.layouts.items():
         if layout not in STRATEGIES[plan.strategy].layouts:
-            raise _wrong("layouts", layout, f"is none of {plan.strategy} known here; update agent or planner")
+            raise _wrong("layouts", layout, f"is unknown for {plan.strategy}; update agent or planner")
         _check_number("plan.range", rows)
-    moved = (plan.wire_error or 0.0, plan.weight_error or 0.0)
-    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, *moved)
+    errors = (plan.wire_error or 0.0, plan.weight_error or 0.0)
+    numbers = (plan.predicted_s, plan.predicted_bytes, plan.predicted_tokens, *errors)
     if not all(isinstance(number, int | float) and isfinite(number) for number in numbers):
-        raise _wrong("prediction", numbers, "is not of numbers")
+        raise _wrong("prediction", numbers, "contains a value that is not a finite number")
     if not isinstance(plan.reason, str) or len(plan.reason) > MAX_REASON:
         raise _wrong("reason", plan.reason, f"is not a text of at most {MAX_REASON} characters")
 
 
-def _check_number(rule: str, value: object, name: str = "") -> None:
+def _check_number(rule: str, value: object) -> None:
     try:
         check(rule, value)
     except ValueError as error:
-        raise _wrong(name or rule, value, str(error)) from error
+        raise _wrong(rule, value, str(error)) from error
 
 
 def _wrong(name: str, value: object, why: str) -> PlanError:
@@ -129,21 +127,16 @@ def _wrong(name: str, value: object, why: str) -> PlanError:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What one device keeps for one plan: read from its Prepare, and what several plans need side by side.
+# The resident plan of a Prepare, and the memory of several plans.
 
 
 ResidentState = Literal["asked", "loading", "subscribing", "ready", "active", "doubted", "released"]
-
-
 Place = tuple[bytes, WeightRef]  # of a resident matrix: the digest of its manifest, and its range
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The rest of a run of a shape that began under the plan `before`, from a block on, under the plan `after`.
-
-    versions: of both plans.
-    """
+    """The rest of a run that began under the plan `before`, from a block on, under the plan `after`."""
 
     shape: RequestShape
     before: Plan = field(compare=False)
@@ -155,47 +148,39 @@ class Continuation:
         object.__setattr__(self, "versions", (self.before.version, self.after.version))
 
 
-ProgramKey = RequestShape | Continuation  # what a device has a Program for, under a plan
+ProgramKey = RequestShape | Continuation  # identifies a Program under a plan
 
 
 @dataclass(slots=True)
 class ResidentPlan:
-    """A plan on a device, ready when it is `loaded` and its filters are `subscribed`.
-
-    manifest: its digest. matrices: of each weight range the resident one of which it is a view.
-    transaction_id: of the last Prepare. working_bytes: buffers and sessions of all runs in flight. loading_bytes:
-    beside the weights while they load. in_flight: runs at once. programs_bytes: of the cached Programs.
-    sources: devices that it hears. urgent_shapes, prebuild_shapes: shapes whose Programs are to be built;
-    `prebuild_shapes` only while idle. mesh_sources: peers whose frames come directly; the filters are for the others.
-    loaded: with the urgent Programs. subscribed: the filters are acknowledged and the peers were joined. programs: by
-    what they are for, least recently used first. state: changed by `ResidentPlans` only. frame_key: of all frames of
-    the plan.
-    """
+    """A plan on a device, ready when it is `loaded` and `subscribed`."""
 
     plan: Plan
     spec: Spec
-    transaction_id: int
-    manifest: bytes
+    transaction_id: int  #: of the last Prepare
+    manifest: bytes  #: digest of the manifest
     refs: tuple[WeightRef, ...]
-    working_bytes: int
-    in_flight: int
-    loading_bytes: int
-    programs_bytes: int
-    sources: tuple[str, ...]
-    filters: tuple[str, ...]
+    working_bytes: int  #: buffers and sessions of all concurrent runs
+    in_flight: int  #: limit of concurrent runs
+    loading_bytes: int  #: additional memory while the weights load
+    programs_bytes: int  #: memory of the cached Programs
+    sources: tuple[str, ...]  #: devices that send frames to this one
+    filters: tuple[str, ...]  #: filters of frames that the broker relays
     work_topic: str
     digest: bytes
-    urgent_shapes: deque[RequestShape]
-    prebuild_shapes: deque[RequestShape]
-    mesh_sources: tuple[Peer, ...] = ()
-    frame_key: FrameKey = UNKEYED
-    matrices: Mapping[WeightRef, WeightRef] = field(default_factory=dict)
+    urgent_shapes: deque[RequestShape]  #: shapes to build next
+    prebuild_shapes: deque[RequestShape]  #: shapes to build while idle
+    mesh_sources: tuple[Peer, ...] = ()  #: peers that send frames directly
+    frame_key: FrameKey = UNKEYED  #: key of all frames of the plan
+    matrices: Mapping[WeightRef, WeightRef] = field(
+        default_factory=dict
+    )  #: resident range that each range is a view of
     weights: Mapping[WeightRef, Weight] | None = None
-    loaded: bool = False
+    loaded: bool = False  #: weights and urgent Programs are resident
     filters_acknowledged: bool = False
-    subscribed: bool = False
-    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)
-    state: ResidentState = "asked"
+    subscribed: bool = False  #: filters are acknowledged, and peers are joined
+    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)  #: least recently used first
+    state: ResidentState = "asked"  #: changed only by `ResidentPlans`
 
     @property
     def key(self) -> tuple[str, PlanVersion]:
@@ -204,40 +189,40 @@ class ResidentPlan:
 
     @property
     def session_rows(self) -> int:
-        """Return how many rows all sessions may have together."""
+        """Return the room of all sessions, in rows."""
         return session_rows(self.spec, self.in_flight)
 
     @property
     def layout(self) -> bytes:
-        """Return a hash of what the rows of a KV cache depend on: weights, division and this version of Hepti."""
+        """Return a hash of everything that KV caches depend on: weights, division and the version of Hepti."""
         plan = replace(self.plan.division, route="broker", relayed_pairs=())
         parts = json.dumps([plan.to_dict(), self.spec.to_dict(), __version__], sort_keys=True).encode()
         return sha256(b"".join((self.manifest, self.digest, parts))).digest()
 
     @property
     def places(self) -> dict[Place, None]:
-        """Return where its weights are resident."""
+        """Return the places of its weights."""
         return dict.fromkeys((self.manifest, matrix) for matrix in self.matrices.values())
 
     @property
     def ready(self) -> bool:
-        """Return whether requests can run under the plan."""
+        """Return whether runs can start under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
 
     def cache_program(self, shape: ProgramKey, bound: BoundProgram) -> None:
-        """Keep a Program for the next request of its shape, in place of the one used longest ago."""
+        """Cache a Program, and drop the least recently used one beyond `KEPT_PROGRAMS`."""
         self.programs[shape] = bound
         while len(self.programs) > KEPT_PROGRAMS:
             self.programs.popitem(last=False)
 
     def request_program(self, shape: RequestShape | None) -> None:
-        """A run of this shape comes soon, so its Program is built if it is not there."""
+        """Queue the Program of a shape that a run needs soon, unless it is cached."""
         if shape is not None and shape not in self.programs and shape not in self.urgent_shapes:
             self.urgent_shapes.append(shape)
 
 
 def plan_key(message: Prepare) -> tuple[str, PlanVersion]:
-    """Return the model and the plan version of a Prepare; raises WireError for a plan that cannot be read."""
+    """Return the model and the plan version of a Prepare; raises WireError if the plan is invalid."""
     try:
         plan, _ = Plan.from_dict(message.plan), spec_from_dict(message.spec)
     except (KeyError, TypeError, ValueError) as exc:
@@ -250,7 +235,7 @@ def _unreadable(message: Prepare, error: Exception) -> WireError:
 
 
 def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPlan:
-    """Return what a device will keep for a Prepare; raises WireError, PlanError for one that cannot be."""
+    """Return the resident plan of a Prepare; raises WireError or PlanError if it is invalid."""
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
         shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
@@ -258,7 +243,7 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         live = max_live_bytes(spec, plan, device, message.in_flight)
         programs = programs_bytes(spec, plan, device)
         sources, digest = tuple(sorted(sources_of(spec, plan, device))), programs_digest(spec, plan)
-        filters, heard = _ways(message, plan, device, sources, topics)
+        filters, peers = _routes(message, plan, device, sources, topics)
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(message, exc) from exc
     return ResidentPlan(
@@ -277,23 +262,23 @@ def analyse_prepare(message: Prepare, device: str, topics: Topics) -> ResidentPl
         digest=digest,
         urgent_shapes=deque(shapes[: message.build_first]),
         prebuild_shapes=deque(shapes[message.build_first :]),
-        mesh_sources=heard,
+        mesh_sources=peers,
         frame_key=FrameKey(message.key, message.checked),
     )
 
 
 def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) -> ResidentPlan | None:
-    """Return what a device keeps for a Prepare of a plan that has ended here, None if it is of another one.
+    """Return the resident plan of a Prepare with weights and Programs of an ended plan; None if the plans differ.
 
-    Weights and Programs go over to it. What is wrong with the Prepare is for `analyse_prepare` to say.
+    None also for an invalid Prepare, which `analyse_prepare` reports.
     """
     try:
         plan, spec = Plan.from_dict(message.plan), spec_from_dict(message.spec)
-        alike = plan.division == ended.plan.division and (spec, message.manifest) == (ended.spec, ended.manifest)
-        if not alike or message.in_flight != ended.in_flight:
+        is_same = plan.division == ended.plan.division and (spec, message.manifest) == (ended.spec, ended.manifest)
+        if not is_same or message.in_flight != ended.in_flight:
             return None
         shapes = check_prepare(device, plan, spec, message.shapes, message.in_flight)
-        filters, heard = _ways(message, plan, device, ended.sources, topics)
+        filters, peers = _routes(message, plan, device, ended.sources, topics)
     except (KeyError, TypeError, ValueError, PlanError, WireError):
         return None
     return replace(
@@ -301,7 +286,7 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
         plan=plan,
         transaction_id=message.transaction_id,
         filters=filters,
-        mesh_sources=heard,
+        mesh_sources=peers,
         frame_key=FrameKey(message.key, message.checked),
         urgent_shapes=deque(shape for shape in shapes[: message.build_first] if shape not in ended.programs),
         prebuild_shapes=deque(shape for shape in shapes[message.build_first :] if shape not in ended.programs),
@@ -313,22 +298,21 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
     )
 
 
-def _ways(
+def _routes(
     message: Prepare, plan: Plan, device: str, sources: Iterable[str], topics: Topics
 ) -> tuple[tuple[str, ...], tuple[Peer, ...]]:
-    """Return the filters of what comes over the broker, and the peers whose frames come directly."""
-    told = {peer.device: peer for peer in message.peers if peer.token_out}
-    heard = tuple(
-        told[source] for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed_pairs
-    )
-    relayed = [source for source in sources if source not in {peer.device for peer in heard}]
-    return tuple(sorted(f for s in relayed for f in topics.activations_from(plan.model, s, device))), heard
+    """Return the filters of frames that the broker relays, and the peers that send frames directly."""
+    peers = {peer.device: peer for peer in message.peers if peer.token_out}
+    direct = [source for source in sources if plan.route == "mesh" and (source, device) not in plan.relayed_pairs]
+    relayed = [source for source in sources if source not in direct]
+    filters = sorted(f for source in relayed for f in topics.activations_from(plan.model, source, device))
+    return tuple(filters), tuple(peers[source] for source in direct)
 
 
 def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
-    """Return what plans need side by side: those of one model share matrices, and run one after the other.
+    """Return the memory of several plans: plans of one model share matrices, and run one after another.
 
-    Each has Programs of its own. Loads run one after the other too, beside the plans that are loaded already.
+    Each plan has its own Programs. Loads run one after another, next to runs of the loaded plans.
     """
     places: set[Place] = set()
     live: dict[str, int] = {}
@@ -343,8 +327,8 @@ def resident_bytes(residents: Iterable[ResidentPlan]) -> int:
             loading = max(loading, r.loading_bytes)
         else:
             running[model] = max(running.get(model, 0), r.working_bytes)
-    beside = max(sum(live.values()), sum(running.values()) + loading)
-    return places_bytes(places) + programs + beside
+    working = max(sum(live.values()), sum(running.values()) + loading)
+    return places_bytes(places) + programs + working
 
 
 def places_bytes(places: Iterable[Place]) -> int:
@@ -357,26 +341,26 @@ def places_bytes(places: Iterable[Place]) -> int:
 #
 #     asked -> loading or subscribing -> ready -> active -> released
 #
-# A plan is `loading` when only its weights or its urgent Programs are missing, `subscribing` when only its filters are.
+# A plan is `loading` if only weights or urgent Programs are missing, `subscribing` if only filters are missing.
 #
-# After a reconnection the device cannot know whether the planner has released its plans (it may have received this
-# device's will) or still uses them. They stay `doubted` until a request or an Activate confirms them, a newer plan of
-# the model is activated, or their memory is needed. The planner hears when one is dropped.
+# After a reconnection the device cannot know whether the planner released its plans (it may have received this
+# device's will) or still uses them. They stay `doubted` until a run or an Activate confirms them, a newer plan of the
+# model is activated, or their memory is needed. The device reports the release of a doubted plan.
 
 
-# Of a device's memory: what its plans may take together if some use parts of larger matrices, the rest of which only
-# stays for them; else ranges are loaded again, so that there is room for other plans.
+# Share of a device's memory below which a plan may use parts of larger resident matrices. Above it, the plan loads its
+# own ranges, so that the larger matrices can go and other plans have room.
 ROOMY: Final = 0.5
-KEPT_ENDED: Final = 8  # plans that have ended of which Programs are kept
+KEPT_ENDED: Final = 8  # ended plans with kept Programs
 
 PlanKey = tuple[str, PlanVersion]
 EndEvent = Literal[
     "release",
     "drain",
     "failed",  # to load or to subscribe
-    "planner lost",  # another one has taken its place
-    "outlived",  # in doubt, and a newer plan of the model is active
-    "memory",  # in doubt, and another plan needs its memory
+    "planner lost",  # another planner has replaced it
+    "outlived",  # doubted, and a newer plan of the model is active
+    "memory",  # doubted, and another plan needs its memory
 ]
 ResidentEvent = Literal["prepare", "loaded", "subscribed", "activate", "request", "doubt"] | EndEvent
 
@@ -386,7 +370,7 @@ _END: Final[dict[ResidentEvent, ResidentState]] = {
     "failed": "released",
     "planner lost": "released",
 }
-# A load that was given up may end after all when its plan version is here again, so weights may come more than once.
+# An abandoned load may end when its plan version is resident again, so weights may be loaded more than once.
 RESIDENT_STATES: Final[StateTable[ResidentState, ResidentEvent]] = StateTable(
     name="plan on a device",
     states=get_args(ResidentState),
@@ -409,12 +393,12 @@ RESIDENT_STATES: Final[StateTable[ResidentState, ResidentEvent]] = StateTable(
         },
         "released": {},
     },
-    safe=dict.fromkeys(get_args(ResidentState), "released"),  # the planner asks again, or issues its runs again
+    safe=dict.fromkeys(get_args(ResidentState), "released"),  # the planner repeats the Prepare, or retries runs
 )
 
 
 class ResidentPlans:
-    """The plans of every model on this device, and the only place where their states change."""
+    """The plans of every model on this device, and the only writer of their states."""
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
         self._device = device
@@ -422,9 +406,9 @@ class ResidentPlans:
         self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
         self._residents: dict[PlanKey, ResidentPlan] = {}
         self._released: list[ResidentPlan] = []
-        self._left: dict[Place, None] = {}  # resident matrices of plans that have ended, the last one used last
-        self._ended: list[ResidentPlan] = []  # whose weights and Programs are still here, the last one last
-        self.spare_bytes = 0  #: of memory that nothing used when `keep` was last called
+        self._unused: dict[Place, None] = {}  # resident matrices of ended plans, least recently used first
+        self._ended: list[ResidentPlan] = []  # ended plans with resident weights and Programs, oldest first
+        self.spare_bytes = 0  #: unused memory at the last call of `keep`
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -436,7 +420,7 @@ class ResidentPlans:
         return key in self._residents
 
     def get(self, model: str, plan_version: PlanVersion) -> ResidentPlan | None:
-        """Return a plan that is here, None if it is not."""
+        """Return a resident plan, None if it is not resident."""
         return self._residents.get((model, plan_version))
 
     def add(self, resident: ResidentPlan, now: float) -> None:
@@ -450,64 +434,63 @@ class ResidentPlans:
         if resident.state == "released" and self._residents.pop(resident.key, None) is not None:
             self._released.append(resident)
             for place in resident.places if resident.weights is not None else ():
-                self._left.pop(place, None)
-                self._left[place] = None
+                self._unused.pop(place, None)
+                self._unused[place] = None
             if resident.weights is not None:
                 self._ended = [*self._ended[1 - KEPT_ENDED :], resident]
 
     def end(self, keys: Iterable[PlanKey], event: EndEvent, now: float, why: str = "") -> None:
-        """Take each of these plans that is here through one step."""
+        """Take each of these plans, if resident, through one step."""
         for key in list(keys):
             if key in self._residents:
                 self.step(self._residents[key], event, now, why)
 
     def mark_all_unconfirmed(self, now: float, why: str) -> None:
-        """Doubt every plan: the planner may have released it unnoticed."""
+        """Doubt every plan, because the planner may have released it."""
         for resident in list(self._residents.values()):
             self.step(resident, "doubt", now, why)
 
     def unconfirmed(self, model: str | None = None, before: PlanVersion | None = None) -> list[PlanKey]:
-        """Return the doubted plans, oldest first; only those of a model, only those before a version."""
-        found = (k for k, r in self._residents.items() if r.state == "doubted" and model in (None, k[0]))
-        return sorted((k for k in found if before is None or k[1] < before), key=lambda k: k[1])
+        """Return the doubted plans, oldest first; optionally of one model, and before a version."""
+        doubted = (k for k, r in self._residents.items() if r.state == "doubted" and model in (None, k[0]))
+        return sorted((k for k in doubted if before is None or k[1] < before), key=lambda k: k[1])
 
     def take_released(self) -> list[ResidentPlan]:
-        """Return the plans that were released since this was last called."""
+        """Return the plans that were released since the last call."""
         released, self._released = self._released, []
         return released
 
     def take_ended(self, message: Prepare, topics: Topics, memory_bytes: int) -> ResidentPlan | None:
-        """Return a plan that has ended here as the one that a Prepare asks for; None if none is alike and fits."""
+        """Return the plan of a Prepare, renewed from an ended plan; None if no ended plan is the same and fits."""
         for ended in reversed(self._ended):
-            again = renewed(ended, message, self._device, topics)
-            if again is not None and self.needed_bytes(again) <= memory_bytes:
+            resident = renewed(ended, message, self._device, topics)
+            if resident is not None and self.needed_bytes(resident) <= memory_bytes:
                 self._ended.remove(ended)
-                return again
+                return resident
         return None
 
     def place(self, resident: ResidentPlan, memory_bytes: int) -> None:
-        """Say where the weights of a plan will be: in matrices that are there already, as far as memory allows it."""
-        used = self._used()
-        held = [matrix for manifest, matrix in {**used, **self._left} if manifest == resident.manifest]
+        """Assign the weights of a plan to resident matrices, or to its own ones if memory is short."""
+        held = [matrix for manifest, matrix in {**self._used(), **self._unused} if manifest == resident.manifest]
         own = matrices(resident.refs)
         resident.matrices = own
-        alone = self.needed_bytes(resident)
+        own_bytes = self.needed_bytes(resident)
         resident.matrices = matrices(resident.refs, held)
-        if self.needed_bytes(resident) > ROOMY * memory_bytes and alone <= memory_bytes:
+        if self.needed_bytes(resident) > ROOMY * memory_bytes and own_bytes <= memory_bytes:
             resident.matrices = own
 
     def keep(self, memory_bytes: int) -> frozenset[Place]:
-        """Return the matrices that stay resident: those in use, and the last used of the others that have room.
+        """Return the matrices that stay resident: used ones, and recently used ones that fit.
 
-        Programs of plans that have ended go with the first of their matrices, or when they have no room themselves.
+        Programs of ended plans go with the first of their matrices, or if they do not fit.
         """
         used = self._used()
         room = memory_bytes - self.needed_bytes()
-        for place in [p for p in reversed(self._left) if p not in used]:
+        for place in [p for p in reversed(self._unused) if p not in used]:
             room -= places_bytes([place])
             if room < 0:
-                del self._left[place]
-        kept, ended = {**used, **self._left}, list[ResidentPlan]()
+                del self._unused[place]
+        kept, ended = {**used, **self._unused}, list[ResidentPlan]()
         for resident in reversed(self._ended):
             if room >= resident.programs_bytes and resident.places.keys() <= kept.keys():
                 room -= resident.programs_bytes
@@ -520,30 +503,30 @@ class ResidentPlans:
         return {place: None for r in self._residents.values() for place in r.places}
 
     def needed_bytes(self, *more: ResidentPlan) -> int:
-        """Return the bytes that all plans need side by side, with these."""
+        """Return the memory of all resident plans and these."""
         return resident_bytes([*self._residents.values(), *more])
 
     def residents(self) -> list[ResidentPlan]:
-        """Return the plans that are here, in order of arrival."""
+        """Return the resident plans in order of arrival."""
         return list(self._residents.values())
 
     def filters(self) -> set[str]:
-        """Return the filters that some plan needs."""
+        """Return the filters of all plans."""
         return {f for r in self._residents.values() for f in r.filters}
 
     def work_topics(self) -> set[str]:
-        """Return the work topics that some plan needs."""
+        """Return the work topics of all plans."""
         return {r.work_topic for r in self._residents.values()}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert not self._released
         for resident in self._residents.values():
-            here = (resident.loaded, resident.subscribed)
-            assert resident.state == "doubted" or here == _HERE[resident.state]
+            flags = (resident.loaded, resident.subscribed)
+            assert resident.state == "doubted" or flags == _FLAGS[resident.state]
 
 
-_HERE: Final[dict[ResidentState, tuple[bool, bool]]] = {
+_FLAGS: Final[dict[ResidentState, tuple[bool, bool]]] = {
     "asked": (False, False),
     "loading": (False, True),
     "subscribing": (True, False),

@@ -1,4 +1,4 @@
-"""The runs on a device: frames that arrive early, and what runs compute and send."""
+"""The runs on a device: work frames, early frames, steps, outgoing tensors, and ends."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from hepti_mqtt.runtime.worker.residents import (
 from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.task_queue import initial_task
 
-EARLY_BYTES: Final = 64 << 20  # in all
+EARLY_BYTES: Final = 64 << 20  # limit of all early frames
 EARLY_S: Final = 10.0
-EARLY_LEASES: Final = 256  # in all
-PROGRESS_S: Final = 0.25  # between two words of how far a run is; shorter runs say nothing
+EARLY_LEASES: Final = 256  # limit of all early leases
+PROGRESS_S: Final = 0.25  # between two progress messages; shorter runs send none
 
 
 class EarlyFrames:
-    """Frames by run id; those of the run that has waited longest are dropped first.
+    """Frames that arrived before their runs, by run id; the oldest run's frames are dropped first.
 
-    Each counts with the whole buffer that it holds, so many small frames cannot fill a board's memory.
+    Each frame counts with its whole buffer, so that many small frames cannot fill a board's memory.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class EarlyFrames:
         self._bytes = 0
 
     def store(self, frame: Frame, now: float) -> int:
-        """Keep a frame; return how many others were dropped for it or by age."""
+        """Keep a frame; return the number of other frames dropped by age or for lack of room."""
         self._frames.setdefault(frame.run_id, []).append((now, frame))
         self._bytes += held_bytes(len(frame.body))
         dropped = 0
@@ -82,24 +82,24 @@ class EarlyFrames:
     def take(self, run_id: int, now: float) -> tuple[list[Frame], int]:
         """Remove and return the frames of a run in order of arrival, and the number dropped by age."""
         kept = self._frames.get(run_id, [])
-        frames = [frame for since_s, frame in kept if now - since_s <= EARLY_S]
+        frames = [frame for arrived_s, frame in kept if now - arrived_s <= EARLY_S]
         self.drop(run_id)
         return frames, len(kept) - len(frames)
 
     def drop(self, run_id: int) -> int:
-        """Forget the frames of a request; return how many there were."""
+        """Drop the frames of a run; return their number."""
         frames = self._frames.pop(run_id, [])
         self._bytes -= sum(held_bytes(len(frame.body)) for _, frame in frames)
         return len(frames)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all frames."""
         self._frames.clear()
         self._bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the kept frames hold, summed up again."""
+        """Return the bytes of all kept frames."""
         return sum(held_bytes(len(frame.body)) for frames in self._frames.values() for _, frame in frames)
 
     def check(self) -> None:
@@ -111,45 +111,37 @@ class EarlyFrames:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One run on one device, and what all runs of its Program share.
+# One run on one device, and the data that all runs of its Program share.
 
 
 class PreparedSend(NamedTuple):
-    """How the tensor of a Send leaves the device, the same in every run of its Program.
+    """The publishes of a Send, the same in every run of its Program."""
 
-    header_prefix: the frame header without tag and run id. nbytes: of all PUBLISH packets.
-    """
-
-    header_prefix: bytes
+    header_prefix: bytes  #: frame header without tag and run id
     topics: tuple[str, ...]
     plane: Literal["mesh", "data"]
-    nbytes: int
+    nbytes: int  #: of all PUBLISH packets
     has_body: bool
 
 
 @dataclass(slots=True)
 class WorkerRun:
-    """A run on this device, begun by `frame` under `plan`.
-
-    sessions: of its items. inputs: kept for tasks that are leased later. compute_s: of its ops so far. sent_bytes: of
-    its PUBLISH packets. outputs_sent: parts of the output that were sent. frame_key: of its plan. reported_s: when the
-    planner last heard how far it is. run_id_bytes: the end of its frames' headers. chooses: its answer are candidates.
-    """
+    """A run on this device."""
 
     plan: Plan
-    frame: Frame
+    frame: Frame  #: its work frame
     started_s: float
-    sessions: tuple[DecoderSession, ...]
-    inputs: Array
+    sessions: tuple[DecoderSession, ...]  #: of its items
+    inputs: Array  #: kept for tasks that are leased later
     sends: dict[tuple[int, tuple[str, ...]], PreparedSend]
-    frame_key: FrameKey = UNKEYED
-    chooses: bool = False
-    compute_s: float = 0.0
-    sent_bytes: int = 0
-    outputs_sent: int = 0
-    reported_s: float = field(init=False)
+    frame_key: FrameKey = UNKEYED  #: of its plan
+    chooses: bool = False  #: its output is candidates
+    compute_s: float = 0.0  #: of its ops so far
+    sent_bytes: int = 0  #: of its PUBLISH packets
+    outputs_sent: int = 0  #: number of sent parts of the output
+    reported_s: float = field(init=False)  #: last progress message
     key: PlanKey = field(init=False)
-    run_id_bytes: bytes = field(init=False)
+    run_id_bytes: bytes = field(init=False)  #: end of its frames' headers
 
     def __post_init__(self) -> None:
         self.reported_s = self.started_s
@@ -162,13 +154,13 @@ class WorkerRun:
 
 
 _NOTHING: Final = memoryview(b"")
-MAX_REMEMBERED_RUNS: Final = 1024  # ids of runs that have ended
-MAX_ANSWERS: Final = 64  # of the last runs, that another one may follow
+MAX_REMEMBERED_RUNS: Final = 1024  # ids of ended runs
+MAX_ANSWERS: Final = 64  # candidates of the last runs, for steps ahead
 
 
 @lru_cache(maxsize=KEPT_SHAPES)
 def _may_begin(shape: RequestShape) -> bool:
-    """Return whether a run of one session may be its first."""
+    """Return whether a run of this shape may be the first of its session."""
     return any(shape == shape.decode_step(shape.new_rows, begins=True, added=added) for added in (False, True))
 
 
@@ -176,68 +168,68 @@ _DTYPE: Final[Mapping[str, SlotDtype]] = {dtype.str: name for name, dtype in NUM
 
 
 class WorkerRuns:
-    """All runs of a device. counters: frames dropped, by reason."""
+    """All runs of a device; counters: dropped frames by reason."""
 
     def __init__(self, device: str, topics: Topics, counters: Counter[str]) -> None:
         self._device, self._topics, self._counters = device, topics, counters
         self._building = ProgramBuildQueue(counters)
         self._executor = Executor()
         self._runs: dict[int, WorkerRun] = {}
-        self._heirs: dict[int, int] = {}  # runs that end before a block, and those that go on there
-        self._left: dict[int, Plan] = {}  # of those the ones that go on elsewhere, and under which plan
-        self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # by the run that is under way before each
+        self._heirs: dict[int, int] = {}  # run that stops before a block -> run that continues it
+        self._left: dict[int, Plan] = {}  # heir without this device -> its plan
+        self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # steps ahead, by the run before them
         self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
         self._early = EarlyFrames()
-        self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # of runs that are not here yet
+        self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # before their runs
         self._sessions = DecoderSessions(counters)
-        self._over: OrderedDict[int, None] = OrderedDict()
-        self._waited_s: float | None = None  # for others, in the last run that ended
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._waited_s: float | None = None  # wait for other devices in the last ended run
 
     @property
     def open_sessions(self) -> int:
-        """Return how many sessions have arrays here."""
+        """Return the number of sessions with arrays."""
         return len(self._sessions)
 
     @property
     def session_rows(self) -> int:
-        """Return for how many rows the arrays of all sessions have room."""
+        """Return the allocated rows of all sessions."""
         return self._sessions.rows
 
     @property
     def idle(self) -> bool:
-        """Return whether no request is under way."""
+        """Return whether no run is active."""
         return not self._runs
 
     @property
     def has_any(self) -> bool:
-        """Return whether a request is under way, or waits for its Program."""
+        """Return whether a run is active, or waits for its Program."""
         return bool(self._runs) or self._building.has_waiting
 
     def take_waited(self) -> float | None:
-        """Return for how many seconds the last run that ended waited for others, None where it is known already."""
+        """Return the seconds that the last ended run waited for other devices, once per run."""
         waited_s, self._waited_s = self._waited_s, None
         return waited_s
 
     @property
     def early_bytes(self) -> int:
-        """Return the bytes of frames that wait for their requests."""
+        """Return the bytes of early frames."""
         return self._early.nbytes
 
     def has_ended(self, run_id: int) -> bool:
-        """Return whether a request has ended here."""
-        return run_id in self._over
+        """Return whether a run has ended on this device."""
+        return run_id in self._ended
 
     def reset(self) -> None:
-        """Forget the numbers of requests: a new planner counts its own from the beginning."""
-        self._over.clear()
+        """Forget all run ids, because a new planner issues its own."""
+        self._ended.clear()
         self._answers.clear()
         self._early.clear()
         self._early_leases.clear()
 
     def drop_plan(self, key: PlanKey, layout: bytes) -> None:
-        """Give up the runs of a plan version, what is being built for it, and what the runs have left.
+        """End the runs and builds of a plan version; keep its KV caches, except those that a run was writing to.
 
-        KV caches are kept, except those to which a run was writing; layout: of the plan.
+        layout: layout of the plan.
         """
         self._building.drop_plan(key)
         busy = frozenset((*r.key, session.number) for r in self._runs.values() for session in r.sessions)
@@ -247,77 +239,72 @@ class WorkerRuns:
         self._executor.free_buffers()
 
     def cancel(self, run_id: int) -> None:
-        """Give up a request of which somebody else may have lost something; one that is not here is no business of it.
+        """End a run that the planner cancels; count and ignore an unknown run id.
 
-        A run is cancelled behind its work frame, so a number that is unknown here would only keep a later run out. The
-        rows of its sessions count as they did: the planner goes on from those alone that it knows to be whole, perhaps
-        before this comes.
+        A Cancel comes after its work frame, so remembering an unknown run id would only block a later run. The rows of
+        the run's sessions stay valid: the planner continues only complete ones, possibly before this Cancel arrives.
         """
-        request = self._runs.get(run_id)
-        if request is None and self._waiting_frame(run_id) is None:
+        if self._is_active(run_id):
+            self.end(run_id)
+        else:
             self._counters["unknown_cancel"] += 1
-            return
-        self.end(run_id)
 
     def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
-        """Forget sessions of a plan."""
+        """Drop sessions of a plan."""
         for number in numbers:
             self._sessions.end((*key, number))
 
     def restore_caches(self, resident: ResidentPlan) -> list[Command]:
-        """Let a plan use the kept caches of its layout, and tell the planner."""
+        """Let a plan continue the kept caches of its layout, and report them to the planner."""
         kept = self._sessions.restore(*resident.key, resident.layout, resident.session_rows)
         return [self._up(messages.KeptSessions(*resident.key, kept))] if kept else []
 
     def add_kept_caches(self, caches: Sequence[KeptCache]) -> None:
-        """Take caches that an earlier process of this device has saved."""
+        """Add caches that an earlier process of this device saved."""
         self._sessions.add_kept(caches)
 
     def limit_kept_caches(self, nbytes: int) -> None:
-        """Drop the oldest kept caches until all of them fit into some bytes."""
+        """Drop the oldest kept caches until the rest fits into `nbytes`."""
         self._sessions.limit_kept(nbytes)
 
     def take_kept_caches(self) -> tuple[KeptCache, ...]:
-        """Return all kept caches, the oldest first, and forget them."""
+        """Remove and return all kept caches, oldest first."""
         return self._sessions.take_kept()
 
     # -- Programs -------------------------------------------------------------------------------------------------
 
     def next_build(self, residents: Iterable[ResidentPlan]) -> list[Command]:
-        """Return the order for the next Program, if there is one to be built."""
+        """Return the order for the next Program to build, if there is one."""
         order = self._building.next_order(residents, idle=not self._runs)
         return [] if order is None else [order]
 
     def handle_built(self, event: ProgramBuilt, now: float) -> tuple[ResidentPlan | None, list[Command]]:
-        """Begin the requests that waited for a Program, or end them if there is none; return whose plan it is of."""
-        found = self._building.complete(event)
-        if found is None:
+        """Start the runs that waited for a Program, or fail them if it cannot be built; return its plan."""
+        built = self._building.complete(event)
+        if built is None:
             return None, []
-        resident, shape, waited = found
-        out: list[Command] = []
-        if isinstance(event.result, Exception):
-            text = f"{self._device} cannot build the Program of {shape}: {event.result!r}"
-            code = event.result.code if isinstance(event.result, HeptiError) else "device"
-            unexpected = None if isinstance(event.result, HeptiError) else event.result
-            out.append(LogTrouble("programs_failed", text, unexpected))
-            for frame in waited:
-                out += self._end_failed(resident.key, frame.run_id, code, text)
-            return resident, out
-        for frame in waited:
-            out += self.start(resident, frame, now)
+        resident, shape, waiting = built
+        if not isinstance(event.result, Exception):
+            return resident, [command for frame in waiting for command in self.start(resident, frame, now)]
+        text = f"{self._device} cannot build the Program of {shape}: {event.result!r}"
+        code = event.result.code if isinstance(event.result, HeptiError) else "device"
+        unexpected = None if isinstance(event.result, HeptiError) else event.result
+        out: list[Command] = [LogTrouble("programs_failed", text, unexpected)]
+        for frame in waiting:
+            out += self._end_failed(resident.key, frame.run_id, code, text)
         return resident, out
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def start(self, resident: ResidentPlan, frame: Frame, now: float) -> list[Command]:
-        """Begin a request, or keep it until its Program is built; raises WireError for an invalid frame."""
+        """Begin a run, or let it wait for its Program or the run before it; raises WireError for an invalid frame."""
         begun = self._runs.get(frame.run_id)
-        known = self._waiting_frame(frame.run_id) if begun is None else begun.frame
-        if known is not None:
-            return self._handle_duplicate(known, frame)
+        earlier = self._waiting_frame(frame.run_id) if begun is None else begun.frame
+        if earlier is not None:
+            return self._handle_duplicate(earlier, frame)
         plain, inputs = decode_work(frame)
         followed = decode_followed(frame)
-        if followed is not None and self._is_under_way(followed.run_id):
+        if followed is not None and self._is_active(followed.run_id):
             return self._keep_follower(followed.run_id, resident, frame)
         sessions = decode_sessions(frame)
         try:
@@ -328,9 +315,9 @@ class WorkerRuns:
         if inputs.shape != dims or inputs.dtype != NUMPY_DTYPE[dtype]:
             text = f"inputs {inputs.dtype}{list(inputs.shape)} are not the {dtype}{list(dims)} that {frame.model} reads"
             return self._refuse(frame, "wire", text)
-        if followed is not None and self._device == resident.plan.root:  # others need no ids
+        if followed is not None and self._device == resident.plan.root:  # other devices need no token ids
             if (drawn := self._drawn(followed, resident.spec, shape, inputs)) is None:
-                return self._refuse(frame, "session", f"no token follows from what run {followed.run_id} answered here")
+                return self._refuse(frame, "session", f"the answer of run {followed.run_id} decides no token")
             inputs = drawn
         program_key: ProgramKey = shape
         if (continued := decode_continued(frame)) is not None:
@@ -358,28 +345,28 @@ class WorkerRuns:
         if first is not None:
             self._executor.start_task(frame.run_id, first, inputs)
         out = [c for lease in self._take_leases(frame.run_id) for c in self.handle_lease(lease, now)]
-        kept, stale = self._early.take(frame.run_id, now)
+        early_frames, stale = self._early.take(frame.run_id, now)
         if stale:
             self._counters["early_dropped"] += stale
-        for early in kept:
+        for early in early_frames:
             if frame.run_id not in self._executor:
-                break  # one before it has ended the request
+                break  # an invalid frame has ended the run
             out += self._deliver(early)
         if continued is not None:
             out += self._hand_over(continued.run_id, now)
         return out + self._finish_if_done(frame.run_id, now)
 
     def _keep_follower(self, before: int, resident: ResidentPlan, frame: Frame) -> list[Command]:
-        """Keep a run until the one that it follows has ended here."""
+        """Let a step wait for the end of the run before it."""
         if before in self._followers:
             return self._refuse(frame, "wire", f"two runs follow run {before}")
         self._followers[before] = resident, frame
         return []
 
     def _drawn(self, followed: Followed, spec: Spec, shape: RequestShape, inputs: Array) -> Array | None:
-        """Return the inputs of a step, i32 [items places, items ids, ...], with the ids that follow from an answer.
+        """Return the inputs of a step, i32 [items places, items ids, ...], with the ids drawn from the run before it.
 
-        None without that answer, and where candidates leave one open.
+        None without the candidates of that run, or if they do not decide a token.
         """
         rows, items = self._answers.get(followed.run_id), len(followed.draws)
         if rows is None or len(rows) != items:
@@ -392,28 +379,28 @@ class WorkerRuns:
             out[items + item] = token
         return out
 
-    def _is_under_way(self, run_id: int) -> bool:
+    def _is_active(self, run_id: int) -> bool:
         return run_id in self._runs or self._waiting_frame(run_id) is not None
 
     def _waiting_frame(self, run_id: int) -> Frame | None:
-        """Return the work frame of a run that waits for its Program, or for the run before it; None if it does not."""
+        """Return the work frame of a run that waits for its Program or for the run before it, None otherwise."""
         following = (frame for _, frame in self._followers.values() if frame.run_id == run_id)
         return self._building.waiting_frame(run_id) or next(following, None)
 
     def leave(self, resident: ResidentPlan, message: messages.HandOver, after: Plan, now: float) -> list[Command]:
-        """Let a run end before a block, and send what is here of it to those that go on under another plan."""
+        """Stop a run before a block and send its tensors to the devices that continue it under the new plan."""
         if self.has_ended(message.heir):
             self._counters["duplicate"] += 1
             return []
         before = self._runs.get(message.run_id)
         if before is None or before.key != resident.key:
-            text = f"{self._device}: run {message.run_id} is not here"
+            text = f"{self._device}: run {message.run_id} is not active"
             return [self._up(messages.RunFailed(*resident.key, message.heir, "passed", text))]
         self._left[message.heir] = after
         return self.start(resident, continue_frame(before.frame, message.heir, message.block), now)
 
     def _hold(self, continued: Continued, frame: Frame, shape: PlainShape) -> Plan | None:
-        """Let a run end where another one goes on; return its plan, None if it is not here or is past that."""
+        """Stop a run before the block where another run continues it; return its plan, None if that is impossible."""
         before = self._runs.get(continued.run_id)
         if before is None or before.key[0] != frame.model or decode_continued(before.frame) is not None:
             return None
@@ -426,7 +413,7 @@ class WorkerRuns:
         return before.plan
 
     def _hand_over(self, run_id: int, now: float) -> list[Command]:
-        """Give what a run has computed to the one that goes on with it, once both are so far."""
+        """Deliver the tensors of a stopped run to its heir, if the run is done and the heir has started."""
         heir = self._heirs.get(run_id)
         if heir is None or heir not in self._runs or not self._executor.is_done(run_id):
             return []
@@ -437,53 +424,53 @@ class WorkerRuns:
         self.end(run_id)
         return self._finish_if_done(heir, now)
 
-    def _handle_duplicate(self, known: Frame, frame: Frame) -> list[Command]:
-        """Ignore what has come before; give a run up if other work claims its number: one of both is forged."""
-        if frame.equals(known):
+    def _handle_duplicate(self, earlier: Frame, frame: Frame) -> list[Command]:
+        """Ignore a repeated work frame; fail the run if the frames differ, because one of them is forged."""
+        if frame.equals(earlier):
             self._counters["duplicate"] += 1
             return []
         self._counters["contradicted"] += 1
         self.cancel(frame.run_id)
-        plans = {(f.model, f.plan_version): f for f in (known, frame)}.values()
+        frames = {(f.model, f.plan_version): f for f in (earlier, frame)}.values()
         text = f"two frames with different work claim run {frame.run_id}"
-        return [command for f in plans for command in self._refuse(f, "wire", text)]
+        return [command for f in frames for command in self._refuse(f, "wire", text)]
 
     def handle_lease(self, message: messages.LeaseTasks, now: float) -> list[Command]:
-        """Start leased tasks of a run; if none are left, end what only waited for more."""
-        request = self._runs.get(message.run_id)
-        if request is None:
+        """Start leased tasks of a run; without tasks, end a run that only waited for more."""
+        run = self._runs.get(message.run_id)
+        if run is None:
             if self.has_ended(message.run_id):
                 self._counters["late"] += 1
-            else:  # kept: that no task is left is said only once
+            else:  # keep it, because the end of the tasks is sent only once
                 if len(self._early_leases) == EARLY_LEASES:
                     self._counters["early_dropped"] += 1
                 self._early_leases.append(message)
             return []
         for task in message.tasks:
-            self._executor.start_task(message.run_id, task, request.inputs)
+            self._executor.start_task(message.run_id, task, run.inputs)
         if message.tasks:
             return []
         self._executor.end_leases(message.run_id)
         return self._finish_if_done(message.run_id, now)
 
     def _take_leases(self, run_id: int) -> list[messages.LeaseTasks]:
-        found = [lease for lease in self._early_leases if lease.run_id == run_id]
-        for lease in found:
+        leases = [lease for lease in self._early_leases if lease.run_id == run_id]
+        for lease in leases:
             self._early_leases.remove(lease)
-        return found
+        return leases
 
     def _refuse(self, frame: Frame, code: str, text: str, sessions: tuple[int, ...] = ()) -> list[Command]:
-        """End a run that cannot begin."""
+        """Fail a run that cannot begin."""
         key, text = (frame.model, frame.plan_version), f"{self._device}: {text}"
         return self._end_failed(key, frame.run_id, code, text, sessions)
 
     def _end_failed(
         self, key: PlanKey, run_id: int, code: str, text: str, sessions: tuple[int, ...] = ()
     ) -> list[Command]:
-        """End a run, or the one that was to go on with it; the planner hears why."""
+        """Fail a run, or its heir if it has one, and report the reason to the planner."""
         if (heir := self._heirs.get(run_id)) is not None:
-            known = self._runs.get(heir)
-            frame = known.frame if known is not None else self._building.waiting_frame(heir)
+            run = self._runs.get(heir)
+            frame = run.frame if run is not None else self._building.waiting_frame(heir)
             if frame is not None:
                 key, run_id = (frame.model, frame.plan_version), heir
         self.end(run_id)
@@ -497,7 +484,7 @@ class WorkerRuns:
         inputs: Array,
         shape: RequestShape,
     ) -> Mapping[str, Array]:
-        """Return the arrays that the sessions of a run keep here; raises SessionLostError."""
+        """Return the session arrays of a run; raises SessionLostError."""
         if not bound.sessions:
             return {}
         rows = shape.sizes if len(sessions) > 1 else (shape.new_rows,)
@@ -519,7 +506,7 @@ class WorkerRuns:
         return out
 
     def handle_tensor(self, frame: Frame, now: float) -> list[Command]:
-        """Take what a peer has sent, or keep it until its request is here."""
+        """Deliver a peer's tensor, or keep it until its run begins."""
         if frame.run_id in self._executor:
             return self._deliver(frame)
         if dropped := self._early.store(frame, now):
@@ -527,15 +514,15 @@ class WorkerRuns:
         return []
 
     def try_fill(self, arrival: TensorArrival) -> bool:
-        """Fill the slot of a run that waits for this arrival; False, and nothing has changed, where it is not so."""
-        request = self._runs.get(arrival.run_id)
-        if request is None or request.key != arrival.exchange.plan_key or not arrival.has_tag(request.frame_key):
+        """Fill the slot of a run that waits for this arrival; return False, without a change, if none does."""
+        run = self._runs.get(arrival.run_id)
+        if run is None or run.key != arrival.exchange.plan_key or not arrival.has_tag(run.frame_key):
             return False
         try:
-            exchange, key = arrival.exchange, request.frame_key
+            exchange, key = arrival.exchange, run.frame_key
             return self._executor.deliver(arrival.run_id, exchange.key, arrival.array(), exchange.head, key) == "filled"
         except ValueError:
-            return False  # not what the Program expects; `tensor` says so
+            return False  # the Program expects another shape; `handle_tensor` reports it
 
     def _deliver(self, frame: Frame) -> list[Command]:
         try:
@@ -550,85 +537,85 @@ class WorkerRuns:
     # -- ops ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Step | None:
-        """Return the next op to run; the shell runs it and calls `done` or `fail_step`."""
+        """Return the next step; the shell runs it and calls `finish_step` or `fail_step`."""
         return self._executor.next_step()
 
     def finish_step(self, step: Step, outgoing: OutgoingTensor | None, seconds: float, now: float) -> list[Command]:
-        """Take the result of steps of one run, of which `step` was the last; return what must be published.
+        """Take the result of one or more steps of a run; return the publishes.
 
-        seconds: that their kernels took.
+        step: the last step. seconds: kernel time of all steps.
         """
-        request = self._runs.get(step.run_id)
-        if request is None:
+        run = self._runs.get(step.run_id)
+        if run is None:
             return []
-        request.compute_s += seconds
-        request.sent_bytes += step.sent_bytes
-        out = [] if outgoing is None else self.publish_sent(request, outgoing)
-        if now - request.reported_s > PROGRESS_S:
+        run.compute_s += seconds
+        run.sent_bytes += step.sent_bytes
+        out = [] if outgoing is None else self.publish_sent(run, outgoing)
+        if now - run.reported_s > PROGRESS_S:
             program = step.running.bound.template.program
-            request.reported_s, block = now, program.block_of(program.ops[step.place].node)
-            out.append(self._up(messages.RunProgress(*request.key, step.run_id, block)))
+            run.reported_s, block = now, program.block_of(program.ops[step.place].node)
+            out.append(self._up(messages.RunProgress(*run.key, step.run_id, block)))
         task = step.running.task_completed_by(step.place)
         if task is not None:
-            out.append(self._up(messages.TaskDone(*request.key, step.run_id, task)))
+            out.append(self._up(messages.TaskDone(*run.key, step.run_id, task)))
         return out if step.running.ops_left else out + self._finish_if_done(step.run_id, now)
 
     def fail_step(self, step: Step, error: Exception) -> list[Command]:
-        """Give up a request whose op raised; the planner hears why."""
+        """Fail a run whose op raised, and report the error to the planner."""
         text = f"{self._device}: {step.kernel or 'send'} failed: {error}"
         return self._fail_run(step.run_id, "device", text)
 
-    def publish_sent(self, request: WorkerRun, outgoing: OutgoingTensor) -> list[Command]:
-        """Return the publishes of what an op of a run sends."""
+    def publish_sent(self, run: WorkerRun, outgoing: OutgoingTensor) -> list[Command]:
+        """Return the publishes of an outgoing tensor."""
         op = outgoing.op
-        way = request.sends.get((outgoing.place, op.to))
-        if way is None:
+        send = run.sends.get((outgoing.place, op.to))
+        if send is None:
             if op.to == (PLANNER,):
-                return [self._output(request, outgoing)]
-            if op.to == (self._device,):  # a task that the head device has computed itself
+                return [self._output(run, outgoing)]
+            if op.to == (self._device,):  # a task that the root device has computed itself
                 self._executor.deliver(outgoing.run_id, (op.node, op.part, self._device), outgoing.array.copy())
                 return []
-            way = request.sends[outgoing.place, op.to] = self._prepare_send(request, outgoing)
-            if way.has_body:
-                for each, topic in zip(outgoing.rows, way.topics, strict=False):
-                    header = frame_header(way.header_prefix, run_id_bytes(0), b"", UNKEYED)
-                    each.learn(header, request.frame_key, topic)
-        body = outgoing.array.data.cast("B") if way.has_body else _NOTHING
-        request.sent_bytes += way.nbytes
-        header = frame_header(way.header_prefix, request.run_id_bytes, body, request.frame_key)
-        return [Publish(topic, header, 0, way.plane, False, body) for topic in way.topics]
+            send = run.sends[outgoing.place, op.to] = self._prepare_send(run, outgoing)
+            if send.has_body:
+                for row, topic in zip(outgoing.rows, send.topics, strict=False):
+                    header = frame_header(send.header_prefix, run_id_bytes(0), b"", UNKEYED)
+                    row.learn(header, run.frame_key, topic)
+        body = outgoing.array.data.cast("B") if send.has_body else _NOTHING
+        run.sent_bytes += send.nbytes
+        header = frame_header(send.header_prefix, run.run_id_bytes, body, run.frame_key)
+        return [Publish(topic, header, 0, send.plane, False, body) for topic in send.topics]
 
-    def _prepare_send(self, request: WorkerRun, outgoing: OutgoingTensor) -> PreparedSend:
-        op, (model, _) = outgoing.op, request.key
+    def _prepare_send(self, run: WorkerRun, outgoing: OutgoingTensor) -> PreparedSend:
+        op, (model, _) = outgoing.op, run.key
         topics = tuple(self._topics.activation(model, op.layer, self._device, to) for to in publish_targets(op))
         nbytes = sum(publish_bytes(topic, frame_bytes(outgoing.array.nbytes), 0) for topic in topics)
-        header = header_prefix(self._frame_for(request, outgoing), outgoing.array.nbytes)
+        header = header_prefix(self._frame_for(run, outgoing), outgoing.array.nbytes)
         return PreparedSend(header, topics, "mesh" if op.route == "mesh" else "data", nbytes, outgoing.array.size > 0)
 
-    def _output(self, request: WorkerRun, outgoing: OutgoingTensor) -> Publish:
-        request.outputs_sent += 1
-        if request.chooses:
-            self._answers[outgoing.run_id] = outgoing.array[-len(request.sessions) :].copy()
+    def _output(self, run: WorkerRun, outgoing: OutgoingTensor) -> Publish:
+        run.outputs_sent += 1
+        if run.chooses:
+            self._answers[outgoing.run_id] = outgoing.array[-len(run.sessions) :].copy()
             while len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
-        frame = self._frame_for(request, outgoing, "output")
-        if decode_followed(request.frame) is not None:  # the planner compares the ids with its own
-            items = len(request.sessions)
-            frame = replace(frame, numbers=tuple(request.inputs[items : 2 * items].tolist()))
-        out = Publish(self._topics.reports(self._device), encode(frame, request.frame_key), 1)
-        request.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
+        frame = self._frame_for(run, outgoing, "output")
+        if decode_followed(run.frame) is not None:  # the planner compares the token ids with its own
+            items = len(run.sessions)
+            frame = replace(frame, numbers=tuple(run.inputs[items : 2 * items].tolist()))
+        out = Publish(self._topics.reports(self._device), encode(frame, run.frame_key), 1)
+        run.sent_bytes += publish_bytes(out.topic, out.nbytes, out.qos)
         return out
 
-    def _frame_for(self, request: WorkerRun, outgoing: OutgoingTensor, kind: FrameKind = "tensor") -> Frame:
+    def _frame_for(self, run: WorkerRun, outgoing: OutgoingTensor, kind: FrameKind = "tensor") -> Frame:
         op = outgoing.op
         place = {"layer": op.layer, "node": op.node, "part": op.part, "row_start": op.row}
-        return self._frame_of(kind, request, outgoing.run_id, outgoing.array, **place)
+        return self._frame_of(kind, run, outgoing.run_id, outgoing.array, **place)
 
-    def _frame_of(self, kind: FrameKind, request: WorkerRun, run_id: int, array: Array, **fields: Any) -> Frame:
+    def _frame_of(self, kind: FrameKind, run: WorkerRun, run_id: int, array: Array, **fields: Any) -> Frame:
         return Frame(
             kind=kind,
-            model=request.key[0],
-            plan_version=request.key[1],
+            model=run.key[0],
+            plan_version=run.key[1],
             run_id=run_id,
             source=self._device,
             dtype=_DTYPE[array.dtype.str],
@@ -645,38 +632,36 @@ class WorkerRuns:
         if run_id in self._left:
             self.end(run_id)
             return []
-        request = self._runs[run_id]
-        wait = self._waited_s = max(now - request.started_s - request.compute_s, 0.0)
+        run = self._runs[run_id]
+        wait_s = self._waited_s = max(now - run.started_s - run.compute_s, 0.0)
         topic = self._topics.reports(self._device)
-        sent = request.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
-        numbers = (int(request.compute_s * 1e6), int(wait * 1e6), sent, request.outputs_sent)
+        sent = run.sent_bytes + publish_bytes(topic, frame_bytes(0), 1)
+        numbers = (int(run.compute_s * 1e6), int(wait_s * 1e6), sent, run.outputs_sent)
         self._counters.update(compute_us=numbers[0], wait_us=numbers[1])
         follower = self._followers.pop(run_id, None)
         self.end(run_id)
-        for session in request.sessions:
+        for session in run.sessions:
             if session.final:
-                self._sessions.end((*request.key, session.number))
-        done = self._frame_of("done", request, run_id, np.empty(0, np.uint8), numbers=numbers)
-        out: list[Command] = [Publish(topic, encode(done, request.frame_key), 1)]
+                self._sessions.end((*run.key, session.number))
+        done = self._frame_of("done", run, run_id, np.empty(0, np.uint8), numbers=numbers)
+        out: list[Command] = [Publish(topic, encode(done, run.frame_key), 1)]
         return out if follower is None else out + self.start(*follower, now)
 
     def fail_after_loss(self, source: str | None, keys: Iterable[PlanKey], text: str) -> list[Command]:
-        """Give up the runs of plan versions that miss frames of a device, or all of them; they are retried."""
-        of = set(keys)
+        """Fail the runs of plan versions that wait for frames of a device, or all of them; the planner retries them."""
+        plans = set(keys)
         running = [
             (a, r.key) for a, r in self._runs.items() if source is None or self._executor.awaits_source(a, source)
         ]
-        out: list[Command] = []
-        for run_id, key in [(a, k) for a, k in [*running, *self._building.waiting()] if k in of]:
-            out += self._end_failed(key, run_id, "link", text)
-        return out
+        failed = [(run_id, key) for run_id, key in [*running, *self._building.waiting()] if key in plans]
+        return [command for run_id, key in failed for command in self._end_failed(key, run_id, "link", text)]
 
     def _fail_run(self, run_id: int, code: str, text: str) -> list[Command]:
         run = self._runs.get(run_id)
         return [] if run is None else self._end_failed(run.key, run_id, code, text)
 
     def end(self, run_id: int) -> None:
-        """Forget a request, and one that it was to go on with; what still comes of it is late."""
+        """End a run, the run that it continues, and the steps that follow it; later frames are late."""
         self._heirs.pop(run_id, None)
         self._left.pop(run_id, None)
         for before in [run for run, heir in self._heirs.items() if heir == run_id]:
@@ -690,20 +675,20 @@ class WorkerRuns:
         self._building.drop(run_id)
         self._early.drop(run_id)
         self._take_leases(run_id)
-        self._over[run_id] = None
-        while len(self._over) > MAX_REMEMBERED_RUNS:
-            self._over.popitem(last=False)
+        self._ended[run_id] = None
+        while len(self._ended) > MAX_REMEMBERED_RUNS:
+            self._ended.popitem(last=False)
 
     def _up(self, message: messages.Message) -> Publish:
         return Publish(self._topics.reports(self._device), messages.encode(message), 1)
 
-    def check(self, epochs: ResidentPlans) -> None:
-        """Raise AssertionError if an invariant is broken; plan versions: those that are here."""
+    def check(self, plans: ResidentPlans) -> None:
+        """Raise AssertionError if an invariant is broken; plans: the resident plans."""
         assert set(self._runs) == set(self._executor.run_ids)
         self._early.check()
         self._building.check()
-        assert not set(self._over) & set(self._runs)
+        assert not set(self._ended) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
-        assert all(map(self._is_under_way, self._followers))
+        assert all(map(self._is_active, self._followers))
         assert set(self._left) <= {*self._runs, *(run_id for run_id, _ in self._building.waiting())}
-        assert all(r.key in epochs for r in self._runs.values())
+        assert all(r.key in plans for r in self._runs.values())

@@ -1,8 +1,8 @@
-"""A device's part in the protocol without sockets, threads or clocks: `WorkerSession`, and its mesh routes.
+"""A device's part in the protocol without sockets, threads or clocks: `WorkerSession` and `MeshRoutes`.
 
-A plan is ready once all peers that the device reads from are joined. A peer that stays unreachable is reported to the
-planner, whose next plan relays its frames over the broker. A connection that is lost later loses the frames on it:
-runs that await that peer end at once and are retried.
+A plan is ready after the device has joined all peers that it reads from. The device reports unreachable peers to the
+planner, and the next plan relays their frames over the broker. A connection that is lost later loses frames, so the
+runs that wait for that peer fail and are retried.
 """
 
 from __future__ import annotations
@@ -64,25 +64,22 @@ from hepti_mqtt.runtime.worker.residents import (
 from hepti_mqtt.runtime.worker.runs import WorkerRuns
 
 JOIN_S: Final = 5.0  # to connect to a peer
-WELCOME_S: Final = 20.0  # for a peer that is there but has not received its Prepare
-RETURN_S: Final = 2.0  # for a lost connection to come back
+WELCOME_S: Final = 20.0  # for a peer that answers but has not received its Prepare
+RETURN_S: Final = 2.0  # to restore a lost connection
 
 
 @dataclass(slots=True)
 class _PlanRoutes:
-    """Routes of one plan. sources: peers by name; give_up_s: deadlines of the peers that are not joined.
+    """The mesh routes of one plan."""
 
-    welcome_by_s: until then a peer that is there may not have received its Prepare.
-    """
-
-    sources: Mapping[str, Peer]
-    give_up_s: dict[str, float]
-    welcome_by_s: float
+    sources: Mapping[str, Peer]  #: peers by name
+    give_up_s: dict[str, float]  #: deadlines of the peers that are not joined
+    welcome_by_s: float  #: deadline of peers that answer but refuse
 
 
 @dataclass(frozen=True, slots=True)
 class UnreachablePeers:
-    """A plan and the peers that it cannot reach."""
+    """A plan and its unreachable peers."""
 
     key: PlanKey
     peers: tuple[str, ...]
@@ -96,7 +93,7 @@ class MeshRoutes:
         self._routes: dict[PlanKey, _PlanRoutes] = {}
 
     def admit(self, key: PlanKey, message: Prepare) -> list[Command]:
-        """Admit the peers of a Prepare at once: they may be ready before this device is."""
+        """Admit the peers of a Prepare immediately, because they may be ready before this device."""
         guests = tuple(peer for peer in message.peers if peer.token_in)
         if not guests:
             return []
@@ -105,15 +102,15 @@ class MeshRoutes:
 
     def join(self, key: PlanKey, peers: Iterable[Peer], now: float) -> list[Command]:
         """Connect to the peers that a plan reads from."""
-        heard = {peer.device: peer for peer in peers}
-        if not heard:
+        sources = {peer.device: peer for peer in peers}
+        if not sources:
             return []
         self._admitted.setdefault(key, frozenset())
-        self._routes[key] = _PlanRoutes(heard, dict.fromkeys(heard, now + JOIN_S), now + WELCOME_S)
-        return [JoinPeers(*key, tuple(heard.values()))]
+        self._routes[key] = _PlanRoutes(sources, dict.fromkeys(sources, now + JOIN_S), now + WELCOME_S)
+        return [JoinPeers(*key, tuple(sources.values()))]
 
     def leave(self, key: PlanKey) -> list[Command]:
-        """Forget the routes of a plan that has ended."""
+        """Remove the routes of an ended plan."""
         self._routes.pop(key, None)
         return [] if self._admitted.pop(key, None) is None else [LeavePeers(*key)]
 
@@ -123,18 +120,18 @@ class MeshRoutes:
         return routes is None or not routes.give_up_s
 
     def record_joined(self, peer: str, key: PlanKey) -> bool:
-        """Record that a peer is joined; return whether it was missing."""
+        """Record a joined peer; return whether it was missing."""
         routes = self._routes.get(key)
         return routes is not None and routes.give_up_s.pop(peer, None) is not None
 
     def record_refused(self, peer: str, key: PlanKey) -> None:
-        """Record that a peer is there but does not admit this device yet."""
+        """Record a peer that answers but does not admit this device yet."""
         routes = self._routes.get(key)
         if routes is not None and peer in routes.give_up_s:
             routes.give_up_s[peer] = max(routes.give_up_s[peer], routes.welcome_by_s)
 
     def record_lost(self, peer: str, now: float) -> list[PlanKey]:
-        """Record that the connection to a peer is lost; return the plans that read from it."""
+        """Record a lost peer; return the plans that read from it."""
         keys = [k for k, r in self._routes.items() if peer in r.sources and peer not in r.give_up_s]
         for key in keys:
             self._routes[key].give_up_s[peer] = now + RETURN_S
@@ -144,20 +141,20 @@ class MeshRoutes:
         """Return when `take_unreachable` has something to report; infinity if all peers are joined."""
         deadline = inf
         for routes in self._routes.values():
-            if routes.give_up_s:  # hardly ever; this is asked between ops
+            if routes.give_up_s:  # rarely; this runs between ops
                 deadline = min(deadline, *routes.give_up_s.values())
         return deadline
 
     def take_unreachable(self, now: float) -> list[UnreachablePeers]:
         """Return the plans whose peers have not joined in time, each peer once."""
-        found = []
+        unreachable = []
         for key, routes in self._routes.items():
             late = [peer for peer, at in routes.give_up_s.items() if at <= now]
             for peer in late:
                 routes.give_up_s[peer] = inf
             if late:
-                found.append(UnreachablePeers(key, tuple(sorted(late))))
-        return found
+                unreachable.append(UnreachablePeers(key, tuple(sorted(late))))
+        return unreachable
 
     def plans_read_by(self, peer: str) -> list[PlanKey]:
         """Return the plans under which a peer reads from this device."""
@@ -165,39 +162,36 @@ class MeshRoutes:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The session: the shell hands it events with the time, runs the steps of `next_step` and carries out the commands.
+# The session: the shell passes it events with the time, runs its steps, and executes its commands.
 
 
 MAX_BEING_ANALYSED: Final = 32
 
 
 class WorkerSession:
-    """The state machine of one agent.
-
-    memory_bytes: budget for weights and live buffers together. counters: dropped frames by reason.
-    """
+    """The state machine of one agent; memory_bytes: budget of weights and live buffers."""
 
     def __init__(self, device: str, site: str, memory_bytes: int) -> None:
         self.device = device
         self.topics = Topics(site)
         self.memory_bytes = memory_bytes
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  #: dropped frames and other faults, by reason
         self.plans = ResidentPlans(device, self.counters)
         self._mesh = MeshRoutes()
-        self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # the last Prepare of each plan
-        self._doubted: set[PlanKey] = set()  # of these, those that the planner may have released unnoticed
+        self._being_analysed: dict[PlanKey, messages.Prepare] = {}  # last Prepare of each plan being analysed
+        self._doubted: set[PlanKey] = set()  # plans being analysed that the planner may have released
         self.runs = WorkerRuns(device, self.topics, self.counters)
         self._illegal = 0  # illegal steps that were logged
 
     @property
     def deadline(self) -> float:
-        """Return when the session wants to hear a `Tick`, infinity if never."""
+        """Return when the session needs a `Tick`, infinity if never."""
         return self._mesh.deadline()
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: WorkerEvent, now: float) -> list[Command]:
-        """Take one event and return the commands that follow from it."""
+        """Handle an event; return its commands."""
         if isinstance(event, TensorArrival):
             if self.runs.try_fill(event):
                 return []
@@ -205,7 +199,7 @@ class WorkerSession:
         if isinstance(event, FrameIn):
             out = self._frame(event.frame, now)
             if not out and event.frame.kind == "tensor":
-                return out  # a peer's tensor, the most frequent event, changes no plan and no build order
+                return out  # a tensor is the most frequent event, and changes no plan or build order
         elif isinstance(event, MessageIn):
             out = self._message(event.message, now)
         elif isinstance(event, Loaded | LoadProgress | LoadFailed | Subscribed):
@@ -261,32 +255,31 @@ class WorkerSession:
         except WireError:
             self.counters["bad_prepare"] += 1
             raise
-        if (known := self.plans.get(*key)) is not None:
-            known.transaction_id = message.transaction_id
-            return self._ready_if_complete(known) or [self._progress(message.transaction_id, key)]
-        if key not in self._being_analysed:
-            again = self.plans.take_ended(message, self.topics, self.memory_bytes)
-            if again is not None:
-                return [*self._mesh.admit(key, message), *self._take_in(again, message, now, doubted=False)]
-        if key not in self._being_analysed and len(self._being_analysed) >= MAX_BEING_ANALYSED:
+        if (resident := self.plans.get(*key)) is not None:
+            resident.transaction_id = message.transaction_id
+            return self._ready_if_complete(resident) or [self._progress(message.transaction_id, key)]
+        if key in self._being_analysed:
+            self._doubted.discard(key)
+            self._being_analysed[key] = message
+            return [self._progress(message.transaction_id, key)]
+        if (renewed := self.plans.take_ended(message, self.topics, self.memory_bytes)) is not None:
+            return [*self._mesh.admit(key, message), *self._take_in(renewed, message, now, doubted=False)]
+        if len(self._being_analysed) >= MAX_BEING_ANALYSED:
             text = f"{self.device} is already analysing {MAX_BEING_ANALYSED} plans"
             return [self._failed(message.transaction_id, key, PlanError.code, text)]
-        self._doubted.discard(key)
-        is_repeated, self._being_analysed[key] = key in self._being_analysed, message
-        if is_repeated:
-            return [self._progress(message.transaction_id, key)]
+        self._being_analysed[key] = message
         return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
 
     def _progress(self, transaction_id: int, key: PlanKey, done_bytes: int = 0, total_bytes: int = 0) -> Publish:
-        """Report bytes of weights; 0 of 0: this device is there, and has made no progress."""
+        """Report loaded bytes of weights; 0 of 0: this device answers, but has made no progress."""
         return self._up(messages.PrepareProgress(transaction_id, *key, done_bytes, total_bytes))
 
     def _handle_analysed(self, event: PrepareAnalysed, now: float) -> list[Command]:
         key = plan_key(event.prepare)
         message = self._being_analysed.get(key)
-        if message is None:  # released meanwhile
+        if message is None:  # released during the analysis
             return []
-        if message.plan != event.prepare.plan:  # repeated with another plan: one of both was forged
+        if message.plan != event.prepare.plan:  # repeated with another plan: one of the two is forged
             return [*self._mesh.admit(key, message), AnalysePrepare(message, self.runs.idle)]
         del self._being_analysed[key]
         doubted = key in self._doubted
@@ -302,7 +295,7 @@ class WorkerSession:
     def _take_in(
         self, resident: ResidentPlan, message: messages.Prepare, now: float, *, doubted: bool
     ) -> list[Command]:
-        """Keep a plan if there is memory for it, and load what it lacks."""
+        """Keep a plan if it fits into memory, and load its weights."""
         key, plan = resident.key, resident.plan
         out: list[Command] = []
         if resident.weights is None:
@@ -313,8 +306,8 @@ class WorkerSession:
         if needed > self.memory_bytes:
             missing = needed - self.memory_bytes
             text = (
-                f"{self.device} needs {needed / 2**20:.1f} MiB for plan {plan.version} of {plan.model} beside what it "
-                f"holds, its budget is {self.memory_bytes / 2**20:.1f} MiB"
+                f"{self.device} needs {needed / 2**20:.1f} MiB for plan {plan.version} of {plan.model} and its other "
+                f"plans, its budget is {self.memory_bytes / 2**20:.1f} MiB"
             )
             return [*out, *self._mesh.leave(key), self._failed(resident.transaction_id, key, "memory", text, missing)]
         self.plans.add(resident, now)
@@ -322,7 +315,7 @@ class WorkerSession:
             self.plans.step(resident, "doubt", now)
         out += self._mesh.join(key, resident.mesh_sources, now)
         out.append(Subscribe(plan.model, plan.version, resident.filters, resident.work_topic))
-        if resident.session_rows:  # before the plan is ready, so that its first request can use them
+        if resident.session_rows:  # before the plan is ready, so that its first run can use the caches
             out += [*self.runs.restore_caches(resident), ReadCaches(*key, resident.layout)]
         keep = self._keep()
         if resident.weights is not None:
@@ -346,7 +339,7 @@ class WorkerSession:
         return self._subscribed_if_complete(resident, now)
 
     def _subscribed_if_complete(self, resident: ResidentPlan, now: float) -> list[Command]:
-        """A plan is subscribed when the broker has acknowledged its filters and its peers are joined."""
+        """Mark a plan subscribed if the broker has acknowledged its filters and its peers are joined."""
         if not resident.filters_acknowledged or not self._mesh.complete(resident.key):
             return []
         resident.subscribed = True
@@ -354,7 +347,7 @@ class WorkerSession:
         return self._ready_if_complete(resident)
 
     def _loaded_if_complete(self, resident: ResidentPlan, now: float) -> list[Command]:
-        """A plan is loaded when its weights are there and the Programs that the planner wants before."""
+        """Mark a plan loaded if its weights are resident and its urgent Programs are built."""
         if resident.weights is None or resident.urgent_shapes:
             return []
         resident.loaded = True
@@ -400,12 +393,12 @@ class WorkerSession:
             return []
         if not resident.subscribed:
             return self._subscribed_if_complete(resident, now)
-        # What the peer sent while the connection was away went nowhere.
-        text = f"{self.device}: the connection to {event.peer} was away"
+        # Frames that the peer sent without a connection are lost.
+        text = f"{self.device}: the connection to {event.peer} was down"
         return self.runs.fail_after_loss(event.peer, [resident.key], text)
 
     def _report_unreachable(self, late: UnreachablePeers, now: float) -> list[Command]:
-        """Report unreachable peers; a plan that was ready once stays until the planner replaces it."""
+        """Report unreachable peers; a plan that was ready stays until the planner replaces it."""
         resident = self.plans.get(*late.key)
         if resident is None:
             return []
@@ -420,7 +413,7 @@ class WorkerSession:
             after = Plan.from_dict(message.plan)
             check_plan(after.root, after)
         except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"the plan that run {message.run_id} goes on under cannot be read ({error!r})") from error
+            raise WireError(f"the plan to continue run {message.run_id} cannot be read ({error!r})") from error
         if resident is None:
             self.counters["dead_epoch"] += 1
             return []
@@ -450,7 +443,7 @@ class WorkerSession:
         return [*out, *self._unload()]
 
     def _unload(self) -> list[Command]:
-        """Give up the weights, filters and routes of released plans."""
+        """Release the weights, filters and routes of released plans."""
         released = self.plans.take_released()
         if not released:
             return []
@@ -469,13 +462,13 @@ class WorkerSession:
         return out
 
     def _keep(self) -> frozenset[Place]:
-        """Return the matrices that stay resident, and drop kept KV caches for which no memory is left."""
+        """Return the matrices that stay resident, and drop kept KV caches that no longer fit."""
         places = self.plans.keep(self.memory_bytes)
         self.runs.limit_kept_caches(self.plans.spare_bytes)
         return places
 
     def _restore_saved(self, event: CachesRead) -> list[Command]:
-        """Use KV caches that an earlier process of this device has saved."""
+        """Use KV caches that an earlier process of this device saved."""
         self.runs.add_kept_caches(event.caches)
         resident = self.plans.get(event.model, event.plan_version)
         out = [] if resident is None else self.runs.restore_caches(resident)
@@ -483,7 +476,7 @@ class WorkerSession:
         return out
 
     def end(self, now: float) -> tuple[KeptCache, ...]:
-        """End all plans, because this device stops; return the KV caches to save, the oldest first."""
+        """End all plans before this device stops; return the KV caches to save, oldest first."""
         self._release([*self.plans], "drain", now)
         return self.runs.take_kept_caches()
 
@@ -516,19 +509,19 @@ class WorkerSession:
         return self.runs.next_step()
 
     def finish_step(self, step: Step, outgoing: OutgoingTensor | None, seconds: float, now: float) -> list[Command]:
-        """Take the result of steps as `WorkerRuns.finish_step` does."""
+        """Take the result of steps like `WorkerRuns.finish_step`."""
         out = self.runs.finish_step(step, outgoing, seconds, now)
-        # What is built only while no request runs may have waited for this one's end.
+        # Predicted Programs are built only while no run is active.
         return [*out, *self.runs.next_build(self.plans.residents())] if self.runs.idle else out
 
     def fail_step(self, step: Step, error: Exception) -> list[Command]:
-        """Give up a request whose op raised; the planner hears why."""
+        """Fail a run whose op raised, and report the error to the planner."""
         return self.runs.fail_step(step, error)
 
     def _up(self, message: messages.Message) -> Publish:
         return Publish(self.topics.reports(self.device), messages.encode(message), 1)
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of the session is broken; tests call it after every event."""
+        """Raise AssertionError if an invariant of the session is broken."""
         self.runs.check(self.plans)
         self.plans.check()

@@ -1,13 +1,13 @@
-"""Whom one load asks for which tile: peers that hold it, else the planner. A session without I/O; `now` is an argument.
+"""The sources of a load's tiles: peers that hold a tile, otherwise the planner. A session without I/O.
 
-Each tile that no peer holds has one device that requests it from the planner, so that it leaves the planner's machine
-once for the site: the device of its region of the manifest, or the next one in the plan's order that lacks it. Devices
-report to each other which tiles they hold and which they lack. A device without tiles left in its region takes those at
-the end of the largest other region. The hash decides whether a tile is right, so no peer is trusted.
+If no peer holds a tile, exactly one device requests it from the planner, so that it leaves the planner's machine once:
+the device of its region of the manifest, or the next device in the plan's order that lacks it. Devices report to each
+other the tiles that they hold and lack. A device that has finished its region takes tiles from the end of the largest
+other region. Hashes verify the tiles, so peers need not be trusted.
 
-A process that gets no time for seconds, on a busy machine, is slow and not lost, so one pause repeats no requests: a
-peer keeps its other tiles until it fails twice in a row, and of the planner's tiles, which come in the order of
-requests, one is requested again to learn which were lost.
+On a busy machine a process may pause for seconds, so one pause does not repeat requests: a peer keeps its other tiles
+until it fails twice in a row. The planner sends in the order of requests, so repeating one request shows which tiles
+were lost.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from numpy.typing import NDArray
 from hepti_mqtt.cost.loads import Mask
 from hepti_mqtt.ids import PLANNER
 
-ANSWER_S: Final = 2.0  # without a tile from a peer that owes some: others are asked
-PLANNER_ANSWER_S: Final = 3.0  # the same for the planner, which is asked again
-SILENT_S: Final = 2 * ANSWER_S  # without a report from a device: others request its part of the tiles
-LOOK_S: Final = ANSWER_S / 2  # between two looks at whom to ask while nothing is under way
-REST_S: Final = (2.0, 60.0)  # a peer that did not answer is not asked; doubled each time
-SLOW_S: Final = 0.25  # for one tile, and twice as long as the planner: others bring what such a peer holds, too
+ANSWER_S: Final = 2.0  # timeout of requests to a peer; then other sources are used
+PLANNER_ANSWER_S: Final = 3.0  # timeout of requests to the planner; then one is repeated
+SILENT_S: Final = 2 * ANSWER_S  # without a report from a device, before others request its tiles
+LOOK_S: Final = ANSWER_S / 2  # between two calls of `requests` without pending requests
+REST_S: Final = (2.0, 60.0)  # first and longest pause of a peer that timed out; doubled each time
+SLOW_S: Final = 0.25  # a peer is slow if a tile takes longer, and twice as long as from the planner
 SMOOTHING: Final = 0.3
-PEER_WINDOW: Final = 8  # requests under way at one peer
-PLANNER_WINDOW: Final = 16  # the same at the planner
-OWNER_S: Final = 0.25  # for which the division of tiles among devices stands
-BUSY_WINDOW: Final = 1  # while runs share the link: exchanges wait for one tile at most
+PEER_WINDOW: Final = 8  # pending requests at one peer
+PLANNER_WINDOW: Final = 16  # pending requests at the planner
+OWNER_S: Final = 0.25  # validity of the division of tiles among devices
+BUSY_WINDOW: Final = 1  # while runs share the link, so that exchanges wait for one tile at most
 
 
 class Windows(NamedTuple):
-    """How many requests may be under way at one peer, and at the planner."""
+    """Limits of pending requests at one peer, and at the planner."""
 
     peer: int = PEER_WINDOW
     planner: int = PLANNER_WINDOW
@@ -47,50 +47,39 @@ WHOLE_LINK: Final = Windows()
 
 
 class TileReport(NamedTuple):
-    """What a device says of the tiles of one manifest, by position there."""
+    """A device's report on the tiles of one manifest, by position."""
 
     held: Mask
-    #: Not held, and part of its load.
-    lacking: Mask
+    lacking: Mask  #: part of its load, but not held
 
 
-#: Of a tile that a source sent: `unknown` if it is no tile of the load.
-Answer = Literal["needed", "unneeded", "unknown"]
+Answer = Literal["needed", "unneeded", "unknown"]  # on a received tile; unknown: not a tile of the load
 
 
 @dataclass(slots=True)
 class _Source:
     """One peer, or the planner."""
 
-    #: Tiles it can be asked for, by the load's order.
-    holds: Mask
-    #: Tiles it announced as part of its own load.
-    lacking: Mask
-    #: Tiles it refused, or did not send in time.
-    refused: Mask
-    #: Requests under way: tile and time of the request.
-    requested: dict[int, float] = field(default_factory=dict)
+    holds: Mask  #: tiles that it offers, in the load's order
+    lacking: Mask  #: tiles of its own load that it lacks
+    refused: Mask  #: tiles that it refused, or did not send in time
+    requested: dict[int, float] = field(default_factory=dict)  #: pending requests: time by tile
     window: int = 2
-    #: When it last sent a tile that was requested.
-    answered_s: float = -inf
-    #: Smoothed time for one tile.
-    tile_s: float = 0.0
+    answered_s: float = -inf  #: when it last sent a requested tile
+    tile_s: float = 0.0  #: smoothed time per tile
     rests_until_s: float = -inf
     rest_s: float = REST_S[0]
     is_banned: bool = False
-    #: Whether it has reported its tiles.
     has_reported: bool = False
-    #: When it last did, or was joined.
-    reported_s: float = inf
-    #: Tiles that this load had at its last report.
-    reported_at: int = 0
+    reported_s: float = inf  #: time of its last report, or of its join
+    reported_at: int = 0  #: tiles that this load had at its last report
 
 
 class TileSources:
-    """The requests of one load: `requests` says what to ask now, the other methods what has happened.
+    """The requests of one load: `requests` returns the next ones, the other methods record events.
 
-    tiles: hashes in the order in which the load takes them. positions: of each in the manifest. total: tiles of the
-    manifest. devices: of the plan, in its order, with this one. cached: tiles that this device has on its disk.
+    tiles: hashes in the order of the load. positions: place of each tile in the manifest. total: tiles of the manifest.
+    devices: of the plan, in its order, including this one. cached: tiles on this device's disk.
     """
 
     def __init__(
@@ -107,37 +96,37 @@ class TileSources:
         self._index = {digest: index for index, digest in enumerate(tiles)}
         self._device, self._devices = device, tuple(devices)
         self._missing = np.ones(len(tiles), np.bool_)
-        #: Missing, not in the cache, and requested from nobody.
+        #: Missing, not cached, and not requested.
         self._open = np.array([digest not in cached for digest in tiles], np.bool_)
         self._sources = {PLANNER: self._source()}
         region = self._positions * len(devices) // max(total, 1)
-        self._region = np.minimum(region, len(devices) - 1)  # number of the device of each tile's region
-        self._owner: NDArray[Any] | None = None  # number of the device that requests each tile from the planner
+        self._region = np.minimum(region, len(devices) - 1)  # index of the device of each tile's region
+        self._owner: NDArray[Any] | None = None  # index of the device that requests each tile from the planner
         self._owner_s = now
-        self._look_s = now  # when it was last decided whom to ask
+        self._look_s = now  # last call of `requests`
         self._taken = 0
 
-    # -- what has happened -----------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def add_peer(self, peer: str, now: float) -> None:
-        """Take a peer that can be asked from now on."""
+        """Add a joined peer."""
         if peer not in self._sources:
             self._sources[peer] = self._source()
             self._sources[peer].reported_s = now
             self._owner = None
 
     def remove_peer(self, peer: str) -> None:
-        """Ask others for what a peer owes: the connection to it is lost."""
+        """Remove a lost peer, and reopen its pending requests."""
         source = self._sources.get(peer)
         if source is not None and peer != PLANNER:
             self._reopen(source)
-            if source.is_banned:  # it returns as what it was
+            if source.is_banned:  # it stays banned when it returns
                 return
             del self._sources[peer]
             self._owner = None
 
     def report(self, peer: str, report: TileReport, now: float) -> None:
-        """Take a peer's report of its tiles."""
+        """Record a peer's report of its tiles."""
         source = self._sources.get(peer)
         if source is None:
             return
@@ -146,7 +135,7 @@ class TileSources:
         source.has_reported, source.reported_at, source.reported_s = True, self._taken, now
 
     def refuse(self, peer: str, digests: Iterable[bytes]) -> None:
-        """Take a peer's refusal of some tiles."""
+        """Record a peer's refusal of some tiles."""
         source = self._sources.get(peer)
         if source is None:
             return
@@ -156,10 +145,7 @@ class TileSources:
                 self._give_up(source, index)
 
     def receive(self, peer: str, digest: bytes, now: float) -> Answer:
-        """Take a tile with this hash from a source; a hash that the load does not know is the sender's fault.
-
-        A peer that sends one is asked for nothing more.
-        """
+        """Record a tile with this hash from a source; ban a peer that sends an unknown hash."""
         source, index = self._sources.get(peer), self._index.get(digest)
         if index is None:
             if source is not None and peer != PLANNER:
@@ -167,19 +153,19 @@ class TileSources:
                 self._reopen(source)
                 self._owner = None
             return "unknown"
-        if source is not None and (asked_s := source.requested.pop(index, None)) is not None:
-            source.tile_s += SMOOTHING * (now - max(asked_s, source.answered_s) - source.tile_s)
+        if source is not None and (requested_s := source.requested.pop(index, None)) is not None:
+            source.tile_s += SMOOTHING * (now - max(requested_s, source.answered_s) - source.tile_s)
             slow = self._is_slow(source)
             source.window = max(source.window // 2, 1) if slow else min(source.window + 1, PEER_WINDOW)
             source.answered_s, source.rest_s = now, REST_S[0]
-            if peer == PLANNER:  # it sends in the order of requests: those before have been lost
-                for other in [other for other, at_s in source.requested.items() if at_s < asked_s]:
+            if peer == PLANNER:  # it sends in the order of requests, so earlier tiles are lost
+                for other in [other for other, at_s in source.requested.items() if at_s < requested_s]:
                     del source.requested[other]
                     self._open[other] = self._missing[other]
         return "needed" if self._missing[index] else "unneeded"
 
     def take(self, digest: bytes) -> None:
-        """Note that a tile is there: received, or from the cache."""
+        """Record that this device has a tile, received or cached."""
         index = self._index[digest]
         self._taken += 1
         self._missing[index] = self._open[index] = False
@@ -187,21 +173,20 @@ class TileSources:
             source.requested.pop(index, None)
 
     def put_back(self, digest: bytes) -> None:
-        """Note that a tile is missing although the cache had it."""
+        """Record that a cached tile is missing."""
         index = self._index[digest]
         self._missing[index] = self._open[index] = True
 
     def reopen(self, source: str) -> int:
-        """Forget the requests of a source, which lost them; return how many there were."""
-        there = self._sources[source]
-        count = len(there.requested)
-        self._reopen(there)
+        """Reopen the pending requests of a source that lost them; return their number."""
+        count = len(self._sources[source].requested)
+        self._reopen(self._sources[source])
         return count
 
     def expire(self, now: float) -> tuple[int, bytes | None]:
-        """Give up peers' requests that are overdue; return how many, and a tile to request from the planner again.
+        """Reopen overdue requests of peers; return their number, and a tile to request from the planner again.
 
-        The planner's last one alone: when it comes, those before it have come or were lost.
+        This is the planner's last pending tile: on its arrival, earlier ones have arrived or are lost.
         """
         late, again = 0, None
         for name in [name for name in self._sources if self._due_s(name) <= now]:
@@ -220,41 +205,41 @@ class TileSources:
             self._reopen(source)
         return late, again
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     @property
     def missing_count(self) -> int:
-        """Return how many tiles are not there."""
+        """Return the number of missing tiles."""
         return int(self._missing.sum())
 
     @property
     def has_requests(self) -> bool:
-        """Return whether a source owes a tile."""
+        """Return whether a request is pending."""
         return any(source.requested for source in self._sources.values())
 
     def requests(self, now: float, windows: Windows = WHOLE_LINK, limit: int | None = None) -> dict[str, list[bytes]]:
-        """Return the tiles to request now, by source. limit: only the first tiles of the load."""
-        asked: dict[str, list[bytes]] = {}
-        if now > self._look_s + SILENT_S:  # this device itself had a pause, in which nobody was heard
+        """Return the tiles to request now, by source; limit: only from the first tiles of the load."""
+        requests: dict[str, list[bytes]] = {}
+        if now > self._look_s + SILENT_S:  # this device paused, so the silence of others does not count
             for source in self._sources.values():
                 source.reported_s = max(source.reported_s, now - ANSWER_S)
         self._look_s = now
         end = len(self._tiles) if limit is None else limit
-        # Several at once, when half of the last ones have come.
+        # Request several tiles together, after half of the last ones have arrived.
         free = {n for n, s in self._sources.items() if len(s.requested) <= self._window(n, windows) // 2}
         while choice := self._from_peer(now, end, windows, free) or self._from_planner(now, end, windows, free, limit):
             name, index = choice
             self._sources[name].requested[index] = now
             self._open[index] = False
-            asked.setdefault(name, []).append(self._tiles[index])
-        return asked
+            requests.setdefault(name, []).append(self._tiles[index])
+        return requests
 
     def deadline(self) -> float:
-        """Return when `expire` and `requests` have something to do if nothing happens; infinity if never."""
+        """Return when to call `expire` and `requests` without another event; infinity if never."""
         overdue = min(self._due_s(name) for name in self._sources)
         return overdue if self.has_requests or not self._open.any() else self._look_s + LOOK_S
 
-    # -- whom to ask -----------------------------------------------------------------------------------------------
+    # -- choice of sources -----------------------------------------------------------------------------------------
 
     def _source(self) -> _Source:
         holds, lacking, refused = np.zeros((3, len(self._tiles)), np.bool_)
@@ -289,11 +274,11 @@ class TileSources:
         }
 
     def _window(self, name: str, windows: Windows) -> int:
-        """Return how many requests may be under way at a source."""
+        """Return the limit of pending requests at a source."""
         return windows.planner if name == PLANNER else min(self._sources[name].window, windows.peer)
 
     def _from_peer(self, now: float, end: int, windows: Windows, free: Container[str]) -> tuple[str, int] | None:
-        """Return the peer with the fewest requests that holds an open tile, and the tile."""
+        """Return an open tile, and the peer with the fewest pending requests that holds it."""
         peers = self._peers(now)
         for name in sorted(peers, key=lambda peer: len(peers[peer].requested)):
             source = peers[name]
@@ -307,7 +292,7 @@ class TileSources:
     def _from_planner(
         self, now: float, end: int, windows: Windows, free_sources: Container[str], limit: int | None
     ) -> tuple[str, int] | None:
-        """Return the planner and the next tile that this device is to request from it."""
+        """Return the planner, and the next tile that this device should request from it."""
         if PLANNER not in free_sources or len(self._sources[PLANNER].requested) >= self._window(PLANNER, windows):
             return None
         free = self._open[:end].copy()
@@ -320,31 +305,31 @@ class TileSources:
         own, owners = self._devices.index(self._device), self._owners(now)[:end]
         index = _first(free & (owners == own))
         if index is None and limit is None:
-            # Other devices request the rest, each from the beginning of its tiles, and as fast as this one.
+            # Other devices request their tiles from the start, assumed as fast as this device.
             largest = int(np.bincount(owners[free]).argmax())
             owner = self._sources.get(self._devices[largest])
             since = 0 if owner is None else int(self._taken - owner.reported_at)
             rest = np.flatnonzero(free & (owners == largest))
             if len(rest) > since + 2 * PLANNER_WINDOW:
-                others = len(self._devices) - 1  # each takes another part of the rest, from its end
+                others = len(self._devices) - 1  # each takes another part of the rest, counted from the end
                 index = int(rest[-1 - (own - largest - 1) % len(self._devices) * (len(rest) // (2 * others))])
         return None if index is None else (PLANNER, index)
 
     def _owners(self, now: float) -> NDArray[Any]:
-        """Return the number of the device that requests each tile from the planner."""
+        """Return the index of the device that requests each tile from the planner."""
         if self._owner is None or now >= self._owner_s + OWNER_S:
             count, tiles = len(self._devices), np.arange(len(self._tiles))
-            brings = np.stack([self._brings(name, now) for name in self._devices])
+            lacking = np.stack([self._lacking(name, now) for name in self._devices])
             self._owner = np.full(len(tiles), self._devices.index(self._device), np.int64)
-            for step in reversed(range(count)):  # the nearest after the region's device comes last and stays
+            for step in reversed(range(count)):  # the region's device, then the nearest one after it, has priority
                 number = (self._region + step) % count
-                mask = brings[number, tiles]
+                mask = lacking[number, tiles]
                 self._owner[mask] = number[mask]
             self._owner_s = now
         return self._owner
 
-    def _brings(self, name: str, now: float) -> Mask:
-        """Return the tiles that a device of the plan is believed to request from the planner."""
+    def _lacking(self, name: str, now: float) -> Mask:
+        """Return the tiles that a device of the plan probably lacks."""
         if name == self._device:
             return self._missing
         source = self._peers(now).get(name)
@@ -354,7 +339,5 @@ class TileSources:
 
 
 def _first(mask: Mask) -> int | None:
-    """Return the index of the first True, None without one."""
-    if not mask.any():
-        return None
-    return int(mask.argmax())
+    """Return the index of the first True, None if there is none."""
+    return int(mask.argmax()) if mask.any() else None

@@ -1,7 +1,7 @@
-"""What compiled code needs to exchange a stretch's tensors with peers itself, learned while Python does it.
+"""Frame heads and channels by which compiled code exchanges a stretch's tensors with peers.
 
-Python sends and checks each frame of a Program's first runs. From then on, rows of the tape send the heads that it has
-sent, and expect those that it has checked; what else a peer sends goes back to Python.
+Python sends and checks each frame of a Program's first runs. Later, rows of the tape send the same heads, and expect
+the checked ones; other frames go back to Python.
 """
 
 from __future__ import annotations
@@ -22,46 +22,45 @@ from hepti_mqtt.protocol.keys import UNKEYED, FrameKey, header_tags
 
 
 class Sockets(Protocol):
-    """The connections to peers, for compiled code of the thread that holds them."""
+    """The connections to peers, for compiled code of the thread that holds the lock."""
 
     @property
     def version(self) -> int:
-        """Return a number that changes with what `route` returns."""
+        """Return a number that changes whenever a result of `route` changes."""
 
     @property
     def wake(self) -> int:
-        """Return the descriptor that is readable when the thread is wanted."""
+        """Return the file descriptor that becomes readable to interrupt the thread."""
 
     def hold(self) -> AbstractContextManager[bool]:
-        """Keep other threads off; gives False if one of them waits already."""
+        """Lock out other threads; gives False if another thread waits."""
 
     def channel(self, peer: str) -> int:
-        """Return the address of the channel to a peer (`kernels.transfers`), which stays."""
+        """Return the constant address of the channel to a peer (`kernels.transfers`)."""
 
     def route(self, peer: str, topic: str, nbytes: int) -> bytes | None:
-        """Return what stands before a payload of so many bytes; None if it does not go straight to this peer alone."""
+        """Return the packet header before a payload; None unless the topic goes directly to this peer alone."""
 
     def keep(self, peer: str, parts: Sequence[bytes | NDArray[Any]], sent: int) -> None:
-        """Send the rest of a frame, of which some bytes were sent."""
+        """Send the rest of a frame after `sent` bytes."""
 
     def give_back(self, peer: str, data: bytes) -> None:
-        """Take what was read of a peer."""
+        """Take data that was read from a peer."""
 
 
 class KnownTransfer:
-    """A row that sends to one peer, or receives from one."""
+    """A row that sends to a peer, or receives from one."""
 
     __slots__ = ("head", "key", "op", "owner", "peer", "row", "topic")
 
     def __init__(self, owner: StretchTransfers, row: int, op: Send | Recv, peer: str) -> None:
         self.owner, self.row, self.op, self.peer = owner, row, op, peer
-        #: of a Send the frame's header and its topic; of a Recv the whole head; empty before they are known
+        #: Send: frame header and topic. Recv: whole head. Empty before the first exchange by Python.
         self.head, self.topic = b"", ""
-        #: of its tags
-        self.key = UNKEYED
+        self.key = UNKEYED  #: key of its tags
 
     def learn(self, head: bytes, key: FrameKey, topic: str = "") -> None:
-        """Take what Python has sent, or has received and checked; nothing where tags are also of arrays."""
+        """Record the first head that Python sent, or received and checked, unless tags cover arrays."""
         if not self.head and self.nbytes <= LARGEST and not (key.key and key.checked == "whole"):
             self.head, self.key, self.topic, self.owner.version = head, key, topic, -1
 
@@ -78,33 +77,30 @@ class StretchTransfers:
         self.tape = tape
         self.sends: dict[int, KnownTransfer] = {}
         self.receives: dict[int, KnownTransfer] = {}
-        #: of the sockets for which the tape has learned the heads; -1 for none
-        self.version = 0
-        #: of each array the last row that reads it
-        self.last_rows: Mapping[Slot | Scratch, int] = {}
-        #: whether compiled code receives all of it
-        self.complete = False
-        #: tags by the run's number, with the heads in which they stand, and the run of which they are
+        self.version = 0  #: version of the sockets that the tape's heads are for; -1 for none
+        self.last_rows: Mapping[Slot | Scratch, int] = {}  #: last row that reads each array
+        self.complete = False  #: compiled code receives all tensors of the stretch
+        #: functions from a run id to its tag, and the words of the heads to write it to
         self.tags: list[tuple[Callable[[bytes], bytes], NDArray[np.int64]]] = []
-        self.tagged = -1
+        self.tagged = -1  #: run id of the current tags
 
     def forget(self) -> None:
-        """Forget what was learned."""
+        """Forget all heads."""
         self.version = -1
         for each in (*self.sends.values(), *self.receives.values()):
             each.head = b""
 
     def apply(self, sockets: Sockets) -> None:
-        """Let the tape learn all that is known, and forget what is not so any more."""
+        """Update the heads of the tape to the current routes."""
         if self.version == sockets.version:
             return
         self.version, self.tagged = sockets.version, -1
         self.tags.clear()
         for each in (*self.sends.values(), *self.receives.values()):
-            before = sockets.route(each.peer, each.topic, HEADER_BYTES + each.nbytes) if each.topic else b""
-            if each.head and before is not None:
-                counted = HEADER_BYTES + each.nbytes
-                words = self.tape.learn(each.row, sockets.channel(each.peer), before + each.head, counted)
+            nbytes = HEADER_BYTES + each.nbytes
+            packet_header = sockets.route(each.peer, each.topic, nbytes) if each.topic else b""
+            if each.head and packet_header is not None:
+                words = self.tape.learn(each.row, sockets.channel(each.peer), packet_header + each.head, nbytes)
                 if each.key.key:
                     prefix = each.head[-HEADER_BYTES:][:HEADER_PREFIX_BYTES]
                     self.tags.append((header_tags(each.key, prefix), words))

@@ -16,6 +16,6 @@ class Answer(BaseModel):
 client = openai.OpenAI(base_url=f"{BASE}/v1", api_key="none", max_retries=0)
 for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
     patched = instructor.from_openai(client, mode=mode)
-    found = patched.chat.completions.create(model=TALKER, messages=HELLO, response_model=Answer, max_retries=0)
-    assert isinstance(found.on, bool)
+    answer = patched.chat.completions.create(model=TALKER, messages=HELLO, response_model=Answer, max_retries=0)
+    assert isinstance(answer.on, bool)
 print("ok")

@@ -17,6 +17,6 @@ for model, base in ((f"openai/{TALKER}", f"{BASE}/v1"), (f"ollama_chat/{TALKER}"
     parts = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**options, stream=True))
     assert parts.strip() == whole.strip(), (model, parts, whole)
 for model, base in ((f"openai/{VECTORS}", f"{BASE}/v1"), (f"ollama/{VECTORS}", BASE)):
-    found = litellm.embedding(model=model, api_base=base, api_key="none", input=["the room"])
-    assert len(found.data[0]["embedding"]) > 8
+    embeddings = litellm.embedding(model=model, api_base=base, api_key="none", input=["the room"])
+    assert len(embeddings.data[0]["embedding"]) > 8
 print("ok")

@@ -10,9 +10,9 @@ from common import BASE, HELLO, SPEECH, TALKER, TOOL, VECTORS
 client = openai.OpenAI(base_url=f"{BASE}/v1", api_key="none", max_retries=0, timeout=120)
 assert TALKER in {model.id for model in client.models.list()}
 assert client.models.retrieve(TALKER).id == TALKER
-found = client.embeddings.create(model=VECTORS, input=["the room", "a door"])
-assert len(found.data) == 2
-assert len(found.data[0].embedding) > 8
+embeddings = client.embeddings.create(model=VECTORS, input=["the room", "a door"])
+assert len(embeddings.data) == 2
+assert len(embeddings.data[0].embedding) > 8
 
 whole = client.chat.completions.create(model=TALKER, messages=HELLO, max_tokens=8, temperature=0, n=1, seed=-5)
 assert whole.usage.completion_tokens <= 8

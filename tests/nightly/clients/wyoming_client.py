@@ -1,4 +1,4 @@
-"""Wyoming's own client: what is offered, and the text of silence."""
+"""Wyoming's own client: the described service, and the text of silence."""
 
 import asyncio
 

@@ -66,8 +66,8 @@ def test_an_idle_agent_is_small_and_has_imported_what_it_needs_alone(agent):
         if READY in line:
             break
     assert "numba" in imported, log
-    found = [m for m in imported if any(m == name or m.startswith(f"{name}.") for name in NOT_IMPORTED)]
-    assert not found
+    imported_too_early = [m for m in imported if any(m == name or m.startswith(f"{name}.") for name in NOT_IMPORTED)]
+    assert not imported_too_early
     rollup = Path(f"/proc/{agent.pid}/smaps_rollup").read_text()
     resident = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Rss:"))
     assert resident <= MOST_MIB * 1024, f"{resident >> 10} MiB"

@@ -41,14 +41,14 @@ def test_an_unknown_method_is_refused() -> None:
 class Answers:
     """A site on which `block` answers wrongly and `column` does not fit."""
 
-    def infer(self, _model: str, **asked: Any) -> Any:
-        if asked.get("strategy") == "column":
+    def infer(self, _model: str, **request: Any) -> Any:
+        if request.get("strategy") == "column":
             raise PlanError("does not fit")
-        hidden = np.full((4, 4), 2.0 if asked.get("strategy") == "block" else 1.0, np.float32)
-        return SimpleNamespace(hidden=hidden, latency_ms=10.0 if asked.get("strategy") == "single" else 5.0)
+        hidden = np.full((4, 4), 2.0 if request.get("strategy") == "block" else 1.0, np.float32)
+        return SimpleNamespace(hidden=hidden, latency_ms=10.0 if request.get("strategy") == "single" else 5.0)
 
-    def foretold(self, answer: Any, **asked: Any) -> Any:
-        plan = {"strategy": asked.get("strategy", "row"), "options": {}, "devices": ["a"]}
+    def foretold(self, answer: Any, **request: Any) -> Any:
+        plan = {"strategy": request.get("strategy", "row"), "options": {}, "devices": ["a"]}
         return SimpleNamespace(raw={"plan": plan, "predicted_ms": 9.0, "bytes_on_wire": 7})
 
 
@@ -79,6 +79,6 @@ def test_a_site_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert main(["bench", "model", *words, *where]) == 0
         finally:
             site.close()
-    found = json.loads(capsys.readouterr().out)
-    assert {cell["method"] for cell in found["cells"] if cell["median_ms"]} == {"auto", "row/kv", "single"}
+    output = json.loads(capsys.readouterr().out)
+    assert {cell["method"] for cell in output["cells"] if cell["median_ms"]} == {"auto", "row/kv", "single"}
     assert picture.stat().st_size

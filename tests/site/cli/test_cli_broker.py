@@ -165,39 +165,39 @@ def broker():
 
 def doctor(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
     code = main(["doctor", "--json", *arguments])
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is (code == 0)
-    return code, {f["what"]: f for f in found["findings"]}
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["ok"] is (code == 0)
+    return code, {f["what"]: f for f in findings["findings"]}
 
 
 def test_a_good_broker_without_a_site(broker, capsys):
-    code, found = doctor(capsys, "--broker", str(broker.url))
+    code, findings = doctor(capsys, "--broker", str(broker.url))
     assert code == 0
-    assert found["largest packet"]["found"] == f"{(32 << 20) - 1} bytes"
-    assert not found["largest packet"]["advice"]
-    assert "hepti planner" in found["site home"]["advice"]
-    assert not found["machine"]["advice"]
+    assert findings["largest packet"]["found"] == f"{(32 << 20) - 1} bytes"
+    assert not findings["largest packet"]["advice"]
+    assert "hepti planner" in findings["site home"]["advice"]
+    assert not findings["machine"]["advice"]
 
 
 @needs_mosquitto
 def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
     with start_broker(max_packet_bytes=3_000_000) as small:
-        code, found = doctor(capsys, "--broker", str(small.url))
+        code, findings = doctor(capsys, "--broker", str(small.url))
     assert code == 0
-    assert "max_packet_size" in found["largest packet"]["advice"]
+    assert "max_packet_size" in findings["largest packet"]["advice"]
 
 
 def test_no_broker(capsys, monkeypatch):
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.setattr("hepti_mqtt.discovery.look", list)  # nothing is announced
-    code, found = doctor(capsys)
+    code, findings = doctor(capsys)
     assert code == 2
-    assert "HEPTI_BROKER" in found["broker"]["advice"]
+    assert "HEPTI_BROKER" in findings["broker"]["advice"]
     assert main(["doctor"]) == 2
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("!")], "and people see it"
-    code, found = doctor(capsys, "--broker", "mqtt://127.0.0.1:1")
+    code, findings = doctor(capsys, "--broker", "mqtt://127.0.0.1:1")
     assert code == 3
-    assert "127.0.0.1:1" in found["broker"]["found"]
+    assert "127.0.0.1:1" in findings["broker"]["found"]
 
 
 def test_doctor_prints_each_finding_when_its_check_ends_and_compiles_only_if_it_may(monkeypatch, capsys):
@@ -208,11 +208,11 @@ def test_doctor_prints_each_finding_when_its_check_ends_and_compiles_only_if_it_
         return 1, 2
 
     monkeypatch.setattr("hepti_mqtt.kernels.precompile.compiled", compiled)
-    asked: list[str] = []
-    monkeypatch.setattr("hepti_mqtt.kernels.precompile.fill_cache", lambda which, *_: asked.append(which))
+    questions: list[str] = []
+    monkeypatch.setattr("hepti_mqtt.kernels.precompile.fill_cache", lambda which, *_: questions.append(which))
     main(["doctor", "--broker", "mqtt://127.0.0.1:1"])
     assert "127.0.0.1:1" in printed[0], "the last check found the others' findings printed"
-    assert not asked
+    assert not questions
     assert "hepti doctor --compile" in capsys.readouterr().out
     main(["doctor", "--broker", "mqtt://127.0.0.1:1", "--compile"])
-    assert asked == ["all"]
+    assert questions == ["all"]

@@ -45,11 +45,11 @@ def retained(url: str) -> set[str]:
     someone = Someone(BrokerUrl.parse(url))
     someone.read("#")
     someone.transport.publish("mark", b"", 1)
-    found = set()
+    topics = set()
     while (topic := someone.heard.get(timeout=20.0)[0]) != "mark":
-        found.add(topic)
+        topics.add(topic)
     someone.close()
-    return found
+    return topics
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_nothing_is_cleared_of_what_is_online(url: str, arguments: list[str], ho
     running = BrokerConnection(
         BrokerUrl.parse(url),
         "running",
-        on_message=lambda _, asked: running.publish(topic, said, 1, retain=True) if asked != said else None,
+        on_message=lambda _, message: running.publish(topic, said, 1, retain=True) if message != said else None,
         on_state=lambda _: None,
     )
     running.subscribe([(topic, 1)])

@@ -29,14 +29,8 @@ from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
 PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
-
-
 SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
-
-
 ESCAPE = "\x1b"
 
 
@@ -69,13 +63,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(
-            "nosuch",
-            "infer m",
-            "infer m --tokens 0",
-            "infer m --tokens 5 --text x",
-            "infer m --tokens 5 --repeat -1",
-        ),
+        *("nosuch", "infer m", "infer m --tokens 0", "infer m --tokens 5 --text x", "infer m --tokens 5 --repeat -1"),
         *(
             "infer m --tokens 5 --timeout 0",
             "infer m --tokens 5 --wire f64",
@@ -93,14 +81,7 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
                 "demo --port 1234",
             )
         ),
-        *(
-            "model",
-            "model make",
-            "simulate bert-base",
-            "broker --kind nosuch",
-            "devices --site a/b",
-            "devices",
-        ),
+        *("model", "model make", "simulate bert-base", "broker --kind nosuch", "devices --site a/b", "devices"),
     ],
 )
 def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
@@ -141,10 +122,10 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["devices", "plan", "infer m --tokens 3"])
-def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_port: int, command: str) -> None:
-    code, out, err = run(capsys, *command.split(), "--broker", f"mqtt://127.0.0.1:{free_port}")
+def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_tcp_port: int, command: str) -> None:
+    code, out, err = run(capsys, *command.split(), "--broker", f"mqtt://127.0.0.1:{free_tcp_port}")
     assert (code, out) == (3, "")
-    assert f"127.0.0.1:{free_port}" in err
+    assert f"127.0.0.1:{free_tcp_port}" in err
     assert len(err.splitlines()) == 1, "one sentence, not broken into lines where no terminal is"
     code, out, _ = run(capsys, *command.split(), "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "config")
@@ -154,12 +135,12 @@ def test_an_absent_broker_ends_with_3(capsys: pytest.CaptureFixture[str], free_p
     "before", ["--broker URL", "--json --broker URL", "--broker=URL -v", "--site home --broker URL"]
 )
 def test_common_options_may_stand_before_the_command(
-    capsys: pytest.CaptureFixture[str], free_port: int, before: str
+    capsys: pytest.CaptureFixture[str], free_tcp_port: int, before: str
 ) -> None:
-    url = f"mqtt://127.0.0.1:{free_port}"
+    url = f"mqtt://127.0.0.1:{free_tcp_port}"
     code, out, err = run(capsys, *before.replace("URL", url).split(), "devices")
     assert code == 3
-    assert str(free_port) in (out if "--json" in before else err)
+    assert str(free_tcp_port) in (out if "--json" in before else err)
     assert run(capsys, "--nosuch", "devices")[0] == 2
     assert run(capsys, "--version")[1].startswith("hepti")
 
@@ -183,15 +164,15 @@ def test_commands_options_and_values_are_completed(
     code, script, _ = run(capsys, "completion")
     assert code == 0
     words = " ".join(f"'{word}'" for word in typed.split(" "))
-    asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    shell_script = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={typed.count(' ')}; _hepti; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", shell_script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == offered
 
 
 def test_broker_and_site_come_from_the_environment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_tcp_port: int
 ) -> None:
-    monkeypatch.setenv("HEPTI_BROKER", f"mqtt://someone:secret@127.0.0.1:{free_port}")
+    monkeypatch.setenv("HEPTI_BROKER", f"mqtt://someone:secret@127.0.0.1:{free_tcp_port}")
     code, _, err = run(capsys, "devices")
     assert code == 3
     assert "secret" not in err
@@ -201,27 +182,16 @@ def test_broker_and_site_come_from_the_environment(
     assert "not/a-name" in err
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A port on which nobody listens: it was free a moment ago, and nobody else asks for it."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def test_make_inspect_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = tmp_path / "model"
     code, out, _ = run(capsys, "model", "--json", "make", "tiny-bert", "--out", str(directory), "--seed", "4")
-    made = json.loads(out)
-    assert (code, made["kind"], made["seed"], made["directory"]) == (0, "tiny-bert", 4, str(directory))
-    assert made["bytes"] == sum(f.stat().st_size for f in directory.iterdir())
+    summary = json.loads(out)
+    assert (code, summary["kind"], summary["seed"], summary["directory"]) == (0, "tiny-bert", 4, str(directory))
+    assert summary["bytes"] == sum(f.stat().st_size for f in directory.iterdir())
     code, out, _ = run(capsys, "model", "--json", "inspect", str(directory))
-    found = json.loads(out)
-    assert (code, found["architecture"], found["layers"], found["hidden"]) == (0, "BertModel", 3, 32)
-    assert found["parameters"] * 4 <= made["bytes"]
+    result = json.loads(out)
+    assert (code, result["architecture"], result["layers"], result["hidden"]) == (0, "BertModel", 3, 32)
+    assert result["parameters"] * 4 <= summary["bytes"]
     code, out, _ = run(capsys, "model", "--json", "verify", str(directory))
     assert (code, json.loads(out)["max_abs_err"] < 2e-4) == (0, True)
     for action in ("inspect", "verify"):  # and for people
@@ -244,13 +214,13 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     picture, layouts = tmp_path / "line.svg", tmp_path / "layouts.svg"
     common = ("simulate", "minilm", "--devices-file", str(site), "--tokens", "32")
     code, out, _ = run(capsys, *common, "--json", "--svg", str(picture), "--layout-svg", str(layouts))
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    best = found["candidates"][0]
+    best = result["candidates"][0]
     assert best["feasible"]
-    assert found["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
-    assert {c["strategy"] for c in found["candidates"]} >= {"single", "row/kv", "column", "block"}
-    assert 0.99 < found["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
+    assert result["chosen"]["predicted_s"] * 1e3 == pytest.approx(best["predicted_ms"])
+    assert {c["strategy"] for c in result["candidates"]} >= {"single", "row/kv", "column", "block"}
+    assert 0.99 < result["work"]["factor"] < 1.25  # some methods compute a little twice instead of sending it
     assert "<svg" in picture.read_text()
     assert "<svg" in layouts.read_text("utf-8")
     code, out, _ = run(capsys, *common, "--explain", "--layer", "1:3", "--strategy", "row", "--variant", "heads")
@@ -258,7 +228,7 @@ def test_simulate_every_site(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert all(f"layer {layer}:" in out for layer in (1, 2))
     assert "row/heads" in out
     assert "row/kv" not in out
-    assert all(device in out for device in found["chosen"]["devices"])
+    assert all(device in out for device in result["chosen"]["devices"])
     assert {"broker", "mesh", "f16", "i8"} <= set(re.findall(r"\w+", out))
     assert ESCAPE not in out
 
@@ -279,10 +249,10 @@ def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[
     assert out == run(capsys, *common)[1]
 
 
-KNOWN = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
+CATALOGUE = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
 
 
-@pytest.mark.parametrize("model", KNOWN)
+@pytest.mark.parametrize("model", CATALOGUE)
 def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFixture[str], model: str) -> None:
     common = ("simulate", model, "--devices-file", "two-n100-16gb", "--strategy", "single", "--json")
     steps = {}
@@ -296,11 +266,7 @@ def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFi
 @pytest.mark.nightly  # a minute of processor for all
 @pytest.mark.parametrize(
     ("model", "boards", "least_mib"),
-    [
-        ("qwen3-30b-a3b", 4, 16_000),
-        ("gpt-oss-20b", 4, 11_000),
-        ("granite-3b-a800m", 1, 1_700),
-    ],
+    [("qwen3-30b-a3b", 4, 16_000), ("gpt-oss-20b", 4, 11_000), ("granite-3b-a800m", 1, 1_700)],
 )
 def test_what_mixtures_need_of_four_boards_and_of_one(
     capsys: pytest.CaptureFixture[str], model: str, boards: int, least_mib: int
@@ -308,19 +274,19 @@ def test_what_mixtures_need_of_four_boards_and_of_one(
     common = ("simulate", model, "--weights", "q4", "--devices-file", "four-pi5-8gb", "--json")
     code, out, err = run(capsys, *common)
     assert code == 0, err
-    found = json.loads(out)
-    name, best = next(iter(found["texts"].items()))
-    alone = found["texts"]["single"]
-    assert (len(found["chosen"]["devices"]), alone["feasible"]) == (boards, boards == 1)
+    result = json.loads(out)
+    name, best = next(iter(result["texts"].items()))
+    alone = result["texts"]["single"]
+    assert (len(result["chosen"]["devices"]), alone["feasible"]) == (boards, boards == 1)
     assert alone["needs_bytes"] >> 20 >= least_mib
     assert best["needs_bytes"] <= alone["needs_bytes"] / (boards - 0.8 if boards > 1 else 1)
     assert best["tokens_per_s"] >= alone["tokens_per_s"]
     assert 1e3 / best["tokens_per_s"] < best["first_token_ms"] < 60e3
-    assert name in {candidate["strategy"] for candidate in found["candidates"]}
+    assert name in {candidate["strategy"] for candidate in result["candidates"]}
 
 
 def test_a_model_without_weights_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-0.6b"]))
+    (tmp_path / "config.json").write_text(json.dumps(CATALOGUE["qwen3-0.6b"]))
     common = ("--devices-file", "one-pi5-8gb", "--weights", "q4", "--json")
     by_name, by_file = (run(capsys, "simulate", name, *common) for name in ("qwen3-0.6b", str(tmp_path)))
     assert by_name == by_file
@@ -335,10 +301,10 @@ def test_the_help_lists_all_boards(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("simulate", "tiny-llama", "--board", "pi4-2gb", "--tokens", "64")
     code, out, _ = run(capsys, *common, "--tokens-per-s", "1", "--json")
-    found = json.loads(out)
-    assert (code, found["boards"]) == (0, 1)
-    assert [row["boards"] for row in found["rows"]] == [1, 2, 3, 4, 6, 8]
-    first = found["rows"][0]
+    result = json.loads(out)
+    assert (code, result["boards"]) == (0, 1)
+    assert [row["boards"] for row in result["rows"]] == [1, 2, 3, 4, 6, 8]
+    first = result["rows"][0]
     assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
     assert first["first_token_ms"] == pytest.approx(64e3 / first["prompt_tokens_per_s"])
     code, out, _ = run(capsys, *common)
@@ -415,8 +381,8 @@ def test_ids_that_are_none_are_told_so(ids: str) -> None:
 
 def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"spec": {"family": "new"}}
-    found = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    client = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
 
 
@@ -463,16 +429,16 @@ def test_an_error_ends_a_command_with_its_code(
 def test_a_user_who_names_a_time_waits_for_a_planner(
     monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def plan(*_: Any, **__: Any) -> dict[str, Any]:
-        asked.append(1)
-        if len(asked) < 4:
+        calls.append(1)
+        if len(calls) < 4:
             raise NetworkError("no planner answers")
         return {"spec": {"family": "new"}}  # and so it ends
 
-    found = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(found))
+    client = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
 
 
@@ -504,7 +470,7 @@ def test_an_onnx_file_is_checked_with(tmp_path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         body = request_body(args, checkpoint.spec)
         hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
-    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden + np.float32(0.5)))
+    hepti: Any = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=hidden + np.float32(0.5)))
     assert check(hepti, args, body, str(path), spec) == pytest.approx(0.5)
     with pytest.raises(ConfigError):
         check(hepti, args, body, tmp_path / "none.onnx", spec)
@@ -517,12 +483,12 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
     with Checkpoint.open(paths["bert"]) as checkpoint:
         body = request_body(args, checkpoint.spec)
         hidden, spec = reference(checkpoint, body), spec_from_dict(checkpoint.spec.to_dict())
-    hepti: Any = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=hidden))
+    hepti: Any = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=hidden))
     assert check(hepti, args, body, paths["bert"], spec) == 0
     for other in ("gpt2", "vit"):
         with pytest.raises(ConfigError):
             check(hepti, args, body, paths[other], spec)
-    hepti = SimpleNamespace(infer=lambda *_, **asked: SimpleNamespace(hidden=np.zeros((5, 31), np.float32)))
+    hepti = SimpleNamespace(infer=lambda *_, **_request: SimpleNamespace(hidden=np.zeros((5, 31), np.float32)))
     with pytest.raises(ConfigError):
         check(hepti, args, body, paths["bert"], spec)
 
@@ -530,11 +496,11 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
 def small_net(path: Path) -> Path:
     """Write a classifier of small pictures; the test is skipped without the package onnx."""
     onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    made = {"w": (4, 3, 3, 3), "v": (5, 4)}
+    shapes = {"w": (4, 3, 3, 3), "v": (5, 4)}
     rng = np.random.default_rng(0)
     weights = [
         onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in made.items()
+        for name, shape in shapes.items()
     ]
     nodes = [
         onnx.helper.make_node("Conv", ["x", "w"], ["c"]),
@@ -600,8 +566,8 @@ def test_what_cannot_be_simulated_is_refused(
     many.write_text(
         f"defaults: {{gflops: 10{memory}}}\ndevices: {{{', '.join(f'd{i}: {{}}' for i in range(count))}}}\n"
     )
-    found, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
-    assert found == code
+    ended, out, err = run(capsys, "simulate", *arguments.split(), "--devices-file", str(many))
+    assert ended == code
     assert bool(out) == ("--explain" in arguments)
     assert len(err.splitlines()) == 1 or code == 2
     assert "Traceback" not in err
@@ -613,11 +579,11 @@ def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do(
 ) -> None:
     nine = tmp_path / "nine.yaml"
     nine.write_text("defaults: {gflops: 10}\ndevices: {" + ", ".join(f"d{i}: {{}}" for i in range(9)) + "}\n")
-    asked = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
-    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none", "--explain")
+    arguments = ["simulate", "tiny-vgg", "--devices-file", str(nine), "--devices", ",".join(f"d{i}" for i in range(9))]
+    code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none", "--explain")
     assert code == 0
     assert "d4, d5, d6, d7, d8" in out
-    code, out, _ = run(capsys, *asked, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
+    code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
     assert code == 0
     assert "task 0" in out
 
@@ -640,7 +606,7 @@ def test_a_planner_ends_with_what_is_wrong_with_a_model(
 
 @pytest.mark.parametrize("arguments", [["--help"], ["agent", "--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
 def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path, arguments: list[str]) -> None:
-    arguments = [str(tmp_path / "made") if a == "OUT" else a for a in arguments]
+    arguments = [str(tmp_path / "model") if a == "OUT" else a for a in arguments]
     code = (
         "import sys\nfrom hepti_mqtt.cli.main import main\n"
         f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"

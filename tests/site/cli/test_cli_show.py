@@ -22,13 +22,13 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 
 
-class Found:
+class Client:
     """A site that says what a test has it say."""
 
     def __init__(self, devices: list[dict], unused: dict[str, str] | None = None, record: dict | None = None) -> None:
         self._devices, self._unused, self._record = devices, unused or {}, record or {}
 
-    def __enter__(self) -> Found:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +40,7 @@ class Found:
     def unused(self) -> dict[str, str]:
         return self._unused
 
-    def odd_clocks(self, found: list[dict]) -> list[str]:
+    def odd_clocks(self, devices: list[dict]) -> list[str]:
         return []
 
     def plan(self, model: str, timeout: float) -> dict:
@@ -62,8 +62,8 @@ def test_a_story_is_a_table_with_times(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_was_considered_is_a_table_in_numbers_and_the_evidence_another(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {"gain": 0.12, "probability": 0.97, "requests": 240.0, "cost_s": 1.5, "load_s": 2.0}
-    found = {"name": "row/heads", "devices": ["a", "b"], "load_bytes": 3 << 20, "verdict": "stay", "why": "it waits"}
-    print_judgement("m", {"considered": [found | numbers], "evidence": {"a": ["slowdown 1.2", "rate 30 MB/s"]}})
+    option = {"name": "row/heads", "devices": ["a", "b"], "load_bytes": 3 << 20, "verdict": "stay", "why": "it waits"}
+    print_judgement("m", {"considered": [option | numbers], "evidence": {"a": ["slowdown 1.2", "rate 30 MB/s"]}})
     lines = capsys.readouterr().out.splitlines()
     for cell in ("row/heads", "a, b", "12%", "0.97", "240", "1.5", "3", "stay: it waits"):
         assert cell in lines[2]
@@ -106,12 +106,10 @@ CURVES = {
     "rowwise_bytes_per_s": 1e9, "op_overhead_s": 1e-6, "copy_bytes_per_s": 1e9,
 }  # fmt: skip
 
-
 BEAT = {
     "boot": 1, "seq": 1, "cpu_other": 0.1, "free_bytes": 1, "temperature_c": None, "round_trip_s": None,
     "bandwidth_bytes_per_s": None, "slowdown": 1.0, "rss_bytes": 0, "counters": {},
 }  # fmt: skip
-
 
 CAPS = {
     "cores": 1, "threads": 1, "memory_budget_bytes": 1 << 30, "rss_idle_bytes": 0, "largest_packet_bytes": 0,
@@ -125,8 +123,8 @@ def listed(
     **said: object,
 ) -> str:
     device = {"device": "a", "status": "online", "boot": 1, **CAPS}
-    found = Found([{**device, "heartbeat": None, **said}], unused)
-    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
+    client = Client([{**device, "heartbeat": None, **said}], unused)
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
     assert main(["devices", "--broker", "mqtt://nowhere"]) == 0
     return capsys.readouterr().out
 
@@ -183,8 +181,8 @@ def explained(monkeypatch: pytest.MonkeyPatch, **others: object) -> int:
     said = {"status": "online", "boot": 1, "curves": CURVES, **CAPS, "heartbeat": BEAT}
     plan = Plan("m", PlanVersion(1, 1), "single", ("a",), "a", predicted_tokens=8)
     record = {"active": plan.to_dict(), "error": None, "spec": spec_of_kind("tiny-bert").to_dict()}
-    found = Found([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
-    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: found)
+    client = Client([{"device": "a", **said}, {"device": "b", **said, **others}], record=record)
+    monkeypatch.setattr(show.Hepti, "connect", lambda *_, **__: client)
     return main(["plan", "m", "--explain", "--broker", "mqtt://nowhere"])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, Voice, free_port, poll, running_site, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
@@ -27,14 +27,6 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
 
 METRICS_PORT = free_port()
 
@@ -47,12 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     metrics = ("--metrics", f"127.0.0.1:{METRICS_PORT}")
     for running in running_site(directory, models, {"a": "100MiB", "b": "100MiB"}, planner=metrics):
         with Hepti.connect(running.url, site=SITE) as hepti:
-
-            def knows_both(record: Any) -> bool:
-                return {d for c in record["candidates"] for d in c["devices"]} == {"a", "b"}
-
-            for name in models:
-                hepti.wait_ready(name, PATIENCE_S, knows_both)
+            wait_for_plans(hepti, models, "ab")
         yield running
 
 
@@ -83,36 +70,36 @@ def ask(run: Any) -> Any:
         got, out, err = run(*arguments, "--json")
         assert got == code, out + err
         assert out.count("\n") == 1
-        found: dict[str, Any] = json.loads(out)
-        return found
+        result: dict[str, Any] = json.loads(out)
+        return result
 
     return ask
 
 
 def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
-    found = ask("infer", "tiny", "--tokens", "24", "--repeat", "10", "--check")
-    assert found["model"] == "tiny"
-    assert {"id", "epoch", "strategy", "wire", "route", "devices"} <= set(found["plan"])
-    assert sum(found["plan"]["devices"].values()) == pytest.approx(1.0)
-    assert found["tokens"] == 24
-    assert len(found["output"]["embedding"]) == 32
-    latency = found["latency_ms"]
+    result = ask("infer", "tiny", "--tokens", "24", "--repeat", "10", "--check")
+    assert result["model"] == "tiny"
+    assert {"id", "epoch", "strategy", "wire", "route", "devices"} <= set(result["plan"])
+    assert sum(result["plan"]["devices"].values()) == pytest.approx(1.0)
+    assert result["tokens"] == 24
+    assert len(result["output"]["embedding"]) == 32
+    latency = result["latency_ms"]
     assert len(latency["all"]) == 10
     assert min(latency["all"]) == latency["min"] <= latency["median"] <= latency["p95"] <= max(latency["all"])
-    assert set(found["compute_ms"]) == set(found["wait_ms"]) == set(found["plan"]["devices"])
-    assert found["bytes_on_wire"] == found["predicted_bytes"] > 0
-    assert found["predicted_ms"] > 0
-    assert 0 < found["max_abs_err"] < 2e-4
+    assert set(result["compute_ms"]) == set(result["wait_ms"]) == set(result["plan"]["devices"])
+    assert result["bytes_on_wire"] == result["predicted_bytes"] > 0
+    assert result["predicted_ms"] > 0
+    assert 0 < result["max_abs_err"] < 2e-4
 
 
 def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
     pins = ("--strategy", "column", "--devices", "a,b")
     foretold = ask("infer", "tiny", "--tokens", "24", *pins, "--plan-only")
     assert (foretold["output"], foretold["compute_ms"], foretold["bytes_on_wire"]) == (None, {}, 0)
-    found = ask("infer", "tiny", "--tokens", "24", *pins)
-    assert found["plan"]["id"] == foretold["plan"]["id"]
-    assert found["plan"]["predicted_ms"] == foretold["plan"]["predicted_ms"]
-    assert found["bytes_on_wire"] == found["predicted_bytes"] == foretold["predicted_bytes"]
+    result = ask("infer", "tiny", "--tokens", "24", *pins)
+    assert result["plan"]["id"] == foretold["plan"]["id"]
+    assert result["plan"]["predicted_ms"] == foretold["plan"]["predicted_ms"]
+    assert result["bytes_on_wire"] == result["predicted_bytes"] == foretold["predicted_bytes"]
     code, out, err = run("infer", "tiny", "--tokens", "24", "--plan-only")
     assert (code, out) == (0, "")
     assert err
@@ -129,13 +116,12 @@ def test_infer_with_a_narrow_wire(ask: Any) -> None:
     assert 1e-5 < narrow["max_abs_err"] < 0.05
 
 
-@pytest.mark.parametrize("storage", ["f16", "w8a32", "w8a8"])
-def test_infer_with_narrow_weights(ask: Any, run: Any, storage: str) -> None:
+def test_infer_with_narrow_weights(ask: Any, run: Any) -> None:
     pins = ("--strategy", "row", "--devices", "a,b")
-    found = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", storage, "--check")
-    assert found["plan"]["weights"] == storage
-    assert 1e-6 < found["max_abs_err"] < 0.2
-    assert f"weights {storage}" in run("plan", "tiny")[1]
+    result = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", "w8a8", "--check")
+    assert result["plan"]["weights"] == "w8a8"
+    assert 1e-6 < result["max_abs_err"] < 0.2
+    assert "weights w8a8" in run("plan", "tiny")[1]
     assert ask("infer", "tiny", "--tokens", "20", *pins, "--check")["max_abs_err"] < 2e-4
 
 
@@ -143,8 +129,8 @@ def test_infer_texts_and_ids(ask: Any, run: Any) -> None:
     one = ask("infer", "tiny", "--text", "hello world", "--strategy", "auto")
     two = ask("infer", "tiny", "--text", "hello world", "--text", "and more")
     np.testing.assert_allclose(two["output"]["results"][0]["embedding"], one["output"]["embedding"], atol=5e-5)
-    found = ask("infer", "tiny", "--ids", "5,6,7")
-    assert found["tokens"] == 3
+    result = ask("infer", "tiny", "--ids", "5,6,7")
+    assert result["tokens"] == 3
     masks = ask("infer", "masks", "--text", "hello [MASK] world")["output"]["masks"]
     assert len(masks) == 1
     code, out, err = run("infer", "tiny", "--text", "hello world")
@@ -172,9 +158,9 @@ def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> N
 
 def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:
     texts = [a for i in range(60) for a in ("--text", f"text {i}")]
-    found = ask("infer", "tiny", *texts)
-    assert "output" not in found
-    assert len(bytes.fromhex(found["output_sha256"])) == 32
+    result = ask("infer", "tiny", *texts)
+    assert "output" not in result
+    assert len(bytes.fromhex(result["output_sha256"])) == 32
 
 
 @pytest.mark.parametrize(
@@ -204,19 +190,19 @@ def test_a_deadline_that_has_passed_ends_with_5(ask: Any, site: Site) -> None:
     for name in ("a", "b"):  # both go on living, and compute nothing
         site.running[name].send_signal(signal.SIGSTOP)
     try:
-        found = ask("infer", "tiny", "--tokens", "5", "--deadline-ms", "200", code=5)
+        result = ask("infer", "tiny", "--tokens", "5", "--deadline-ms", "200", code=5)
     finally:
         for name in ("a", "b"):
             site.running[name].send_signal(signal.SIGCONT)
-    assert found["error"]["code"] == "deadline"
+    assert result["error"]["code"] == "deadline"
     assert ask("infer", "tiny", "--tokens", "5")["tokens"] == 5
 
 
 def test_devices(ask: Any, run: Any) -> None:
-    found = ask("devices", "--wait", "5")
-    assert found["site"] == SITE
-    assert {d["device"]: d["status"] for d in found["devices"]} == {"a": "online", "b": "online"}
-    assert all(d["heartbeat"]["counters"] for d in found["devices"])
+    result = ask("devices", "--wait", "5")
+    assert result["site"] == SITE
+    assert {d["device"]: d["status"] for d in result["devices"]} == {"a": "online", "b": "online"}
+    assert all(d["heartbeat"]["counters"] for d in result["devices"])
     code, out, _ = run("devices", "--wait", "5")
     assert code == 0
     lines = out.splitlines()
@@ -227,13 +213,13 @@ def test_devices(ask: Any, run: Any) -> None:
 def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     own = ask("plan", "tiny")["active"]
     pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "megatron", "--devices", "a,b")["plan"]
-    found = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
-    assert found["active"] == own, "what a request has pinned is its own"
-    assert pinned["epoch"] in [plan["epoch"] for plan in found["pinned"]]
-    assert found["work"] == {"factor": 1.0, "roles": {}}
+    result = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
+    assert result["active"] == own, "what a request has pinned is its own"
+    assert pinned["epoch"] in [plan["epoch"] for plan in result["pinned"]]
+    assert result["work"] == {"factor": 1.0, "roles": {}}
     assert all("<svg" in (tmp_path / name).read_text("utf-8") for name in ("x.svg", "y.svg"))
-    assert found["candidates"]
-    assert "load" not in found
+    assert result["candidates"]
+    assert "load" not in result
     load = ask("plan", "tiny", "--explain")["load"]
     assert (load["in_flight"], load["requests"]) == (2, 12)
     code, out, _ = run("plan", "tiny", "--explain", "--layer", "2")
@@ -243,17 +229,14 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     code, out, _ = run("plan", "tiny", "--story")
     assert code == 0
     assert re.search(rf"{re.escape(pinned['id'])} +preparing +active", out)
-    assert {"time", "plan", "from", "to", "cause"} == set(found["story"][-1])
+    assert {"time", "plan", "from", "to", "cause"} == set(result["story"][-1])
     for arguments, expected in (((), 2), (("nothing",), 1)):
         code, _, err = run("plan", *arguments)
         assert code == expected
         assert "masks, tiny, vit" in err
 
 
-@pytest.mark.parametrize(
-    ("command", "ends"),
-    [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)],
-)
+@pytest.mark.parametrize(("command", "ends"), [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)])
 def test_a_site_without_a_planner_says_so(run: Any, monkeypatch: pytest.MonkeyPatch, command: str, ends: int) -> None:
     for module in ("infer", "show"):
         monkeypatch.setattr(f"hepti_mqtt.cli.{module}.PLANNER_S", 0.2)
@@ -336,13 +319,12 @@ def test_ctrl_c_is_no_traceback(site: Site) -> None:
 def test_a_bare_text_of_an_automation(site: Site, ask: Any) -> None:
     topics, text = Topics(SITE), 'He said "hi"\nand left'
     answer = topics.text_response("tiny", "ha")
-    automation = Voice(site.url, answer)
-    try:
+    with Voice(site.url, answer) as automation:
         automation.say(topics.text("tiny", "ha"), text.encode())
-        told = json.loads(automation.next(answer)[1])
-    finally:
-        automation.close()
-    assert told["result"]["embedding"] == pytest.approx(ask("infer", "tiny", "--text", text)["output"]["embedding"])
+        answer_to_text = json.loads(automation.next(answer)[1])
+    assert answer_to_text["result"]["embedding"] == pytest.approx(
+        ask("infer", "tiny", "--text", text)["output"]["embedding"]
+    )
 
 
 def test_a_planner_can_be_read_by_prometheus(ask: Any) -> None:
@@ -366,8 +348,8 @@ def test_a_device_that_is_switched_off_is_used_for_nothing(site: Site, ask: Any,
     try:
         home.say(switch, b"off", retain=True)
         poll(lambda: {d["device"]: d for d in ask("devices")["devices"]}["b"]["refused"], "b is switched off")
-        found = ask("infer", "tiny", "--tokens", "8", "--strategy", "row")
-        assert set(found["plan"]["devices"]) == {"a"}
+        result = ask("infer", "tiny", "--tokens", "8", "--strategy", "row")
+        assert set(result["plan"]["devices"]) == {"a"}
         assert "b is not used" in run("devices")[1]
     finally:
         home.say(switch, b"", retain=True)

@@ -73,10 +73,10 @@ async def test_answers_come_to_who_asked(hepti, planner):
 
 @connected
 async def test_errors_are_those_of_the_blocking_client(hepti, planner):
-    asked = asyncio.create_task(hepti.infer("m", text="x", timeout_s=PATIENCE_S))
+    pending = asyncio.create_task(hepti.infer("m", text="x", timeout_s=PATIENCE_S))
     planner.answer(await next_request(planner), **NO_PLAN)
     with pytest.raises(PlanError):
-        await asked
+        await pending
     with pytest.raises(DeadlineError):
         await hepti.infer("m", text="x", timeout_s=0.01)
     with pytest.raises(RequestError):
@@ -89,12 +89,12 @@ async def test_tokens_come_in_order_and_the_lost_ones_with_the_answer(hepti, pla
     async def generate():
         return [token async for token in hepti.generate("m", text="x", max_new_tokens=3, timeout_s=PATIENCE_S)]
 
-    asked = asyncio.create_task(generate())
+    pending = asyncio.create_task(generate())
     request = await next_request(planner)
     for index in (0, 2, 0):  # the second is lost
         planner.part(request, index=index, token=7 + index, text="t")
     planner.answer(request, result={"ids": [7, 8, 9], "text": "ttt"})
-    assert [token["token"] for token in await asked] == [7, 8, 9]
+    assert [token["token"] for token in await pending] == [7, 8, 9]
 
 
 @connected
@@ -105,24 +105,24 @@ async def test_what_is_cancelled_is_held_no_longer(hepti, planner):
         async for _ in hepti.generate("m", text="tokens", max_new_tokens=3):
             pass
 
-    asked = [
+    pending = [
         asyncio.ensure_future(hepti.infer("m", text="x")),
         hepti.submit("m", text="y"),
         asyncio.create_task(generate()),
     ]
-    for _ in asked:
+    for _ in pending:
         await next_request(planner)
-    for one in asked:
+    for one in pending:
         one.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
-    assert all(one.cancelled() for one in asked)
+    await asyncio.gather(*pending, return_exceptions=True)
+    assert all(one.cancelled() for one in pending)
     planner.online(boot=2)
     last = hepti.submit("m", text="z")
-    seen = [await next_request(planner) for _ in range(len(asked) + 1)]
-    assert sum("cancel" in request[1] for request in seen) == len(asked), "each is taken back"
-    seen = next(request for request in seen if "cancel" not in request[1])
-    assert seen[1]["text"] == "z"
-    planner.answer(seen)
+    requests = [await next_request(planner) for _ in range(len(pending) + 1)]
+    assert sum("cancel" in request[1] for request in requests) == len(pending), "each is taken back"
+    requests = next(request for request in requests if "cancel" not in request[1])
+    assert requests[1]["text"] == "z"
+    planner.answer(requests)
     assert (await last).result == "z"
 
 

@@ -67,7 +67,7 @@ def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, plan
     estimate = {"forecast": "estimated", "predicted_ms": 1.0, "predicted_bytes": 10}
     planner.answer(planner.next(), plan={"id": "1.1", "devices": {"a": 1.0}}, **estimate)
     estimated = future.result(PATIENCE_S)
-    for epoch, forecast in (("1.2", "estimated"), ("1.1", "simulated")):
+    for version, forecast in (("1.2", "estimated"), ("1.1", "simulated")):
         with ThreadPoolExecutor(1) as pool:
             exact = pool.submit(hepti.foretold, estimated, text="hello", wire="f16", timeout_s=PATIENCE_S)
             request = planner.next()
@@ -76,12 +76,14 @@ def test_an_estimate_is_replaced_by_the_forecast_of_the_same_request(hepti, plan
                 "wire": "f16",
                 "want": "plan",
             }
-            told = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
-            planner.answer(request, result=None, plan={"id": epoch, "devices": {"a": 1.0}}, **told)
-            found = exact.result(PATIENCE_S)
-        assert (found.raw["forecast"], found.result) == (forecast, "hello"), "under another plan it says nothing"
-    assert (found.raw["predicted_ms"], found.raw["predicted_bytes"]) == (2.0, 20)
-    assert hepti.foretold(found) is found
+            forecast_fields = {"forecast": "simulated", "predicted_ms": 2.0, "predicted_bytes": 20}
+            planner.answer(request, result=None, plan={"id": version, "devices": {"a": 1.0}}, **forecast_fields)
+            answer_with_forecast = exact.result(PATIENCE_S)
+        assert (answer_with_forecast.raw["forecast"], answer_with_forecast.result) == (forecast, "hello"), (
+            "under another plan it says nothing"
+        )
+    assert (answer_with_forecast.raw["predicted_ms"], answer_with_forecast.raw["predicted_bytes"]) == (2.0, 20)
+    assert hepti.foretold(answer_with_forecast) is answer_with_forecast
 
 
 def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner):
@@ -103,18 +105,15 @@ def test_what_has_no_tokens_is_not_generated(hepti, want):
 def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
-    with (
-        Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone,
-        pytest.raises(NetworkError),
-    ):
+    with Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone, pytest.raises(NetworkError):
         alone.infer("m", text="x", timeout_s=0.01)
 
 
 def test_a_request_that_timed_out_is_not_sent_again(hepti, planner):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
-    asked, back = sorted((planner.next()[1] for _ in range(2)), key=lambda body: "cancel" in body)
-    assert back == {"cancel": asked["id"]}
+    first_request, back = sorted((planner.next()[1] for _ in range(2)), key=lambda body: "cancel" in body)
+    assert back == {"cancel": first_request["id"]}
     planner.online(boot=2)
     future = hepti.submit("m", text="y")
     assert planner.next()[1]["text"] == "y"
@@ -147,11 +146,11 @@ def test_a_lost_broker_is_waited_for(broker, hepti, planner):
     broker.start()
     assert planner.connected.wait(PATIENCE_S)
     planner.online()
-    seen = {}
-    while set(seen) != {"x", "y"}:
+    ids = {}
+    while set(ids) != {"x", "y"}:
         request = planner.next()
-        seen[request[1]["text"]] = request
-    for request in seen.values():
+        ids[request[1]["text"]] = request
+    for request in ids.values():
         planner.answer(request)
     assert future.result(PATIENCE_S).result == "x"
     assert late.result(PATIENCE_S).result == "y"

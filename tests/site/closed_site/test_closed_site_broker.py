@@ -27,8 +27,8 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 @pytest.fixture
 def closed(tmp_path):
-    with closed_broker(tmp_path / "site", {"pi-1": "device"}) as found:
-        yield found
+    with closed_broker(tmp_path / "site", {"pi-1": "device"}) as closed_site:
+        yield closed_site
 
 
 def url_of(site, user):
@@ -55,16 +55,16 @@ def reload(closed):
 @pytest.mark.parametrize(("days", "word"), [(3, "valid from"), (-4000, "renew")])
 def test_a_certificate_of_another_time_is_one_error_with_both_clocks(tmp_path, days, word):
     """As a machine sees it whose clock is behind, or ahead."""
-    made = NOW + datetime.timedelta(days=days)
+    issued = NOW + datetime.timedelta(days=days)
     with (
-        closed_broker(tmp_path / "site", {"pi-1": "device"}, now=made) as (site, _),
+        closed_broker(tmp_path / "site", {"pi-1": "device"}, now=issued) as (site, _),
         pytest.raises(CertificateDateError) as caught,
     ):
         claim(url_of(site, "pi-1"), "hepti/v1/home/dev/pi-1/status", "pi-1", 7)
     said = str(caught.value)
     assert word in said
     assert f"clock says {datetime.datetime.now(datetime.UTC):%Y-}" in said
-    assert f"{made:%Y-}" in said
+    assert f"{issued:%Y-}" in said
 
 
 def test_logins_come_in_and_nobody_else(closed, tmp_path):
@@ -139,20 +139,10 @@ def test_nobody_leaves_a_will_for_another(closed):
 
 
 BROKER = Path(__file__).parents[3] / "broker"
-
-
 USERS = {"pi-1": "device", "pi-2": "device", "alice": "client", "bob": "client", "hall": "viewer", "ha": "home"}
-
-
 EVERYBODY = {PLANNER, *USERS}
-
-
 DEVICES = {"pi-1", "pi-2"}
-
-
 ANYTHING = "hepti/v1/home/anything"
-
-
 HOME, OTHER = Topics("home"), Topics("attic")
 
 

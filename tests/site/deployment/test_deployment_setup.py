@@ -35,7 +35,6 @@ pip) echo "No module named pip" >&2; exit 1;;
 esac
 """
 
-
 WITH_SYSTEM_PIP = f"""#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$2" in

@@ -176,7 +176,7 @@ def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monke
 # -- what it says while it starts -------------------------------------------------------------------------------------
 
 
-class Told:
+class StartWatcher:
     def __init__(self):
         self.said, self.now = [], 0.0
 
@@ -186,24 +186,26 @@ class Told:
 
 def test_what_is_done_is_said_when_it_changes_and_again_by_and_by(monkeypatch):
     monkeypatch.setattr("device_agent.background.REPEAT_S", 0.001)
-    told = Told()
-    with told.starting() as starting:
+    messages = StartWatcher()
+    with messages.starting() as starting:
         starting.update("compiling kernels", 3, 23)
-        known = len(told.said)
-        while len(told.said) < known + 3:
+        count_before = len(messages.said)
+        while len(messages.said) < count_before + 3:
             pass
         starting.update("measuring")
-    assert told.said[0] == Status("starting", 7, version=__version__, term=1)
-    assert Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in told.said[known:]
-    assert told.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
+    assert messages.said[0] == Status("starting", 7, version=__version__, term=1)
+    assert (
+        Status("starting", 7, "compiling kernels", 3, 23, version=__version__, term=1) in messages.said[count_before:]
+    )
+    assert messages.said[-1] == Status("starting", 7, "measuring", version=__version__, term=1)
 
 
 def test_the_log_has_a_line_for_each_stage_and_some_of_its_steps(caplog):
-    told = Told()
-    with caplog.at_level(logging.INFO, "test.starting"), told.starting() as starting:
+    messages = StartWatcher()
+    with caplog.at_level(logging.INFO, "test.starting"), messages.starting() as starting:
         for step in range(4):
             starting.update("compiling kernels", step, 23)
-            told.now += LOG_S / 2
+            messages.now += LOG_S / 2
         starting.update("measuring")
     assert len(caplog.messages) == 3
 
@@ -266,10 +268,10 @@ def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number)
         "import signal; from hepti_mqtt.config.process import StopRequested, StopSignals\n"
         "try:\n"
         f"    with StopSignals(): exec('signal.raise_signal(signal.{number})')\n"
-        "except StopRequested: print('told')"
+        "except StopRequested: print('stopped')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
 def test_an_agent_started_with_nohup_outlives_its_terminal():

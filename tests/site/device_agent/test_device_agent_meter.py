@@ -84,19 +84,19 @@ def second(meter, factor, now, count=10):
 def test_a_change_shows_within_seconds_and_idleness_forgets_it(meter):
     assert second(meter, 1.0, 0.0) == pytest.approx(1.0)
     assert second(meter, 3.0, 1.0) > 2.0
-    told = second(meter, 3.0, 2.0)
-    assert 2.5 < told < 3.0
-    assert meter.update_slowdown(2.0 + IDLE_S) == told
+    reading = second(meter, 3.0, 2.0)
+    assert 2.5 < reading < 3.0
+    assert meter.update_slowdown(2.0 + IDLE_S) == reading
     assert meter.update_slowdown(2.1 + IDLE_S) == 1.0
     assert second(meter, 3.0, 20.0) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
 def test_who_computes_about_as_fast_as_measured_is_known_for_it_for_minutes(meter, factor):
-    told = second(meter, factor, 0.0)
-    assert told == pytest.approx(factor)
-    assert meter.update_slowdown(10 * IDLE_S) == told
-    assert meter.update_slowdown(KEEP_SMALL_S) == told
+    reading = second(meter, factor, 0.0)
+    assert reading == pytest.approx(factor)
+    assert meter.update_slowdown(10 * IDLE_S) == reading
+    assert meter.update_slowdown(KEEP_SMALL_S) == reading
     assert meter.update_slowdown(KEEP_SMALL_S + 0.1) == 1.0
 
 
@@ -152,29 +152,29 @@ def frame_meter() -> Meter:
     return Meter({**CURVES, "mesh_frame_s": FRAME_S, "mesh_copy_bytes_per_s": BYTES_PER_S})
 
 
-def seen(meter: Meter, windows: list[tuple[int, int]], cost: tuple[float, float]):
+def prices_of(meter: Meter, windows: list[tuple[int, int]], cost: tuple[float, float]):
     """Return what the meter tells after looks at so many frames of so many bytes each, at `cost` times the price."""
     frames = nbytes = 0
-    told = meter.frame_cost(0, 0)
-    assert told is None
+    price_estimate = meter.frame_cost(0, 0)
+    assert price_estimate is None
     for count, each in windows:
         frames, nbytes = frames + count, nbytes + count * each
         meter.frames_s += cost[0] * count * FRAME_S + cost[1] * count * each / BYTES_PER_S
-        told = meter.frame_cost(frames, nbytes)
-    assert told is not None
-    return told.frame_s / FRAME_S, told.byte_s * BYTES_PER_S
+        price_estimate = meter.frame_cost(frames, nbytes)
+    assert price_estimate is not None
+    return price_estimate.frame_s / FRAME_S, price_estimate.byte_s * BYTES_PER_S
 
 
 @given(of_frames=st.floats(0.2, 5), of_bytes=st.floats(1, 30), rounds=st.integers(2, 5))
 def test_frames_and_bytes_are_told_apart_where_there_are_small_and_large_ones(of_frames, of_bytes, rounds):
-    found = seen(frame_meter(), [(1000, 2000), (1000, 200_000)] * rounds, (of_frames, of_bytes))
-    assert found == (pytest.approx(of_frames, rel=0.15, abs=0.15), pytest.approx(of_bytes, rel=0.05))
+    price_estimate = prices_of(frame_meter(), [(1000, 2000), (1000, 200_000)] * rounds, (of_frames, of_bytes))
+    assert price_estimate == (pytest.approx(of_frames, rel=0.15, abs=0.15), pytest.approx(of_bytes, rel=0.05))
 
 
 @given(of_bytes=st.floats(1, 30), each=st.integers(60_000, 10**6), rounds=st.integers(1, 5))
 def test_where_all_frames_are_alike_their_price_is_what_they_cost(of_bytes, each, rounds):
-    of_frames, found = seen(frame_meter(), [(300, each)] * rounds, (1.0, of_bytes))
-    price, cost = (p * FRAME_S + q * each / BYTES_PER_S for p, q in ((of_frames, found), (1.0, of_bytes)))
+    of_frames, price_estimate = prices_of(frame_meter(), [(300, each)] * rounds, (1.0, of_bytes))
+    price, cost = (p * FRAME_S + q * each / BYTES_PER_S for p, q in ((of_frames, price_estimate), (1.0, of_bytes)))
     assert price == pytest.approx(cost, rel=0.05)
     assert 0.2 < of_frames < 1.5  # no more is the frame's than loopback lets expect
 
@@ -183,7 +183,7 @@ def test_where_all_frames_are_alike_their_price_is_what_they_cost(of_bytes, each
 @example(windows=[(FRAMES, 0)])
 def test_what_is_told_is_never_negative_and_explains_what_was_seen(windows):
     meter = frame_meter()
-    of_frames, of_bytes = seen(meter, windows, (0.0, 3.0))  # frames that cost nothing but their bytes
+    of_frames, of_bytes = prices_of(meter, windows, (0.0, 3.0))  # frames that cost nothing but their bytes
     assert of_frames > 0
     assert of_bytes > 0
 
@@ -292,16 +292,16 @@ def test_no_large_probe_while_ops_run(device):
 
 
 def test_the_thread_beats_at_once_survives_a_mistake_and_ends(device):
-    seen = threading.Event()
+    second_beat = threading.Event()
 
     def mistaken():
-        seen.set()
+        second_beat.set()
         raise RuntimeError("a mistake")
 
     device.thread._counters = mistaken
     device.thread.start()
     device.thread.start()  # announced again
-    assert seen.wait(30)
+    assert second_beat.wait(30)
     device.thread.close()
     assert device.complaints.counters["heartbeat_errors"] >= 1
 
@@ -380,6 +380,6 @@ def test_an_unknown_host_is_not_here():
 def test_a_broker_of_this_machine_is_found():
     before = {p.pid for p in local_brokers()}
     with start_broker():
-        found = {p.pid for p in local_brokers()} - before
-    assert found
-    assert os.getpid() not in found
+        new_brokers = {p.pid for p in local_brokers()} - before
+    assert new_brokers
+    assert os.getpid() not in new_brokers

@@ -139,12 +139,12 @@ class Planner:
         for device in plan.devices:
             self.wait(device, messages.Ready, lambda m: m.plan_version == plan.version)
 
-    def infer(self, plan, admission, lengths=(5, 9)):
+    def infer(self, plan, run_id, lengths=(5, 9)):
         shape = TokenBatch(lengths)
         vocab = self.checkpoint.spec.text.vocab
-        ids = np.random.default_rng(admission).integers(0, vocab, shape.tokens).astype(np.int32)
+        ids = np.random.default_rng(run_id).integers(0, vocab, shape.tokens).astype(np.int32)
         expected = models.reference(self.checkpoint.spec, self.checkpoint.tensors(), ids, shape)[1]
-        np.testing.assert_allclose(self.answer(plan, admission, shape, ids), expected, atol=5e-5)
+        np.testing.assert_allclose(self.answer(plan, run_id, shape, ids), expected, atol=5e-5)
 
     def answer(self, plan, run_id, shape, ids):
         """Return the output of a run."""
@@ -168,14 +168,14 @@ class Planner:
 
 @pytest.fixture
 def planners(checkpoint):
-    made = []
+    started = []
 
     def make(url):
-        made.append(Planner(url, checkpoint))
-        return made[-1]
+        started.append(Planner(url, checkpoint))
+        return started[-1]
 
     yield make
-    for each in made:
+    for each in started:
         each.close()
 
 
@@ -215,19 +215,19 @@ class Agents:
 
 @pytest.fixture
 def agents(broker, tmp_path):
-    made = Agents(broker.url, tmp_path)
-    yield made
-    made.close()
+    agents_of_test = Agents(broker.url, tmp_path)
+    yield agents_of_test
+    agents_of_test.close()
 
 
 @pytest.fixture(scope="module")
 def pair(broker, tmp_path_factory):
     """Start two agents, which two tests share: two1 and two2."""
-    made = Agents(broker.url, tmp_path_factory.mktemp("pair"))
+    agents_of_test = Agents(broker.url, tmp_path_factory.mktemp("pair"))
     for device in ("two1", "two2"):
-        made.start(device)
-    yield made
-    made.close()
+        agents_of_test.start(device)
+    yield agents_of_test
+    agents_of_test.close()
 
 
 def test_join_describe_beat_die_come_back_and_leave(planner, agents):

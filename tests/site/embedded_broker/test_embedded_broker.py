@@ -137,7 +137,7 @@ def test_a_program_that_never_answers_is_given_up(monkeypatch, tmp_path):
 
 def test_a_place_where_nothing_can_be_kept_is_an_error(tmp_path):
     (tmp_path / "state").write_text("no directory")
-    with pytest.raises(ConfigError, match=r"cannot keep anything in .*state"):
+    with pytest.raises(ConfigError, match=r"state"):
         EmbeddedBroker("mosquitto", stored=tmp_path / "state")
 
 

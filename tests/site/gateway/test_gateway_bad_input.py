@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -18,7 +18,7 @@ from hepti_mqtt.client import Hepti
 FORM = "application/x-www-form-urlencoded"
 PAGE = "https://example.org/a.png"
 KEY = {"Authorization": "Bearer a-key", "Content-Type": "application/json"}
-ASKED = {"model": "tiny", "input": "a warm room"}
+REQUEST = {"model": "tiny", "input": "a warm room"}
 LARGE = 100 << 20
 PIECE = b" " * (1 << 20)
 
@@ -32,8 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def port(site: Site) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEPTI_GATEWAY_KEYS", "a-key")
         site.start("gateway", "gateway", "--port", str(port), "--no-announce")
@@ -43,7 +42,7 @@ def port(site: Site) -> int:
 
 
 def ask(
-    port: int, body: Any = ASKED, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
+    port: int, body: Any = REQUEST, path: str = "/v1/embeddings", headers: dict[str, str] = KEY, method: str = "POST"
 ) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -55,16 +54,16 @@ def ask(
 
 
 CASES = {
-    "wrong key": (ASKED, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
-    "no key": (ASKED, "/v1/embeddings", {"Content-Type": "application/json"}, 401, "unauthorized"),
-    "unknown model": ({**ASKED, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
-    "unknown route": (ASKED, "/v1/other", KEY, 404, "not_found"),
+    "wrong key": (REQUEST, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
+    "no key": (REQUEST, "/v1/embeddings", {"Content-Type": "application/json"}, 401, "unauthorized"),
+    "unknown model": ({**REQUEST, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
+    "unknown route": (REQUEST, "/v1/other", KEY, 404, "not_found"),
     "broken JSON": (b'{"model": "tiny", "inp', "/v1/embeddings", KEY, 400, "bad_request"),
     "no Unicode": (b'{"model": "tiny", "input": "\xff"}', "/v1/embeddings", KEY, 400, "bad_request"),
     "half a character": (rb'{"model": "tiny", "input": "\ud800"}', "/v1/embeddings", KEY, 400, "bad_request"),
     "deep JSON": (b'{"input": ' + b"[" * 100_000, "/v1/embeddings", KEY, 400, "bad_request"),
     "a form": (b"input=x", "/v1/embeddings", {**KEY, "Content-Type": FORM}, 415, "media_type"),
-    "no form": (ASKED, "/v1/audio/transcriptions", KEY, 415, "media_type"),
+    "no form": (REQUEST, "/v1/audio/transcriptions", KEY, 415, "media_type"),
     "a picture's address": ({"input": [{"image": PAGE}]}, "/v1/classify", KEY, 400, "bad_request"),
     "an address elsewhere": ({"image": "http://example.org/a.png"}, "/infer", KEY, 400, "bad_request"),
 }  # fmt: skip
@@ -73,8 +72,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_answer(port: int, case: str) -> None:
     body, path, headers, status, code = CASES[case]
-    found, told = ask(port, body, path, headers)
-    assert (found, told["error"]["code"]) == (status, code)
+    got, error = ask(port, body, path, headers)
+    assert (got, error["error"]["code"]) == (status, code)
     assert ask(port)[0] == 200
 
 
@@ -94,9 +93,9 @@ def test_all_states_are_those_that_mqtt_gives(site: Site, port: int) -> None:
     texts = ["a warm room", "a door"]
     with Hepti.connect(site.url, site.name) as hepti:
         wanted = [hepti.infer("tiny", text=text, want="hidden", timeout_s=PATIENCE_S).hidden for text in texts]
-    status, found = ask(port, {"inputs": texts}, "/embed_all")
+    status, vectors = ask(port, {"inputs": texts}, "/embed_all")
     assert status == 200
-    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(found, wanted, strict=True))
+    assert all(np.array_equal(np.array(a, np.float32), b) for a, b in zip(vectors, wanted, strict=True))
 
 
 def test_a_second_gateway_on_the_port_ends_and_the_first_goes_on(site: Site, port: int) -> None:

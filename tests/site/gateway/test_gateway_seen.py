@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from picture_cases import CASES, TOKENS, encoded
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
@@ -74,8 +73,7 @@ def test_a_method_that_divides_neither_model_is_refused(site: Site) -> None:
 
 
 def test_one_text_by_every_interface(site: Site) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     site.start("gateway", "gateway", "--port", str(port))
     poll(lambda: "listening" in site.log("gateway"), "the start of gateway")
     messages = [{"role": "user", "content": QUESTION}]

@@ -32,10 +32,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def port(site: Site) -> int:
-    found = free_port()
-    site.start("gateway", "gateway", "--port", str(found))
+    free = free_port()
+    site.start("gateway", "gateway", "--port", str(free))
     poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    return found
+    return free
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, bytes]:
@@ -91,17 +91,23 @@ def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: 
     with Hepti.connect(site.url, site.name) as hepti:
         hepti.wait_ready("talker", PATIENCE_S)
         ask = {"temperature": 0.9, "top_p": 0.95, "seed": 4, "max_new_tokens": 12, "timeout_s": PATIENCE_S}
-        told = hepti.infer("talker", messages=messages, **ask)
+        mqtt_answer = hepti.infer("talker", messages=messages, **ask)
         plain = hepti.infer("talker", text="user the room the", **ask).result["text"]
-    text = told.result["text"]
+    text = mqtt_answer.result["text"]
     stop = text[len(text) // 2 :][:3]
     import openai
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         options = {"model": "talker", "temperature": 0.9, "top_p": 0.95, "seed": 4, "max_tokens": 12}
         whole = client.chat.completions.create(messages=messages, **options)
-        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (text, told.result["finish"])
-        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (told.tokens, len(told.result["ids"]))
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (
+            text,
+            mqtt_answer.result["finish"],
+        )
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+            mqtt_answer.tokens,
+            len(mqtt_answer.result["ids"]),
+        )
         usage = {"stream_options": {"include_usage": True}}
         parts = list(client.chat.completions.create(messages=messages, stream=True, **usage, **options))
         assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == text
@@ -126,8 +132,8 @@ def test_the_dashboard_shows_requests_of_every_client(site: Site, port: int) -> 
 
     def shown() -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=PATIENCE_S) as events:
-            told = json.loads(events.readline().removeprefix(b"data: "))
-        answered = any(one["model"] == "ranker" and one["plan"] == plan for one in told["answers"])
-        return answered and any(error["code"] == "bad_request" for error in told["errors"])
+            event = json.loads(events.readline().removeprefix(b"data: "))
+        answered = any(one["model"] == "ranker" and one["plan"] == plan for one in event["answers"])
+        return answered and any(error["code"] == "bad_request" for error in event["errors"])
 
     poll(shown, "an answer and an error of another client")

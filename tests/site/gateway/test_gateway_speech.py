@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import socket
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
-from site_processes import PATIENCE_S, Site, poll, running_site
+from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 from wyoming.asr import Transcribe, Transcript
 from wyoming.audio import AudioChunk, AudioStart, AudioStop
 from wyoming.client import AsyncTcpClient
@@ -53,21 +52,24 @@ def expected(model: Path, **options: object) -> tuple[str, list[int], np.ndarray
     """Return the text, its tokens and the encoder's states by whole passes of the reference."""
     with Checkpoint.open(model) as checkpoint:
         spec, tensors = checkpoint.spec, dict(checkpoint.tensors())
-        asked = {"audio": base64.b64encode(recording()).decode(), "language": "en", **options}
-        prepared = read_input(checkpoint, asked)
+        request = {"audio": base64.b64encode(recording()).decode(), "language": "en", **options}
+        prepared = read_input(checkpoint, request)
         prompt, frames = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
-        found = Transcription(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
-        while not found.done:
-            ids = [*found.prompt, *found.text.tokens]
+        generation = Transcription(tuple(prompt.tolist()), prepared.new_tokens, prepared.shape, prepared.rules)
+        while not generation.done:
+            ids = [*generation.prompt, *generation.text.tokens]
             inputs = np.concatenate([[0], ids, frames]).astype(np.int32)
             states, logits = models.reference(spec, tensors, inputs, spec.input_spec.run(len(ids), spec.rows))
-            found.append_tokens(logits)
-        return str(decode_output(checkpoint, prepared, logits, None, found)["text"]), list(found.text.tokens), states
+            generation.append_tokens(logits)
+        return (
+            str(decode_output(checkpoint, prepared, logits, None, generation)["text"]),
+            list(generation.text.tokens),
+            states,
+        )
 
 
 def port_of(site: Site, command: str) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = int(found.getsockname()[1])
+    port = free_port()
     site.start(command, command, "--port", str(port))
     poll(lambda: "listening" in site.log(command), f"the start of {command}")
     return port
@@ -89,8 +91,8 @@ def test_one_text_by_every_way(site: Site, model: Path) -> None:
             moments = [moment for word in words for moment in (word["start"], word["end"])]
             assert moments == sorted(moments)
             assert 0 <= moments[0] < moments[-1] <= timed["seconds"]
-        asked = {"audio": recording(), "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
-        tokens = list(hepti.generate("speech", **asked))
+        request = {"audio": recording(), "language": "en", "temperature": 0, "max_new_tokens": len(ids)}
+        tokens = list(hepti.generate("speech", **request))
         assert [token["token"] for token in tokens] == ids
     text = expected(model)[0]  # by chance one of the texts that are drawn, for the model is of random numbers
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port_of(site, 'gateway')}/v1", api_key="none") as client:

@@ -43,14 +43,14 @@ class Rival:
 
 @pytest.fixture
 def rival(mosquitto, request):
-    made = []
+    rivals = []
 
     def make(site, answers=True):
-        made.append(Rival(mosquitto, site, answers))
-        return made[-1]
+        rivals.append(Rival(mosquitto, site, answers))
+        return rivals[-1]
 
     yield make
-    for one in made:
+    for one in rivals:
         one.transport.close(Will(one.topics.planner_status(), b""))
 
 
@@ -77,39 +77,39 @@ def acknowledged(window: DeliveryWindow, *packets: int, connection: int = 1) -> 
 
 
 def test_a_full_window_is_told_of_once_when_all_is_acknowledged():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
+    warnings: list[str] = []
+    window = DeliveryWindow(lambda: warnings.append("spilled"))
     window.limit = 3
     through(window, 1, 2)
     acknowledged(window, 1, 2)
-    assert not told, "all that came was handed over"
+    assert not warnings, "all that came was handed over"
     through(window, 3, 4, 5)
     acknowledged(window, 3, 4)
-    assert not told, "what is sent again now would meet the same window"
+    assert not warnings, "what is sent again now would meet the same window"
     acknowledged(window, 5)
     through(window, 6)
     acknowledged(window, 6)
-    assert told == ["spilled"]
+    assert warnings == ["spilled"]
 
 
 def test_a_broker_that_keeps_enough_is_not_doubted():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
+    warnings: list[str] = []
+    window = DeliveryWindow(lambda: warnings.append("spilled"))
     through(window, *range(1000))
     acknowledged(window, *range(1000))
-    assert not told
+    assert not warnings
 
 
 def test_another_connection_brings_everything_again():
-    told: list[str] = []
-    window = DeliveryWindow(lambda: told.append("spilled"))
+    warnings: list[str] = []
+    window = DeliveryWindow(lambda: warnings.append("spilled"))
     window.limit = 2
     through(window, 1)
     through(window, 1, connection=2)
     acknowledged(window, 1, connection=1)
     through(window, 2, connection=2)
     acknowledged(window, 1, 2, connection=2)
-    assert told == ["spilled"], "two were there at once"
+    assert warnings == ["spilled"], "two were there at once"
 
 
 def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):

@@ -37,8 +37,8 @@ class Home(Voice):
         return sorted(topic for topic in list(self.kept) if topic.endswith("/config"))
 
     def state(self, kind: str, name: str) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self.kept.get(f"hepti/v1/{SITE}/home/{kind}/{name}", b"{}"))
-        return found
+        state_of_entity: dict[str, object] = json.loads(self.kept.get(f"hepti/v1/{SITE}/home/{kind}/{name}", b"{}"))
+        return state_of_entity
 
 
 @pytest.fixture

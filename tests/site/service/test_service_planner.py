@@ -24,6 +24,8 @@ from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
 from hepti_mqtt.ids import PlanVersion, Start
+from hepti_mqtt.plan import Plan
+from hepti_mqtt.planner import Recalled
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -35,6 +37,7 @@ from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 from hepti_mqtt.service.handler import OpenModel
+from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.threads import FairExecutor
@@ -76,13 +79,8 @@ def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, check
 
 
 HOME = Topics("home")
-
-
 CAPS = protocol_messages.Caps("a", 1, 4, 4, 1 << 30, 1 << 20, "plain", "0", {}, 0, 4)
-
-
 BEAT = protocol_messages.Heartbeat(1, 2, 0.0, 1 << 30, None, None, None, 1.0, 0)
-
 
 EVERY_TOPIC = [
     HOME.status("a"),
@@ -101,7 +99,7 @@ def test_every_kind_becomes_its_event():
     ready = messages.Ready(1, "m", PlanVersion(1, 1), 5, bytes(8))
     frame = frames.Frame("done", "m", PlanVersion(1, 1), 3, source="a", numbers=(1, 2, 3))
     status = protocol_messages.Status("online", 1)
-    known = {
+    examples = {
         (HOME.status("a"), messages.encode_status(status)): interface.DeviceStatus("a", status),
         (HOME.caps("a"), messages.encode_caps(CAPS)): interface.DeviceCaps("a", CAPS),
         (HOME.heartbeat("a"), messages.encode_heartbeat(BEAT)): interface.DeviceHeartbeat("a", BEAT),
@@ -114,7 +112,7 @@ def test_every_kind_becomes_its_event():
         (HOME.plan("m"), b"x"): RetainedPlan("m", b"x"),
     }
     decoder = MessageDecoder("home")
-    for (topic, payload), event in known.items():
+    for (topic, payload), event in examples.items():
         assert decoder.decode(topic, payload) == event
     up = decoder.decode(HOME.reports("a"), frames.encode(frame))
     assert isinstance(up, interface.DeviceFrame)
@@ -265,6 +263,18 @@ def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear.status("offline")
 
 
+def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, checkpoints, tmp_path):
+    directory, models, log = state_directory("idle", tmp_path), {"bert": checkpoints["bert"]}, logging.getLogger("test")
+    plans = {"bert": Recalled(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
+    save_state(directory, plans, (), models, log)
+    ear = listen("idle")
+    stop, outcome = run("idle")
+    ear.status("online")
+    stop.set()
+    outcome.result(PATIENCE_S)
+    assert read_state(directory, models, log).plans == plans
+
+
 def test_without_devices_requests_are_answered_with_the_reason(run, listen):
     ear = listen("lonely")
     run("lonely")
@@ -352,29 +362,31 @@ def unconnected(checkpoints, tmp_path, monkeypatch):
     config = PlannerConfig(
         NOWHERE, "full", PlannerOptions({"bert": checkpoint.path}, home_assistant=None), state_dir=tmp_path
     )
-    made = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
-    yield made
-    made.control.close()
-    made.channel.close()
-    made.bulk.close()
+    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
+    yield new_planner
+    new_planner.control.close()
+    new_planner.channel.close()
+    new_planner.bulk.close()
 
 
 def waiting(inbox):
-    found = []
+    commands = []
     while not inbox.empty():
-        found.append(inbox.get())
-    return found
+        commands.append(inbox.get())
+    return commands
 
 
 def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
-    epoch, topics = PlanVersion(7, 1), unconnected.topics
+    version, topics = PlanVersion(7, 1), unconnected.topics
     will = Status("offline", 3)
-    output = frames.Frame("output", "bert", epoch, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32))
-    done = frames.Frame("done", "bert", epoch, 5, source="a", numbers=(1, 2, 3))
+    output = frames.Frame(
+        "output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32)
+    )
+    done = frames.Frame("done", "bert", version, 5, source="a", numbers=(1, 2, 3))
     said = [
-        messages.Ready(1, "bert", epoch, 5, bytes(8)),
-        messages.PrepareFailed(1, "bert", epoch, "memory", "no room", 5),
-        messages.RunFailed("bert", epoch, 5, "device", "broken"),
+        messages.Ready(1, "bert", version, 5, bytes(8)),
+        messages.PrepareFailed(1, "bert", version, "memory", "no room", 5),
+        messages.RunFailed("bert", version, 5, "device", "broken"),
         messages.RequestTiles("bert", (b"\0" * 32,)),
     ]
     for _ in range(SENDER_EVENTS + 2):

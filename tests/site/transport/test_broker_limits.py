@@ -1,4 +1,4 @@
-"""What a broker takes, keeps and lets in, found out at real brokers."""
+"""Limits of packets, queues and logins, measured at real brokers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LIMIT = 2_000_000
 @needs_mosquitto
 def test_the_limit_of_a_broker_is_found(protocol):
     with start_broker(max_packet_bytes=100_000) as limited:
-        found = largest_packet(
+        packet_bytes = largest_packet(
             BrokerUrl.parse(limited.url), client_id="pi", topic=TOPIC, wanted_bytes=4_000_000, protocol=protocol
         )
-    assert 100_000 * 15 / 16 <= found <= 100_000
+    assert 100_000 * 15 / 16 <= packet_bytes <= 100_000
 
 
 def test_no_packet_at_the_border_costs_a_connection(tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacit
 def test_a_client_that_asks_for_more_at_once_gets_more(tmp_path: Path) -> None:
     with mosquitto_with(tmp_path, "max_queued_messages 10", "max_inflight_messages 20") as broker:
         url = BrokerUrl.parse(broker.url)
-        found = queue_capacity(url, client_id="room", topic="t/1", wanted=WANTED, receive_maximum=300)
-    assert found == QueueCapacity(300, 10)
+        capacity = queue_capacity(url, client_id="room", topic="t/1", wanted=WANTED, receive_maximum=300)
+    assert capacity == QueueCapacity(300, 10)
 
 
 @pytest.fixture(scope="module")
 def address():
-    for found in psutil.net_if_addrs().values():
-        for a in found:
+    for addresses in psutil.net_if_addrs().values():
+        for a in addresses:
             if a.family == socket.AF_INET and not a.address.startswith("127."):
                 return a.address
     pytest.skip("this machine has no address but the loopback one")

@@ -85,10 +85,10 @@ def test_what_the_broker_has_not_acknowledged_is_sent_again(protocol, proxy, mos
     sender.await_state(Disconnected)
     proxy.flowing.set()
     sender.await_state(Connected)
-    seen = set()
-    while len(seen) < 200:
-        seen.add(watcher.message()[1])
-    assert seen == {b"%d" % n for n in range(200)}
+    payloads = set()
+    while len(payloads) < 200:
+        payloads.add(watcher.message()[1])
+    assert payloads == {b"%d" % n for n in range(200)}
 
 
 def test_a_subscription_made_while_disconnected_comes_with_the_connection(proxy, mosquitto, peers):
@@ -199,11 +199,13 @@ def test_a_filter_that_mqtt_does_not_allow_is_refused(mosquitto, peers, wrong):
 
 def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.transport.broker_connection.LATE_S", 0.0)
-    peer, found = peers(mosquitto.url, connect=False), threading.Event()
-    monkeypatch.setattr("hepti_mqtt.transport.link.connect_any", lambda *a: found.wait(PATIENCE_S) and connect_any(*a))
+    peer, connected = peers(mosquitto.url, connect=False), threading.Event()
+    monkeypatch.setattr(
+        "hepti_mqtt.transport.link.connect_any", lambda *a: connected.wait(PATIENCE_S) and connect_any(*a)
+    )
     with pytest.raises(NetworkError, match="no broker answers"):
         peer.transport.connect(0.0)
-    found.set()
+    connected.set()
     peer.transport.connect(PATIENCE_S)
     peer.await_state(Connected)
     with pytest.raises(ValueError, match="once"):

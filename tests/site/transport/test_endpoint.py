@@ -30,29 +30,36 @@ PING, PONG, BYE = b"\xc0\0", b"\xd0\0", b"\xe0\0"
 
 def session(version=4):
     """Return a guest that is in."""
-    made = ClientSession(Anybody())
-    made.feed(connect(version=version))
-    return made
+    new_session = ClientSession(Anybody())
+    new_session.feed(connect(version=version))
+    return new_session
 
 
 @pytest.mark.parametrize(("version", "answer"), [(4, IN_311), (5, IN_5)])
 def test_a_known_user_comes_in(version, answer):
-    made = ClientSession(Anybody())
-    assert made.feed(connect(version=version)) == answer
-    assert (made.version, made.user, made.client, made.over) == (version, "b", "b", False)
+    client_session = ClientSession(Anybody())
+    assert client_session.feed(connect(version=version)) == answer
+    assert (client_session.version, client_session.user, client_session.client, client_session.over) == (
+        version,
+        "b",
+        "b",
+        False,
+    )
 
 
 def test_a_client_of_version_5_without_a_name_is_given_one():
     first, second = ClientSession(Anybody()), ClientSession(Anybody())
-    names = [made.feed(connect(client="", version=5)).split(b"client-")[1] for made in (first, second)]
+    names = [
+        client_session.feed(connect(client="", version=5)).split(b"client-")[1] for client_session in (first, second)
+    ]
     assert names[0] != names[1]
 
 
 def test_a_client_of_version_3_without_a_name_must_want_a_clean_session():
     assert ClientSession(Anybody()).feed(connect(client="")) == IN_311
-    made = ClientSession(Anybody())
-    assert made.feed(connect(client="", flags=0xC0)) == b"\x20\x02\0\x02"
-    assert made.over
+    new_session = ClientSession(Anybody())
+    assert new_session.feed(connect(client="", flags=0xC0)) == b"\x20\x02\0\x02"
+    assert new_session.over
 
 
 REFUSED = [
@@ -67,46 +74,46 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "answer"), REFUSED)
-def test_who_is_refused_is_told_and_closed(asked, answer):
-    made = ClientSession(Anybody())
-    assert made.feed(asked + subscribe("x/#")) == answer
-    assert (made.over, made.version, made.filters) == (True, 0, set())
+@pytest.mark.parametrize(("packets", "answer"), REFUSED)
+def test_who_is_refused_is_told_and_closed(packets, answer):
+    client_session = ClientSession(Anybody())
+    assert client_session.feed(packets + subscribe("x/#")) == answer
+    assert (client_session.over, client_session.version, client_session.filters) == (True, 0, set())
 
 
 def test_wills_keep_alive_and_limits_of_a_client_are_understood():
-    made = ClientSession(Anybody())
-    assert made.feed(connect(flags=0xC6, keepalive_s=10, will=text("w") + text("gone"))) == IN_311
-    assert made.silence_s == 15.0
-    made = ClientSession(Anybody())
+    client_session = ClientSession(Anybody())
+    assert client_session.feed(connect(flags=0xC6, keepalive_s=10, will=text("w") + text("gone"))) == IN_311
+    assert client_session.silence_s == 15.0
+    client_session = ClientSession(Anybody())
     own = b"\x27\0\0\x10\0" + b"\x11\0\0\0\x09" + b"\x26" + text("a") + text("b")
     will = b"\x05\x18\0\0\0\x01" + text("w") + text("gone")
-    assert made.feed(connect(version=5, flags=0xC6, properties=own, will=will)) == IN_5
-    assert (made.largest_bytes, made.silence_s) == (4096, float("inf"))
+    assert client_session.feed(connect(version=5, flags=0xC6, properties=own, will=will)) == IN_5
+    assert (client_session.largest_bytes, client_session.silence_s) == (4096, float("inf"))
 
 
 def test_subscriptions_are_granted_one_by_one():
-    made = session()
-    assert made.feed(subscribe("x/a", "y/a", "x/a#", packet_id=258)) == b"\x90\x05\x01\x02\0\x80\x80"
-    assert made.filters == {"x/a"}
-    assert made.feed(unsubscribe("x/a", "x/b")) == b"\xb0\x02\0\x01"
-    assert made.filters == set()
+    client_session = session()
+    assert client_session.feed(subscribe("x/a", "y/a", "x/a#", packet_id=258)) == b"\x90\x05\x01\x02\0\x80\x80"
+    assert client_session.filters == {"x/a"}
+    assert client_session.feed(unsubscribe("x/a", "x/b")) == b"\xb0\x02\0\x01"
+    assert client_session.filters == set()
 
 
 def test_version_5_says_why():
-    made = session(5)
-    asked = subscribe("x/a", "y/a", "x/a#", options=0x2E, version=5, properties=b"\x0b\x07")
-    assert made.feed(asked) == b"\x90\x06\0\x01\0\0\x87\x8f"
-    assert made.feed(unsubscribe("x/a", "x/b", version=5)) == b"\xb0\x05\0\x01\0\0\x11"
+    client_session = session(5)
+    packets = subscribe("x/a", "y/a", "x/a#", options=0x2E, version=5, properties=b"\x0b\x07")
+    assert client_session.feed(packets) == b"\x90\x06\0\x01\0\0\x87\x8f"
+    assert client_session.feed(unsubscribe("x/a", "x/b", version=5)) == b"\xb0\x05\0\x01\0\0\x11"
 
 
 @pytest.mark.parametrize(("version", "code"), [(4, 0x80), (5, 0x97)])
 def test_filters_are_limited(version, code):
-    made = session(version)
+    client_session = session(version)
     for i in range(MAX_FILTERS):
-        assert made.feed(subscribe(f"x/{i}", version=version))[-1] == 0
-    assert made.feed(subscribe("x/more", "x/0", version=version))[-2:] == bytes((code, 0))
-    assert len(made.filters) == MAX_FILTERS
+        assert client_session.feed(subscribe(f"x/{i}", version=version))[-1] == 0
+    assert client_session.feed(subscribe("x/more", "x/0", version=version))[-2:] == bytes((code, 0))
+    assert len(client_session.filters) == MAX_FILTERS
 
 
 MALFORMED = {
@@ -134,12 +141,12 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("asked", MALFORMED.values(), ids=MALFORMED)
-def test_who_breaks_the_rules_before_coming_in_is_closed(asked):
-    made = ClientSession(Anybody())
+@pytest.mark.parametrize("packets", MALFORMED.values(), ids=MALFORMED)
+def test_who_breaks_the_rules_before_coming_in_is_closed(packets):
+    client_session = ClientSession(Anybody())
     with pytest.raises(Malformed):
-        made.feed(asked)
-    assert not made.version
+        client_session.feed(packets)
+    assert not client_session.version
 
 
 NOT_FOR_ENDPOINTS = {
@@ -165,20 +172,20 @@ NOT_FOR_ENDPOINTS = {
 }
 
 
-@pytest.mark.parametrize("asked", NOT_FOR_ENDPOINTS.values(), ids=NOT_FOR_ENDPOINTS)
-def test_what_a_subscriber_may_not_send(asked):
-    made = session()
+@pytest.mark.parametrize("packets", NOT_FOR_ENDPOINTS.values(), ids=NOT_FOR_ENDPOINTS)
+def test_what_a_subscriber_may_not_send(packets):
+    client_session = session()
     with pytest.raises(Malformed):
-        made.feed(asked)
+        client_session.feed(packets)
 
 
 def test_what_is_kept_of_an_unfinished_packet_is_bounded():
-    made = session()
-    made.feed(b"\x82\xff\x7f")
+    client_session = session()
+    client_session.feed(b"\x82\xff\x7f")
     for _ in range(8):
-        made.feed(bytes(2047))
+        client_session.feed(bytes(2047))
     with pytest.raises(Malformed):  # 16,383 bytes of it are zeros: no packet id
-        made.feed(bytes(2047))
+        client_session.feed(bytes(2047))
     assert MAX_ASKED == 16_384
 
 
@@ -364,12 +371,12 @@ def test_what_covers_is_never_more_than_what_matches():
     topics = ["/".join(t) for n in (1, 2, 3, 4) for t in itertools.product(["a", "b", "$s"], repeat=n)]
     taken = {p: frozenset(t for t in topics if matches(p, t)) for p in patterns}
     covered = 0
-    for allowed, asked in itertools.product(patterns, repeat=2):
-        if covers(allowed, asked):
+    for allowed, wanted in itertools.product(patterns, repeat=2):
+        if covers(allowed, wanted):
             covered += 1
-            assert taken[asked] <= taken[allowed], (allowed, asked)
-        if allowed == asked:
-            assert covers(allowed, asked)
+            assert taken[wanted] <= taken[allowed], (allowed, wanted)
+        if allowed == wanted:
+            assert covers(allowed, wanted)
     assert covered > 500
 
 

@@ -70,8 +70,8 @@ def test_anybody_with_a_token_reads_along(nodes, version):
 def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
     a, b = nodes("a", "b")
     b.mesh.join("a", KEY, a.place, "secret", filters("a", "b"))
-    pump((a, b), lambda: b.told(Refused))
-    assert b.told(Refused)[0].key == KEY
+    pump((a, b), lambda: b.events_of(Refused))
+    assert b.events_of(Refused)[0].key == KEY
     assert "let us in" in b.mesh.stats()["a"].trouble
     assert a.mesh.publish(topic("a"), b"early") == 0
     a.mesh.admit("b", KEY, "secret", filters("a", "b"))
@@ -79,7 +79,7 @@ def test_a_wrong_token_is_refused_until_the_right_one_is_admitted(nodes):
     assert a.mesh.publish(topic("a"), b"now") == 1
     pump((a, b), lambda: b.messages)
     assert [data for _, _, data in b.messages] == [b"now"]
-    assert b.told(Lost) == []
+    assert b.events_of(Lost) == []
     assert b.mesh.stats()["a"].trouble == ""
 
 
@@ -94,13 +94,13 @@ def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
     a, b = pair
     a.mesh.expel("b", KEY)
     assert a.mesh.publish(topic("a"), b"x") == 0
-    pump(pair, lambda: b.told(Lost))
-    pump(pair, lambda: b.told(Refused))
+    pump(pair, lambda: b.events_of(Lost))
+    pump(pair, lambda: b.events_of(Refused))
     b.mesh.leave("a", KEY)
     subscribe(b, a, ("bert", 2), "other")
     pump(pair, joined(b, 2))
-    assert b.told(Joined)[-1] == Joined("a", ("bert", 2))
-    assert a.told(Lost) == [], "the other direction is a connection of its own"
+    assert b.events_of(Joined)[-1] == Joined("a", ("bert", 2))
+    assert a.events_of(Lost) == [], "the other direction is a connection of its own"
 
 
 def test_payloads_may_be_kept(nodes):
@@ -126,11 +126,11 @@ def test_nothing_is_left_of_connections_and_meshes():
     before, threads = descriptors(), threading.active_count()
     a = Node("a")
     held = None
-    for epoch in range(20):
+    for number in range(20):
         b = Node("b")
         try:
             for key in range(3):
-                subscribe(b, a, ("bert", key), f"token {epoch} {key}")
+                subscribe(b, a, ("bert", key), f"token {number} {key}")
             pump((a, b), joined(b, 3))
             a.mesh.publish(topic("a"), bytes(10_000))
             pump((a, b), lambda b=b: b.messages)
@@ -208,7 +208,7 @@ def test_a_stopped_process_costs_its_peers_no_more_than_the_limit():
         for _ in range(100):
             a.mesh.publish(topic("a"), payload)
             a.mesh.wait(0)
-        assert len(a.told(Dropped)) > 50
+        assert len(a.events_of(Dropped)) > 50
         assert psutil.Process().memory_info().rss - before < LIMIT + 16 * NBYTES
         assert a.mesh.stats()["b"].queued_bytes <= LIMIT
 

@@ -20,28 +20,28 @@ KEY = ("bert", 1)
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Return the paths of certificate and key of two devices."""
-    folder, made = tmp_path_factory.mktemp("keys"), {}
+    folder, pairs = tmp_path_factory.mktemp("keys"), {}
     for name in ("a", "b"):
         pair = make_self_signed(name, datetime.datetime.now(datetime.UTC))
-        made[name] = folder / f"{name}.crt", folder / f"{name}.key"
-        made[name][0].write_bytes(pair.certificate)
-        made[name][1].write_bytes(pair.key)
-    return made
+        pairs[name] = folder / f"{name}.crt", folder / f"{name}.key"
+        pairs[name][0].write_bytes(pair.certificate)
+        pairs[name][1].write_bytes(pair.key)
+    return pairs
 
 
 @pytest.fixture
 def device(files):
     """Make devices with TLS, or without; all are closed when the test ends."""
-    made = []
+    devices = []
 
     def make(name, **options):
         tls = MeshTls.load(*files[name], **options)
-        made.append(Node(name, tls=tls))
-        made[-1].fingerprint = tls.fingerprint
-        return made[-1]
+        devices.append(Node(name, tls=tls))
+        devices[-1].fingerprint = tls.fingerprint
+        return devices[-1]
 
     yield make
-    for node in made:
+    for node in devices:
         node.mesh.close()
 
 
@@ -80,11 +80,11 @@ def test_never_plain_where_one_side_wants_tls(device):
         a.mesh.admit("b", KEY, "secret", filters("a", "b"))
         plain.mesh.join("a", KEY, Address(HOST, a.mesh.port, a.fingerprint), "secret", filters("a", "b"))
         a.mesh.join("b", KEY, Address(HOST, plain.mesh.port), "secret", filters("b", "a"))
-        pump((a, plain), lambda: a.told(Refused) and plain.told(Refused))
-        assert plain.told(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
-        assert a.told(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
+        pump((a, plain), lambda: a.events_of(Refused) and plain.events_of(Refused))
+        assert plain.events_of(Refused) == [Refused("a", KEY, "it has TLS, we have none")]
+        assert a.events_of(Refused) == [Refused("b", KEY, "we have TLS, it has none")]
         assert plain.mesh._by_fd == a.mesh._by_fd == {}
-        assert a.told(Joined) == []
+        assert a.events_of(Joined) == []
     finally:
         plain.mesh.close()
 

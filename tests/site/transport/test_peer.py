@@ -89,14 +89,14 @@ def test_a_refused_filter_is_asked_for_again_on_the_same_connection(node, played
 def test_every_token_has_its_turn(node, played, clock):
     join(node, played, KEY, "first")
     join(node, played, OTHER, "second")
-    seen = []
+    order = []
     for _ in range(3):
         said = played.accept(node)
-        seen.append(b"first" if b"first" in said else b"second" if b"second" in said else b"")
+        order.append(b"first" if b"first" in said else b"second" if b"second" in said else b"")
         played.say(node, b"\x20\x02\0\x04")
         clock.now += BACKOFF_S[1]
-    assert seen == [b"second", b"first", b"second"]
-    assert {event.key for event in node.told(Refused)} == {KEY, OTHER}
+    assert order == [b"second", b"first", b"second"]
+    assert {event.key for event in node.events_of(Refused)} == {KEY, OTHER}
 
 
 def test_a_payload_is_timed_while_it_is_waited_for(node, played):
@@ -145,7 +145,7 @@ def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     assert played.sock.recv(4096) == b"\xe0\0"
     assert played.sock.recv(4096) == b""
     node.mesh.leave("a", KEY)
-    assert node.told(Lost) == []
+    assert node.events_of(Lost) == []
 
 
 def test_an_answer_to_a_key_that_has_left_is_no_matter(node, played):
@@ -163,7 +163,7 @@ def test_a_peer_that_listens_elsewhere_is_followed(nodes):
     pump((b, first), joined(b))
     subscribe(b, second)
     pump((b, first, second), joined(b, 2))
-    assert [event.reason for event in b.told(Lost)] == ["it moved to another address"]
+    assert [event.reason for event in b.events_of(Lost)] == ["it moved to another address"]
     assert second.mesh.publish(topic("a"), b"here") == 1
     pump((b,), lambda: b.messages)
 
@@ -173,7 +173,7 @@ def test_a_half_received_frame_is_dropped(node, played, clock):
     whole = publish(topic("a"), bytes(100_000))
     played.say(node, publish(topic("a"), b"whole") + whole[:50_000])
     played.hang_up()
-    pump((node,), lambda: node.told(Lost))
+    pump((node,), lambda: node.events_of(Lost))
     assert node.messages == [("a", topic("a"), b"whole")]
     clock.now += BACKOFF_S[0]
     played.accept(node)
@@ -209,7 +209,7 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
         pump((a, b), joined(b))
     finally:
         a.mesh.close()
-    pump((b,), lambda: b.told(Lost))
+    pump((b,), lambda: b.events_of(Lost))
 
 
 def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
@@ -271,7 +271,7 @@ def test_a_reader_on_a_slow_link_stays_while_its_kernel_takes_something(site):
     assert hangs_up(client), "it has taken nothing for as long as it may"
 
 
-def asked(node, played):
+def questions_of(node, played):
     """Let a second key ask on a connection that stands."""
     up(node, played)
     join(node, played, OTHER, names=["x/own"])
@@ -279,12 +279,12 @@ def asked(node, played):
 
 
 def test_who_falls_silent_before_it_answers_is_left(node, played, clock):
-    asked(node, played)
+    questions_of(node, played)
     clock.now += ANSWER_S - 1
     played.say(node, publish(topic("a"), b"before"))
     clock.now += ANSWER_S
     node.mesh.wait(0)
-    assert node.told(Lost) == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
+    assert node.events_of(Lost) == [Lost("a", "no answer to SUBSCRIBE within 5 s")]
 
 
 def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us(node, played, clock):
@@ -300,12 +300,12 @@ def test_an_answer_may_lie_behind_a_payload_of_which_too_little_comes_to_wake_us
         node.mesh.wait(0)
     played.sock.sendall(whole[90_000:] + ANSWER)
     pump((node,), joined(node, 2))
-    assert node.told(Lost) == []
+    assert node.events_of(Lost) == []
     assert node.messages == [("a", topic("a"), bytes(100_000))]
 
 
 def test_what_came_while_the_thread_was_away_is_read_before_anything_is_late(node, played, clock):
-    asked(node, played)
+    questions_of(node, played)
     played.sock.sendall(ANSWER)
     clock.now += 2 * ANSWER_S
     node.mesh.wait(0)

@@ -1,4 +1,4 @@
-"""The directory of a closed site and its certificates: made, opened, users let in and out."""
+"""The directory of a closed site and its certificates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def users_in(site, name):
     return [line.removeprefix("user ") for line in lines if line.startswith("user ")]
 
 
-def test_a_new_site_has_its_planner_and_nobody_else(site):
+def test_a_new_site_has_only_its_planner(site):
     assert site.users == {"planner": "planner"}
     assert users_in(site, "passwd") == users_in(site, "acl") == ["planner"]
     url = BrokerUrl.parse(str(site.login("planner")))
@@ -38,13 +38,13 @@ def test_a_new_site_has_its_planner_and_nobody_else(site):
     assert SiteFolder.open(site.path) == site
 
 
-def test_nothing_of_it_is_for_others(site):
+def test_only_the_owner_may_read_its_files(site):
     site.add("device", "pi-1")
     for place in (site.path, *site.path.rglob("*")):
         assert place.stat().st_mode & 0o077 == 0, place
 
 
-def test_passwords_stand_in_logins_alone(site):
+def test_only_login_files_contain_passwords(site):
     site.add("client", "alice")
     secret = BrokerUrl.parse(str(site.login("alice"))).password
     assert len(secret) >= 32
@@ -53,7 +53,7 @@ def test_passwords_stand_in_logins_alone(site):
     assert BrokerUrl.parse(str(site.login("planner"))).password != secret
 
 
-def test_users_come_and_go(site):
+def test_users_are_added_and_revoked(site):
     more = site.add("device", "pi-1").add("viewer", "hall")
     assert SiteFolder.open(site.path) == more
     assert users_in(more, "passwd") == users_in(more, "acl") == ["planner", "pi-1", "hall"]
@@ -73,7 +73,7 @@ def test_a_revoked_planner_gets_another_password(site):
     assert users_in(again, "passwd") == ["planner"]
 
 
-def test_copies_name_every_file_that_must_go_somewhere(site):
+def test_copies_lists_every_file_to_copy(site):
     first = site.copies()
     assert {c.file for c in first} == {*site.broker.iterdir(), site.login("planner")}
     added = site.add("device", "pi-1").copies("pi-1")
@@ -83,33 +83,29 @@ def test_copies_name_every_file_that_must_go_somewhere(site):
 
 
 @pytest.mark.parametrize("name", ["planner", "all", "Pi", "a/b", "a:b", ""])
-def test_names_that_cannot_be_are_refused(site, name):
+def test_invalid_names_are_refused(site, name):
     with pytest.raises(BadNameError):
         site.add("device", name)
 
 
-def test_what_is_wrong_is_said(site, tmp_path):
-    with pytest.raises(ConfigError):
-        site.add("device", "pi-1").add("client", "pi-1")
-    with pytest.raises(ConfigError):
-        site.revoke("pi-2")
-    with pytest.raises(ConfigError):
-        SiteFolder.create(site.path, "home", ("localhost",), 8883, NOW)
-    with pytest.raises(ConfigError):
-        SiteFolder.open(tmp_path)
-    (tmp_path / "site.json").write_text('{"users": {"x": "king"}}')
-    with pytest.raises(ConfigError):
-        SiteFolder.open(tmp_path)
-    with pytest.raises(ConfigError):
-        SiteFolder.create(tmp_path / "other", "home", ("a/b",), 8883, NOW)
-    assert not (tmp_path / "other").exists()
-
-
-def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
+def test_mistakes_are_config_errors(site, tmp_path, monkeypatch):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "site.json").write_text('{"users": {"x": "king"}}')
+    with_pi = site.add("device", "pi-1")
+    for mistake in (
+        lambda: with_pi.add("client", "pi-1"),
+        lambda: site.revoke("pi-2"),
+        lambda: SiteFolder.create(site.path, "home", ("localhost",), 8883, NOW),
+        lambda: SiteFolder.open(tmp_path),
+        lambda: SiteFolder.open(tmp_path / "bad"),
+        lambda: SiteFolder.create(tmp_path / "other", "home", ("a/b",), 8883, NOW),
+    ):
+        with pytest.raises(ConfigError):
+            mistake()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError):
-        SiteFolder.create(tmp_path / "site", "home", ("localhost",), 8883, NOW)
-    assert not (tmp_path / "site").exists()
+        SiteFolder.create(tmp_path / "other", "home", ("localhost",), 8883, NOW)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +114,7 @@ def authority():
 
 
 def shake(authority, pair, host, tmp_path):
-    """Shake hands in memory as a client that knows only the authority; raises what the client says."""
+    """Shake hands in memory with a client that trusts only the authority; raises the client's error."""
     (tmp_path / "crt").write_bytes(pair.certificate)
     (tmp_path / "key").write_bytes(pair.key)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -142,12 +138,12 @@ def shake(authority, pair, host, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["broker.home", "192.168.1.10", "::1", "localhost"])
-def test_a_certificate_holds_for_every_name_and_address(authority, host, tmp_path):
+def test_a_certificate_is_valid_for_every_name_and_address(authority, host, tmp_path):
     pair = make_certificate(authority, ("broker.home", "192.168.1.10", "::1", "localhost"), NOW)
     shake(authority, pair, host, tmp_path)
 
 
-def test_it_holds_for_nobody_else(authority, tmp_path):
+def test_it_is_invalid_for_other_names_and_authorities(authority, tmp_path):
     pair = make_certificate(authority, ("broker.home",), NOW)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         shake(authority, pair, "other.home", tmp_path)

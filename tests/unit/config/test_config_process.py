@@ -9,12 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hepti_mqtt.config.process import (
-    block_signals,
-    exit_on_signals,
-    setup_logging,
-    stop_event,
-)
+from hepti_mqtt.config.process import block_signals, exit_on_signals, setup_logging, stop_event
 from hepti_mqtt.config.state import write_atomically
 
 ENDING = [signal.SIGTERM, signal.SIGHUP]
@@ -51,25 +46,18 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT])
-def test_a_signal_sets_the_event_of_a_process_that_ends_in_its_own_time(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "handler", "stops"),
+    [*((number, signal.SIG_DFL, True) for number in (*ENDING, signal.SIGINT)), (signal.SIGHUP, signal.SIG_IGN, False)],
+)
+def test_a_signal_sets_the_stop_event_unless_nohup_ignores_it(number, handler, stops) -> None:
     interrupt = signal.getsignal(signal.SIGINT)
+    signal.signal(number, handler)
     try:
         stop = stop_event()
         assert not stop.is_set()
         signal.raise_signal(number)
-        assert stop.is_set()
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
-
-
-def test_a_process_that_outlives_its_terminal_goes_on_without_it() -> None:
-    interrupt = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        stop = stop_event()
-        signal.raise_signal(signal.SIGHUP)
-        assert not stop.is_set()
+        assert stop.is_set() is stops
     finally:
         signal.signal(signal.SIGINT, interrupt)
 

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from device_agent.config import AgentConfig
 from hepti_mqtt.cli.main import build, main
 from hepti_mqtt.config import MAX_FILE_BYTES, Settings, load_yaml
-from hepti_mqtt.config.options import (
-    PinOptions,
-    PlannerOptions,
-    index_range,
-    non_negative_int,
-    positive_int,
-    tcp_port,
-)
+from hepti_mqtt.config.options import PinOptions, PlannerOptions, index_range, non_negative_int, positive_int, tcp_port
 from hepti_mqtt.config.settings import check_environment, parse_size
 from hepti_mqtt.errors import BadNameError, ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
@@ -52,16 +45,9 @@ def test_a_site_that_cannot_stand_in_a_topic_is_refused(site):
 
 def test_plain_data_is_read(tmp_path):
     path = tmp_path / "site.yaml"
-    path.write_text(
-        "devices:\n  pi-1: {gflops: 24.6, cores: 4}\n  pi-2: &x {gflops: 12}\n  pi-3:\n    <<: *x\n    cores: 2\n"
-    )
-    assert load_yaml(path) == {
-        "devices": {
-            "pi-1": {"gflops": 24.6, "cores": 4},
-            "pi-2": {"gflops": 12},
-            "pi-3": {"gflops": 12, "cores": 2},
-        }
-    }
+    path.write_text("pi-1: {gflops: 24.6, cores: 4}\npi-2: &x {gflops: 12}\npi-3:\n  <<: *x\n  cores: 2\n")
+    pi_1, pi_2, pi_3 = {"gflops": 24.6, "cores": 4}, {"gflops": 12}, {"gflops": 12, "cores": 2}
+    assert load_yaml(path) == {"pi-1": pi_1, "pi-2": pi_2, "pi-3": pi_3}
     path.write_text("")
     assert load_yaml(str(path)) is None
 
@@ -131,13 +117,8 @@ def test_what_is_unset_or_empty_is_no_error(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("200MiB", 200 << 20),
-        ("2GB", 2 * 10**9),
-        ("1.5 gib", 3 << 29),
-        ("1.5 GB", 1_500_000_000),
-        ("4096", 4096),
-        ("1kib", 1024),
-        ("0", 0),
+        *(("200MiB", 200 << 20), ("2GB", 2 * 10**9), ("1.5 gib", 3 << 29), ("1.5 GB", 1_500_000_000)),
+        *(("4096", 4096), ("1kib", 1024), ("0", 0)),
     ],
 )
 def test_sizes(text, value):
@@ -158,23 +139,8 @@ def agent_config(*arguments):
 def test_an_agents_options_are_in_its_configuration():
     usual = agent_config("--id", "d1")
     assert usual == AgentConfig(BrokerUrl.parse(NOWHERE[1]), "home", "d1")
-    given = agent_config(
-        *(
-            "--id",
-            "d2",
-            "--site",
-            "attic",
-            "--threads",
-            "1",
-            "--memory",
-            "1KiB",
-            "--cache",
-            "here",
-            "--cache-size",
-            "0",
-        ),
-        *("--mesh-host", "192.0.2.7", "--mesh-port", "7801", "--mesh-tls", "own.pem", "--no-mesh", "--no-retry"),
-    )
+    flags = "--id d2 --site attic --threads 1 --memory 1KiB --cache here --cache-size 0 --mesh-host 192.0.2.7"
+    given = agent_config(*f"{flags} --mesh-port 7801 --mesh-tls own.pem --no-mesh --no-retry".split())
     assert (given.device_id, given.site, given.threads, given.memory_bytes) == ("d2", "attic", 1, 1024)
     assert (given.cache_dir, given.cache_bytes, given.retry) == (Path("here"), 0, False)
     mesh = (given.mesh, given.mesh_host, given.mesh_port, given.mesh_tls)
@@ -197,10 +163,8 @@ def test_without_an_id_a_device_is_named_after_its_host(monkeypatch):
 def test_a_planners_options_are_read():
     usual = planner_options("--model", "m=d")
     assert usual == PlannerOptions({"m": Path("d")})
-    given = planner_options(
-        *("--model", "m=d", "--model", "n=e=f", "--in-flight", "3", "--batch", "4", "--batch-delay", "2.5"),
-        *("--broker-mbit", "100", "--request-pins", "none", "--strategy", "row", "--devices", "a,b", "--wire", "f16"),
-    )
+    flags = "--model m=d --model n=e=f --in-flight 3 --batch 4 --batch-delay 2.5 --broker-mbit 100 --request-pins none"
+    given = planner_options(*f"{flags} --strategy row --devices a,b --wire f16".split())
     pins = PinOptions("row", None, ("a", "b"), "f16")
     assert given == PlannerOptions({"m": Path("d"), "n": Path("e=f")}, pins, 3, 4, 2.5, 100.0, "none")
 
@@ -210,16 +174,14 @@ def test_pins_are_those_that_the_planner_takes():
     assert (pins.strategy, pins.options, pins.devices) == ("row", {"variant": "kv"}, ("a", "b"))
     assert (pins.wire, pins.weight_dtype, pins.route) == ("f32", "f16", None)
     assert PinOptions("megatron", "ring").to_pins().options == {"reduce": "ring"}
-    assert PinOptions("decoupled", "megatron/everywhere").to_pins().options == {
-        "original": "megatron",
-        "last": "everywhere",
-    }
-    assert PinOptions("megatron", "kv").to_pins().options == {"variant": "kv"}  # which the planner refuses by name
+    everywhere = {"original": "megatron", "last": "everywhere"}
+    assert PinOptions("decoupled", "megatron/everywhere").to_pins().options == everywhere
+    assert PinOptions("megatron", "kv").to_pins().options == {"variant": "kv"}, "the planner refuses it by name"
     assert PinOptions(route="auto").to_pins().route is None
     assert PinOptions(route="mesh").to_pins().route == "mesh"
     assert pins.objective == "latency"
-    asked = PinOptions("replicas", "groups=2", objective="throughput").to_pins()
-    assert (asked.options, asked.objective) == ({"groups": "2"}, "throughput")
+    pins = PinOptions("replicas", "groups=2", objective="throughput").to_pins()
+    assert (pins.options, pins.objective) == ({"groups": "2"}, "throughput")
 
 
 @pytest.mark.parametrize("kind", [non_negative_int, index_range, tcp_port, positive_int])
@@ -237,13 +199,8 @@ def test_a_model_that_is_named_twice_is_refused():
 
 
 def test_numbers_come_as_they_are_written():
-    assert (non_negative_int("0"), positive_int("007"), tcp_port("65535"), index_range("2")) == (
-        0,
-        7,
-        65535,
-        range(2, 3),
-    )
-    assert index_range("0:3") == range(3)
+    assert (non_negative_int("0"), positive_int("007"), tcp_port("65535")) == (0, 7, 65535)
+    assert (index_range("2"), index_range("0:3")) == (range(2, 3), range(3))
     for kind, texts in ((index_range, ("3:3", "4:3", "1:", ":2", "1:²")), (tcp_port, ("0", "70000"))):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError):

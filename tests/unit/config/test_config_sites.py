@@ -1,4 +1,4 @@
-"""Site files: what simulate reads, and what is wrong with others."""
+"""Site files: valid files, defaults and mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_shipped_site_can_be_read(path):
     assert all(p.speed(128) > 1e9 for p in cluster.devices.values())
 
 
-def test_the_brokers_link_is_the_fastest_of_the_devices_unless_the_file_names_it(tmp_path):
+def test_the_brokers_link_is_as_fast_as_the_fastest_device_by_default(tmp_path):
     path = tmp_path / "site.yaml"
     text = "defaults: {gflops: 1}\ndevices: {a: {mbit: 100}, b: {mbit: 240}}\n"
     path.write_text(text)
@@ -41,7 +41,7 @@ def test_the_brokers_link_is_the_fastest_of_the_devices_unless_the_file_names_it
     assert load_site(path).broker_bytes_per_s == 125e6
 
 
-def test_pairs_and_what_devices_say_of_their_network(tmp_path):
+def test_links_of_pairs_and_network_flags_of_devices(tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text(
         "defaults: {gflops: 1, mbit: 240, round_trip_ms: 2}\n"
@@ -107,8 +107,8 @@ def step_s(profile, weights):
     spec = spec_of_kind("smollm2-135m")
     spec = quantised(spec, weights) if weights else spec
     site = Cluster({"agent": profile}, {"agent": Link()})
-    asked = Question(TopicNames("home", "m"), spec, site, representative_shape(spec, 1, 1), PlanVersion(1, 1))
-    return decide(asked).chosen.price.seconds
+    question = Question(TopicNames("home", "m"), spec, site, representative_shape(spec, 1, 1), PlanVersion(1, 1))
+    return decide(question).chosen.price.seconds
 
 
 def test_a_decoders_step_costs_the_bytes_of_its_weights_as_on_the_agent(described):
@@ -140,34 +140,26 @@ def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "devices: {}",
-        "[]",
-        "devices: {a: {gflops: 1, colour: red}}",
-        "devices: {a: {gflops: -1}}",
-        "devices: {a: {gflops: .nan}}",
-        "devices: {a: 5}",
-        "{defaults: [1], devices: {a: {gflops: 1}}}",
-        "devices: {a: {}}",
-        "devices: {a: {gflops: 1, frame_ms_per_mb: none}}",
-        "devices: {a: {gflops: 1, compute_watts: 3}}",
-        "{deadline_ms: soon, devices: {a: {gflops: 1}}}",
-        "devices: {A: {gflops: 1}}",
-        "devices: {a: {gflops: 1}}\nlinks: {}",
-        "devices: {a: {gflops: 1}}\nbroker_mbit: fast",
-        "devices: {a: {gflops: 1, mesh: 0}}",
-        "devices: {a: {gflops: 1}}\npeers: [{between: [a, b]}]",
-        "devices: {a: {gflops: 1}}\npeers: {between: [a]}",
-        "devices: {a: {gflops: 1}}\npeers: [{between: [[a], b]}]",
-        "devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mbit: 0}]",
-        "devices: {a: {gflops: 1}, b: {gflops: 1}}\npeers: [{between: [a, b], mb: 1}]",
-        "devices: {a: {gflops: 1, storages: {q3: {gflops: 1}}}}",
-        "devices: {a: {gflops: 1, storages: {q4_0: {mbit: 1}}}}",
-        "devices: {a: {gflops: 1, int8_gflops: 0}}",
-        "devices: {a: {board: pi9}}",
-        "devices: {a: ",
+        *("[]", "devices: {}", "devices: {a: ", "devices: {A: {gflops: 1}}"),
+        *(f"devices: {{a: {fields}}}" for fields in ("5", "{}", "{gflops: -1}", "{gflops: .nan}", "{board: pi9}")),
+        *(
+            f"devices: {{a: {{gflops: 1, {field}}}}}"
+            for field in (
+                *("colour: red", "frame_ms_per_mb: none", "compute_watts: 3", "mesh: 0", "int8_gflops: 0"),
+                *("storages: {q3: {gflops: 1}}", "storages: {q4_0: {mbit: 1}}"),
+            )
+        ),
+        *(
+            f"devices: {{a: {{gflops: 1}}, b: {{gflops: 1}}}}\n{line}"
+            for line in (
+                *("links: {}", "broker_mbit: fast", "deadline_ms: soon", "defaults: [1]"),
+                *("peers: [{between: [a, c]}]", "peers: {between: [a]}", "peers: [{between: [[a], b]}]"),
+                *("peers: [{between: [a, b], mbit: 0}]", "peers: [{between: [a, b], mb: 1}]"),
+            )
+        ),
     ],
 )
-def test_wrong_files_are_told_what_is_wrong(tmp_path, text):
+def test_a_wrong_site_file_is_a_config_error(tmp_path, text):
     path = tmp_path / "site.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""The virtual clock against times and bytes worked out by hand: over the broker, and over mesh."""
+"""The virtual clock against times and bytes computed by hand, over the broker and over the mesh."""
 
 from __future__ import annotations
 
@@ -33,22 +33,12 @@ from hepti_mqtt.program import LINE_BYTES, Program, Send, SlotSpec
 from hepti_mqtt.spec import TaskHead
 
 NAMING = TopicNames("home", "m")
-
-
 SPEC = ModelSpec(
     "bert", "BertModel", 1, 8, 1, 8, False, "gelu", 1e-12, 8, TaskHead("embedding", "mean"), TextStem(9, 9, 1)
 )
-
-
 SHAPE = TokenBatch((4,))
-
-
 RATE = 1e6
-
-
 LATENCY = 0.01
-
-
 SLOT = SlotSpec((4, 8))
 
 
@@ -97,11 +87,11 @@ def test_every_copy_goes_over_the_brokers_own_link():
     assert shared["d0"][-1] >= free["d0"][-1]
 
 
-def test_who_sits_beside_the_broker_does_not_use_its_link():
+def test_devices_on_the_brokers_machine_do_not_use_its_link():
     names = ("d0", "d1")
     cluster = site(*names)
-    beside = replace(cluster, links={n: Link(LATENCY, 1e9, 1e9) for n in names})
-    assert arrivals(replace(beside, broker_bytes_per_s=RATE), names) == arrivals(beside, names)
+    on_broker = replace(cluster, links={n: Link(LATENCY, 1e9, 1e9) for n in names})
+    assert arrivals(replace(on_broker, broker_bytes_per_s=RATE), names) == arrivals(on_broker, names)
 
 
 @given(broker=st.floats(1e5, 1e7), devices=st.integers(2, 5))
@@ -159,7 +149,7 @@ def test_live_bytes_frees_after_the_last_reader():
     for _ in range(10):
         x = b.compute("add", (x,), (4, 8), bias=False)
     b.send(x, (PLANNER,), 3)
-    # What comes, what is sent, and of those between the one that is read and the one that is written.
+    # Input, output, and two slots between them: the one being read and the one being written.
     assert live_bytes(b.build()) == 4 * 4 * 8 * 4 + LINE_BYTES
 
 
@@ -174,7 +164,7 @@ def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():
     assert seconds(d1=2.0) - seconds() == pytest.approx(2 * 1 * 0.1)
 
 
-def test_what_has_arrived_is_taken_before_the_next_op_wherever_it_stands_in_the_program():
+def test_frames_that_have_arrived_go_before_the_next_op():
     a, b = ProgramBuilder("d0"), ProgramBuilder("d1")
     x = a.recv((4, 8), PLANNER, 0)
     a.send(x, ("d1",), 1)
@@ -195,7 +185,7 @@ def test_what_has_arrived_is_taken_before_the_next_op_wherever_it_stands_in_the_
     assert taken.start == running.stop
 
 
-def test_what_was_meant_for_others_costs_who_hears_it_too():
+def test_an_exchange_for_others_costs_every_subscriber():
     def seconds(frame_s: float) -> float:
         head, other, last = ProgramBuilder("d0"), ProgramBuilder("d1"), ProgramBuilder("d2")
         x = head.recv((4, 8), PLANNER, 0)
@@ -208,13 +198,11 @@ def test_what_was_meant_for_others_costs_who_hears_it_too():
         slow = replace(cluster.devices["d2"], frame_s=frame_s)
         return simulate(NAMING, SPEC, SHAPE, parts, replace(cluster, devices={**cluster.devices, "d2": slow})).seconds
 
-    # The request, what all hear, its own exchange and its answer, one behind the other.
+    # One after the other: the request, the exchange for all, its own exchange and its answer.
     assert seconds(2.0) - seconds(1.0) == pytest.approx(4.0)
 
 
 SIZE = 1000
-
-
 NAMES = ("d0", "d1", "d2", "d3")
 
 
@@ -256,11 +244,15 @@ def test_a_slow_downlink_delays_its_own_copies_alone():
 
 
 def test_what_was_measured_of_a_pair_counts_instead_of_its_links_to_the_broker():
-    told = {("d0", "d1"): PeerLink(1e-4, RATE / 10), ("d2", "d3"): PeerLink(1e-4, 5 * RATE), ("d1", "d0"): PeerLink(0)}
-    cluster = replace(site(*NAMES), peer_links=told)
+    measured = {
+        ("d0", "d1"): PeerLink(1e-4, RATE / 10),
+        ("d2", "d3"): PeerLink(1e-4, 5 * RATE),
+        ("d1", "d0"): PeerLink(0),
+    }
+    cluster = replace(site(*NAMES), peer_links=measured)
     assert links(cluster).via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(1e-4 + 10 * SIZE / RATE)
     assert links(cluster).via_mesh(0.0, "d2", "d3", SIZE, "") == pytest.approx(1e-4 + SIZE / (5 * RATE))
-    assert links(cluster).via_mesh(0.0, "d1", "d0", SIZE, "") == pytest.approx(SIZE / RATE), "no rate could be told"
+    assert links(cluster).via_mesh(0.0, "d1", "d0", SIZE, "") == pytest.approx(SIZE / RATE), "no rate was measured"
     on = links(cluster)  # a slow pair leaves the rest of its sender's link to others
     on.via_mesh(0.0, "d0", "d1", SIZE, "")
     assert on.via_mesh(0.0, "d0", "d2", SIZE, "") == pytest.approx(2 * LATENCY + 2 * SIZE / RATE)
@@ -279,8 +271,8 @@ def test_a_shared_medium_carries_everything_once_more():
 def test_who_sits_on_the_brokers_machine_has_its_link():
     cluster = replace(site(*NAMES), broker_bytes_per_s=RATE / 4)
     fast = Link(LATENCY, LOCAL_BYTES_PER_S, LOCAL_BYTES_PER_S)
-    beside = replace(cluster, links={**cluster.links, "d0": fast, "d1": fast})
-    on = links(beside)
+    on_broker = replace(cluster, links={**cluster.links, "d0": fast, "d1": fast})
+    on = links(on_broker)
     assert on.via_mesh(0.0, "d0", "d1", SIZE, "") == pytest.approx(2 * LATENCY + SIZE / LOCAL_BYTES_PER_S)
     arrivals = [on.via_mesh(0.0, source, "d2", SIZE, "") for source in ("d0", "d1")]
     assert arrivals == pytest.approx([2 * LATENCY + copies * 4 * SIZE / RATE for copies in (1, 2)])
@@ -319,7 +311,7 @@ def test_bytes_are_those_of_a_publish_to_each_receiver():
     played = simulate(NAMING, SPEC, SHAPE, parts, site(*NAMES))
     assert played.nbytes == sent_bytes(NAMING, SPEC, SHAPE, parts)
     plain = sent_bytes(NAMING, SPEC, SHAPE, relay(4))
-    assert played.nbytes == plain + sum(expected) - 1, "d3 instead of all in the topic of the one that stays"
+    assert played.nbytes == plain + sum(expected) - 1, "the broker's topic names d3 in place of all"
 
 
 @pytest.mark.parametrize("method", [("row", {"variant": "kv"}), ("two_d", {"x": "2"})], ids=["row", "two_d"])

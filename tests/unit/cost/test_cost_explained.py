@@ -18,7 +18,7 @@ from hepti_mqtt.strategies import STRATEGIES
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def made(family="bert-embedding", method=("block", {}), devices=3, lengths=(13,), want="hidden"):
+def lowered_of(family="bert-embedding", method=("block", {}), devices=3, lengths=(13,), want="hidden"):
     spec = EVERY_FAMILY[family]
     if isinstance(spec, ModelSpec):
         spec = replace(spec, layers=8)
@@ -38,12 +38,12 @@ def parse(picture: str) -> ElementTree.Element:
     ids=str,
 )
 def test_every_tensor_of_a_layer_is_there_and_nothing_lies_outside(family, method):
-    found = made(family, method, devices=4)
-    last = found.full_graph.layer_count() - 1
-    root = parse(layout_svg(found, [last], "a <title>"))
+    lowered = lowered_of(family, method, devices=4)
+    last = lowered.full_graph.layer_count() - 1
+    root = parse(layout_svg(lowered, [last], "a <title>"))
     width, height = (float(n) for n in root.attrib["viewBox"].split()[2:])
     bold = [t.text for t in root.iter(f"{SVG}text") if t.get("class") == "n"]
-    assert bold == [*found.names, "tensor", "sent", *(op.name for op in drawn(found, [last]))]
+    assert bold == [*lowered.names, "tensor", "sent", *(op.name for op in drawn(lowered, [last]))]
     for rect in list(root.iter(f"{SVG}rect"))[2:]:  # the first two are the pattern's and the background
         x, y, w, h = (float(rect.attrib[k]) for k in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= width
@@ -54,14 +54,14 @@ def test_every_tensor_of_a_layer_is_there_and_nothing_lies_outside(family, metho
 
 
 def test_equal_layers_that_are_worked_out_once_stand_for_each_other():
-    found = made()
-    inner = found.repeated_layer[0]
-    assert layout_svg(found, [inner + 1], "t") == layout_svg(found, [inner], "t")
-    both = [op.layer for op in drawn(found, [0, 7])]
+    lowered = lowered_of()
+    inner = lowered.repeated_layer[0]
+    assert layout_svg(lowered, [inner + 1], "t") == layout_svg(lowered, [inner], "t")
+    both = [op.layer for op in drawn(lowered, [0, 7])]
     assert set(both) == {0, 7}
     assert both == sorted(both)
     with pytest.raises(ValueError, match="8"):
-        layout_svg(found, [8], "t")
+        layout_svg(lowered, [8], "t")
 
 
 def test_ops_and_time_lines_are_drawn():

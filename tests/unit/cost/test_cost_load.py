@@ -30,23 +30,19 @@ from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide, price
 
 NAMING = TopicNames("home", "m")
-
-
 SPEC = FAMILIES["vit-classifier"]
-
-
 SHAPE = request(SPEC, (17,))[0]
 
 
 def site(devices):
-    """Return equal devices whose work takes much longer than their exchanges."""
+    """Return equal devices with work that takes much longer than exchanges."""
     profiles = {
         f"d{i}": DeviceProfile(f"d{i}", (Curve(32, 32, ((1, 1e-3), (20, 2e-2))),), 1e6, 1e8) for i in range(devices)
     }
     return Cluster(profiles, dict.fromkeys(profiles, Link()))
 
 
-def asked(name, devices=2, shape=SHAPE, options=None):
+def requested(name, devices=2, shape=SHAPE, options=None):
     return SimulatedRequest(shape, device_programs(SPEC, plan(SPEC, (name, options or {}), (1.0,) * devices), shape))
 
 
@@ -61,7 +57,7 @@ def loaded(wanted, cluster, in_flight=2):
 @pytest.mark.parametrize("method", METHODS[::4], ids=lambda m: "-".join([m[0], *m[1].values()]))
 def test_requests_that_do_not_overlap_are_requests_alone(method):
     devices = 1 if method[0] == "single" else 2
-    wanted, cluster = asked(method[0], devices, options=method[1]), site(devices)
+    wanted, cluster = requested(method[0], devices, options=method[1]), site(devices)
     one = alone(wanted, cluster)
     times = [3 * n * one.seconds for n in range(3)]
     several = simulate_requests(NAMING, SPEC, [wanted._replace(arrives_s=at) for at in times], cluster, in_flight=2)
@@ -73,7 +69,7 @@ def test_requests_that_do_not_overlap_are_requests_alone(method):
 
 
 def test_a_pipeline_takes_the_next_request_while_the_last_one_is_on_its_way():
-    cluster, wanted = site(3), asked("pipeline", 3)  # three layers, one each
+    cluster, wanted = site(3), requested("pipeline", 3)  # three layers, one each
     one = alone(wanted, cluster).seconds
     assert loaded(wanted, cluster, in_flight=2).requests_per_s > 1.5 / one
     full = loaded(wanted, cluster, in_flight=3)
@@ -84,38 +80,38 @@ def test_a_pipeline_takes_the_next_request_while_the_last_one_is_on_its_way():
 
 
 def test_one_device_gains_nothing_but_the_time_of_its_frames():
-    cluster, wanted = site(1), asked("single", 1)
+    cluster, wanted = site(1), requested("single", 1)
     one = alone(wanted, cluster).seconds
-    found = loaded(wanted, cluster)
-    assert 1.0 <= found.requests_per_s * one < 1.1
-    assert found.latency_s == pytest.approx(2 * one, rel=0.1)
+    simulation = loaded(wanted, cluster)
+    assert 1.0 <= simulation.requests_per_s * one < 1.1
+    assert simulation.latency_s == pytest.approx(2 * one, rel=0.1)
 
 
 def test_the_sequences_of_a_request_are_micro_batches():
     shape = TokenBatch((17,) * 4)
-    wanted, cluster = asked("pipeline", 3, shape), site(3)
+    wanted, cluster = requested("pipeline", 3, shape), site(3)
     events = simulate(NAMING, SPEC, shape, wanted.programs, cluster, record=True).events
     busy = {d: [(e.start, e.stop) for e in events if e.device == d and e.lane == "compute"] for d in wanted.programs}
     both = sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in busy["d0"] for begin, end in busy["d1"])
     second = sum(stop - start for start, stop in busy["d1"])
     assert both > 0.5 * second, "the second stage has one sequence while the first has the next"
-    one, four = alone(asked("pipeline", 3), cluster).seconds, alone(wanted, cluster).seconds
+    one, four = alone(requested("pipeline", 3), cluster).seconds, alone(wanted, cluster).seconds
     assert four < 0.7 * 4 * one
-    found = loaded(wanted, cluster)
-    assert found.sequences_per_s == pytest.approx(4 * found.requests_per_s)
+    simulation = loaded(wanted, cluster)
+    assert simulation.sequences_per_s == pytest.approx(4 * simulation.requests_per_s)
 
 
 def test_never_more_in_flight_than_the_coordinator_lets_run():
-    wanted, cluster = asked("pipeline", 3), site(3)
+    wanted, cluster = requested("pipeline", 3), site(3)
     runs = simulate_requests(NAMING, SPEC, [wanted._replace(arrives_s=0.0)] * 7, cluster, in_flight=2).runs
     for run in runs:
         others = [r for r in runs if r.dispatched_s <= run.dispatched_s < r.answered_s]
         assert len(others) <= 2
     assert [r.dispatched_s for r in runs] == sorted(r.dispatched_s for r in runs)
-    assert runs[-1].latency_s > 3 * runs[0].latency_s, "who waits for room waits"
+    assert runs[-1].latency_s > 3 * runs[0].latency_s, "a request without room waits"
 
 
-def test_the_price_carries_throughput_of_whole_programs_when_it_is_asked():
+def test_a_full_price_has_the_throughput_of_whole_programs():
     cluster = site(3)
     chosen = plan(SPEC, ("row", {"variant": "kv"}), (1.0,) * 3)
     question = Question(NAMING, SPEC, cluster, SHAPE, PlanVersion(1, 1), in_flight=2, requests=8)
@@ -129,18 +125,14 @@ def test_the_price_carries_throughput_of_whole_programs_when_it_is_asked():
 def test_the_steady_state_is_whole_rounds_between_the_first_and_the_last():
     # Bunches of two, 1 s apart; the first and the last two are not counted, nor is the odd one.
     ends = [10.0, 10.1, 11.0, 11.1, 12.0, 12.1, 13.0, 13.1, 20.0]
-    found = steady_state([RequestTimes(0.0, 0.0, end, 3) for end in ends], in_flight=2)
-    assert found.requests_per_s == pytest.approx(4 / (13.0 - 11.0))
-    assert found.sequences_per_s == pytest.approx(3 * found.requests_per_s)
-    assert (found.latency_s, found.longest_s) == (12.0, 20.0)
+    simulation = steady_state([RequestTimes(0.0, 0.0, end, 3) for end in ends], in_flight=2)
+    assert simulation.requests_per_s == pytest.approx(4 / (13.0 - 11.0))
+    assert simulation.sequences_per_s == pytest.approx(3 * simulation.requests_per_s)
+    assert (simulation.latency_s, simulation.longest_s) == (12.0, 20.0)
 
 
 SMALL = [k for k in KINDS if k.startswith("tiny-") and isinstance(spec_of_kind(k), CnnSpec)]
-
-
-SLOW = (1.0, 0.02, 0.5, 0.9)  # speeds, of which the second is much behind
-
-
+SLOW = (1.0, 0.02, 0.5, 0.9)  # speeds; the second device is much slower
 LEASED = ("fused_tiles", {"cut": "none", "owners": "leased"})
 
 
@@ -156,9 +148,9 @@ def site_of(speeds, latency_s=2e-4):
 def played(kind, speeds, requests, in_flight, method=LEASED, gap_s=None):
     spec = spec_of_kind(kind) if isinstance(kind, str) else kind
     shape = request(spec, (1,))[0]
-    made = plan_programs.device_programs(spec, plan(spec, method, (1.0,) * len(speeds)), shape)
-    asked = [SimulatedRequest(shape, made, None if gap_s is None else n * gap_s) for n in range(requests)]
-    return simulate_requests(NAMING, spec, asked, site_of(speeds), in_flight, record=True)
+    device_parts = plan_programs.device_programs(spec, plan(spec, method, (1.0,) * len(speeds)), shape)
+    requested = [SimulatedRequest(shape, device_parts, None if gap_s is None else n * gap_s) for n in range(requests)]
+    return simulate_requests(NAMING, spec, requested, site_of(speeds), in_flight, record=True)
 
 
 def bag_of(kind):
@@ -173,27 +165,27 @@ def tasks(outcome, device=None):
 @pytest.mark.parametrize("kind", SMALL)
 def test_requests_that_share_devices_are_all_answered(kind):
     for speeds, in_flight in ((SLOW, 3), ((0.02, 1.0, 1.0), 2), ((1.0,) * 10, 4)):
-        found = played(kind, speeds, 4 * in_flight, in_flight)
-        assert len(found.runs) == 4 * in_flight
+        simulation = played(kind, speeds, 4 * in_flight, in_flight)
+        assert len(simulation.runs) == 4 * in_flight
         for task in range(bag_of(kind)):
-            assert tasks(found).count(f"task {task}") >= 4 * in_flight
+            assert tasks(simulation).count(f"task {task}") >= 4 * in_flight
 
 
 @pytest.mark.parametrize("gap_ms", range(1, 12, 2))
-def test_the_word_that_none_is_left_ends_a_run_whatever_the_device_does_just_then(gap_ms):
+def test_the_message_without_tasks_ends_a_run_in_any_state_of_the_device(gap_ms):
     for speeds in (SLOW, (0.02, 1.0), (1.0, 1.0, 1.0, 0.01, 0.01)):
-        found = played("tiny-convnet", speeds, 6, 3, gap_s=gap_ms * 1e-3)
-        assert all(run.answered_s > run.arrived_s for run in found.runs)
+        simulation = played("tiny-convnet", speeds, 6, 3, gap_s=gap_ms * 1e-3)
+        assert all(run.answered_s > run.arrived_s for run in simulation.runs)
 
 
 def test_a_slow_device_computes_fewer_tasks_and_gives_up_what_others_have_taken_over():
-    found = played("tiny-convnet", SLOW, 1, 1)
-    counts = {device: len(tasks(found, device)) for device in found.devices}
+    simulation = played("tiny-convnet", SLOW, 1, 1)
+    counts = {device: len(tasks(simulation, device)) for device in simulation.devices}
     assert sum(counts.values()) == bag_of("tiny-convnet") == 8
     assert (counts["d1"], counts["d2"]) == (0, 2)
-    assert [e.label for e in found.events if e.lane == "task" and "(" in e.label] == ["task 1 (given up)"]
+    assert [e.label for e in simulation.events if e.lane == "task" and "(" in e.label] == ["task 1 (given up)"]
     owned = played("tiny-convnet", SLOW, 1, 1, ("fused_tiles", {"cut": "none"}))
-    assert found.runs[0].answered_s < 0.6 * owned.runs[0].answered_s
+    assert simulation.runs[0].answered_s < 0.6 * owned.runs[0].answered_s
     assert not tasks(owned)
 
 
@@ -201,22 +193,22 @@ def test_a_slow_device_computes_fewer_tasks_and_gives_up_what_others_have_taken_
 def test_a_narrow_map_has_no_tasks_without_work(window, bag):
     spec = cnn(12, conv(), relu(), pool(*window))
     assert plan_programs.task_count(spec, plan(spec, LEASED, (1.0,))) == bag
-    found = played(spec, SLOW, 1, 1)
-    assert {f"task {n}" for n in range(bag)} == set(tasks(found))
+    simulation = played(spec, SLOW, 1, 1)
+    assert {f"task {n}" for n in range(bag)} == set(tasks(simulation))
 
 
 def test_explained_are_the_devices_that_took_each_task():
-    found = played("tiny-convnet", SLOW, 1, 1)
-    assert task_summary(found.events, "d1") == "task 1 (given up)"
-    done = [e for e in found.events if e.lane == "task" and "(" not in e.label]
+    simulation = played("tiny-convnet", SLOW, 1, 1)
+    assert task_summary(simulation.events, "d1") == "task 1 (given up)"
+    done = [e for e in simulation.events if e.lane == "task" and "(" not in e.label]
     places = [f"task {n}" for n in range(8)]
-    taken = task_owners(found.events, [*places, "head"], "d0")
+    taken = task_owners(simulation.events, [*places, "head"], "d0")
     assert taken == (
         *(f"{n}: {next(e.device for e in done if e.label == place)}" for n, place in enumerate(places)),
         "head: d0",
     )
-    seconds = found.runs[0].answered_s
-    picture = timeline_svg(found.events, tuple(found.devices), seconds, "x")
+    seconds = simulation.runs[0].answered_s
+    picture = timeline_svg(simulation.events, tuple(simulation.devices), seconds, "x")
     assert "<title>task 1 (given up)" in picture
     assert picture.count(">task</text>") == len(SLOW)
 
@@ -233,16 +225,16 @@ def test_ops_of_a_device_that_becomes_slower_take_longer_from_then_on():
 
     def ends(since=float("inf")):
         slowness = slower_from("d0", since, 3.0)
-        found = simulate(NAMING, spec, shape, parts, cluster, record=True, slowness=slowness)
-        return [e.stop - e.start for e in found.events if e.lane == "compute"], found
+        simulation = simulate(NAMING, spec, shape, parts, cluster, record=True, slowness=slowness)
+        return [e.stop - e.start for e in simulation.events if e.lane == "compute"], simulation
 
     times, steady = ends()
     since = next(e.start for e in steady.events if e.lane == "compute" and e.start > 0.5 * steady.seconds)
-    slower, found = ends(since)
+    slower, simulation = ends(since)
     many = [round(b / a, 6) for a, b in zip(times, slower, strict=True)]
     assert set(many) == {1.0, 3.0}
     assert many == sorted(many)
-    assert found.devices["d0"].compute_s == pytest.approx(sum(slower))
+    assert simulation.devices["d0"].compute_s == pytest.approx(sum(slower))
 
 
 def test_tasks_that_would_read_what_the_head_device_computes_are_refused():
@@ -256,18 +248,18 @@ def test_tasks_that_would_read_what_the_head_device_computes_are_refused():
 
 def test_leasing_gains_where_a_device_becomes_slower():
     """The figures of docs/methods/fused_tiles.md, loosely: fixed owners are waited for, leases are taken over."""
-    found = {}
+    simulation = {}
     cluster, spec = load_site(settings.find_bundled_config("sites", Path("mixed-four"))), spec_of_kind("vgg16")
     shape = request(spec, (1,))[0]
     for owners in ({}, {"owners": "leased"}):
         pins = {"strategy": "fused_tiles", "options": {"cut": "3", **owners}, "devices": tuple(cluster.devices)}
         chosen = decide(Question(NAMING, spec, cluster, shape, PlanVersion(1, 1), **pins)).chosen.plan
         parts = plan_programs.device_programs(spec, chosen, shape)
-        found[bool(owners)] = [
+        simulation[bool(owners)] = [
             simulate(NAMING, spec, shape, parts, cluster, slowness=slows).seconds
             for slows in (None, slower_from("pi1", 0.05, 2.0))
         ]
-    fixed, leased = found[False], found[True]
+    fixed, leased = simulation[False], simulation[True]
     assert leased[0] < 1.1 * fixed[0]
     assert fixed[1] > 1.2 * fixed[0]
     assert leased[1] < 0.85 * fixed[1]

@@ -82,7 +82,7 @@ def test_a_tile_that_no_device_has_leaves_the_hub_once(
 @pytest.mark.parametrize(
     ("cached", "link", "hub", "seconds"),
     [
-        (ALL, 1.0, 1.0, MODEL_BYTES / 400e3),  # what is cached waits for no link
+        (ALL, 1.0, 1.0, MODEL_BYTES / 400e3),  # cached tiles wait for no link
         (NONE, 1e9, 1e9, MODEL_BYTES / 100e3),  # the processor
         (NONE, 50e3, 1e9, MODEL_BYTES / 50e3),  # the device's link
         (NONE, 1e9, 20e3, MODEL_BYTES / 20e3),  # the hub's link
@@ -90,8 +90,8 @@ def test_a_tile_that_no_device_has_leaves_the_hub_once(
 )
 def test_a_load_takes_as_long_as_its_slowest_part(cached: np.ndarray, link: float, hub: float, seconds: float) -> None:
     load = site_load(TILES, dict.fromkeys("ab", WHOLE), dict.fromkeys("ab", cached))
-    found = load_seconds(load, dict.fromkeys("ab", RATES), dict.fromkeys("ab", link), hub)
-    assert found == pytest.approx(dict.fromkeys("ab", seconds))
+    times = load_seconds(load, dict.fromkeys("ab", RATES), dict.fromkeys("ab", link), hub)
+    assert times == pytest.approx(dict.fromkeys("ab", seconds))
 
 
 def test_a_device_that_needs_nothing_takes_no_time() -> None:

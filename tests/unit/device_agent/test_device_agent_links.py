@@ -301,7 +301,7 @@ def test_a_large_probe_leaves_when_a_run_has_ended(device):
     d.run(request()[2])
     (probe,) = probes(d)
     assert len(probe) > LARGE_BYTES
-    d.run(request(admission=2)[2])
+    d.run(request(run_id=2)[2])
     assert len(probes(d)) == 1, "the next one has time"
 
 
@@ -331,7 +331,7 @@ def test_a_probe_that_cannot_leave_is_counted_and_ends_nothing(device, monkeypat
     monkeypatch.setattr(d.network, "probe_large", away)
     d.run(request()[2])
     assert d.complaints.counters["command_errors"] == 1
-    d.run(request(admission=2)[2])
+    d.run(request(run_id=2)[2])
     assert d.complaints.counters["command_errors"] == 2, "the session goes on"
 
 

@@ -40,7 +40,7 @@ def test_a_limit_replaces_the_packet_size():
 
 @pytest.mark.parametrize("user", ["", "a:b", "a\nb"])
 def test_a_user_name_that_would_break_the_file_is_refused(user):
-    with pytest.raises(ConfigError, match="password file"):
+    with pytest.raises(ConfigError):
         password_lines({user: "x"})
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on under another plan from a block on gives the answer of one device."""
+"""A run that continues under another plan from a block on gives the answer of one device."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def check(family: str, before: Plan, after: Plan, block: int, seed: int = 0, wan
         validate(one.program)
     then = bound(parts, tensors(spec))
     now = bound({d: h.program for d, h in handed.items()}, tensors(spec))
-    now = {d: replace(made, taken=handed[d].taken) for d, made in now.items()}
-    found = continued(then, now, block, inputs, seed)
+    now = {d: replace(rest, taken=handed[d].taken) for d, rest in now.items()}
+    output = continued(then, now, block, inputs, seed)
     expected = models.reference(spec, tensors(spec), inputs, shape)[1 if want == "task" else 0]
-    assert np.abs(found - expected).max() < TOLERANCE * (100 if "f16" in (before.wire, after.wire) else 1)
+    assert np.abs(output - expected).max() < TOLERANCE * (100 if "f16" in (before.wire, after.wire) else 1)
 
 
 @pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
 @pytest.mark.parametrize("method", METHODS)
 def test_borders_give_the_answer_of_one_device(family, method):
-    """Every border but those of the last layer, of which the task may not need all rows."""
+    """Every border except in the last layer, where the task may need some rows only."""
     spec = FAMILIES[family]
     before, after = (plan(spec, METHODS[method], shares) for shares in ((1.0, 1.0, 1.0), (3.0, 1.0, 2.0)))
     for block in range(1, len(models.graph(spec, request(spec, (13,))[0]).blocks) - 2):
@@ -152,7 +152,7 @@ def test_any_method_goes_on_with_any_other(pair, shares, wires, block, seed):
     check("bert-embedding", before, after, block, seed)
 
 
-def test_layers_worked_out_once_are_found_again():
+def test_borders_within_a_repeated_layer():
     """In a net of many equal layers one stands for several: each border of each kind of copy, and bytes that move."""
     spec = replace(FAMILIES["bert-embedding"], layers=9)
     shape, _ = request(spec, (13,))
@@ -164,7 +164,7 @@ def test_layers_worked_out_once_are_found_again():
         assert [(m.source, m.target, m.nbytes) for m in moved] == [("d1", "d0", 2 * 32 * 4)]
 
 
-def test_rows_that_a_device_has_for_others_alone_are_refused_where_they_cannot_be_had():
+def test_rows_that_a_device_only_relays_never_break_a_handover():
     spec = replace(spec_of_kind("bert-large"), layers=9)
     shape, mlp = representative_shape(spec, 128), ("row", {"variant": "mlp"})
     before, after = (

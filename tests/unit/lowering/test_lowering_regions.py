@@ -13,8 +13,6 @@ from hepti_mqtt.lowering.ops import Conv
 sets = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), max_size=3).map(
     lambda pairs: rg.union(*(rg.span(a, a + n) for a, n in pairs))
 )
-
-
 areas = st.tuples(sets, sets)
 
 

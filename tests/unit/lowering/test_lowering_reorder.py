@@ -27,7 +27,7 @@ from hepti_mqtt.program import Compute
 from hepti_mqtt.strategies import STRATEGIES
 
 ENCODERS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"]}
-# Whose scores are not those of queries and keys as they come out of their product.
+# Families that change scores after the product of queries and keys.
 OTHERS = tuple(f for f, s in FAMILIES.items() if isinstance(s, ModelSpec) and (s.block.thetas or s.block.buckets))
 for other in OTHERS:
     del ENCODERS[other]
@@ -64,7 +64,7 @@ def test_a_model_without_such_products_stays_as_it_is(family):
 
 
 def block(**changes):
-    """Return a graph of one attention, with what somebody may have made else of it."""
+    """Return a graph of one attention, with changes that exclude the other order."""
     net = GraphBuilder()
     x = net.linear("x", net.input("given", (8, 4), "f32"), roles.STEM, {"w": 12}, bias=False)
     qkv = net.linear("qkv", x, roles.QKV, {"q": 8, "k": 8, "v": 8}, activation=changes.get("activation"))
@@ -105,9 +105,12 @@ def test_the_order_is_that_of_fewer_multiplications_on_the_busiest_device(tokens
     rows = [span(*r) for r in apportion(shape.tokens, fixed.shares["rows"])]
     (pair,) = pairs(graph(spec, shape))
     # Those of queries are in both.
-    told = [[c - index_count(r) * spec.hidden**2 for c, r in zip(found, rows, strict=True)] for found in counted]
-    assert told == [[multiplications(*pair, r)[i] for r in rows] for i in (0, 1)]
-    usual, other = map(max, told)
+    products = [
+        [c - index_count(r) * spec.hidden**2 for c, r in zip(weights_by_order, rows, strict=True)]
+        for weights_by_order in counted
+    ]
+    assert products == [[multiplications(*pair, r)[i] for r in rows] for i in (0, 1)]
+    usual, other = map(max, products)
     assert is_reordered(spec, fixed, shape) == (REORDERED_COST * other < usual)
     if len([r for r in rows if r]) == 1:
         assert not is_reordered(spec, fixed, shape) or heads == 1
@@ -133,10 +136,10 @@ def test_one_plan_has_both_orders_by_length_and_the_same_weights():
     spec = replace(
         FAMILIES["bert-embedding"], max_tokens=200, text=replace(FAMILIES["bert-embedding"].text, positions=200)
     )
-    found = {}
+    weights_by_order = {}
     for order in ({}, {"order": "kept"}, {"order": "reordered"}):
         fixed = plan(spec, ("voltage", {"shares": "equal", **order}), (1.0,) * 3)
-        found[tuple(order.values())] = {d: set(resident_weights(spec, fixed, d)) for d in fixed.devices}
+        weights_by_order[tuple(order.values())] = {d: set(resident_weights(spec, fixed, d)) for d in fixed.devices}
         if not order:
             assert [is_reordered(spec, fixed, request(spec, (m,))[0]) for m in (3, 9, 60, 200)] == [
                 True,
@@ -144,7 +147,7 @@ def test_one_plan_has_both_orders_by_length_and_the_same_weights():
                 False,
                 False,
             ]
-    assert found[()] == found[("kept",)] == found[("reordered",)]
+    assert weights_by_order[()] == weights_by_order[("kept",)] == weights_by_order[("reordered",)]
 
 
 def test_narrow_weights_stay_in_their_order_whatever_is_asked_for():
@@ -166,8 +169,6 @@ def test_only_voltage_rewrites_graphs_and_only_by_cost_is_searched():
 
 
 SPECS = {**ENCODERS, "tiny-devit": spec_of_kind("tiny-devit")}
-
-
 SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0,) * 4, (1.0, 0.5, 2.0, 1.0, 1.0))
 
 

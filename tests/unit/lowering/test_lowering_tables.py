@@ -1,4 +1,4 @@
-"""Any table gives the single-device result, or an error that names the tensor; equal layers are worked out once."""
+"""Any table gives the single-device result, or an error with the tensor; equal layers are lowered once."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_random_tables_give_the_result_of_one_device(family):
             for op in graph.ops
             if op.role not in FRAME and rng.random() < 0.6 and not isinstance(op, OpaqueOp | LayerNorm)
         }
-        made = Lowered(graph, ByName({}, FRAME, False, names), [f"d{i}" for i in range(devices)])
-        parts = {name: made.full_program(name) for name in made.names}
+        compact = Lowered(graph, ByName({}, FRAME, False, names), [f"d{i}" for i in range(devices)])
+        parts = {name: compact.full_program(name) for name in compact.names}
         for program in parts.values():
             validate(program)
         runs = [run_programs(parts, held, inputs, seed) for seed in range(2)]
@@ -106,8 +106,6 @@ def lowered(lines: dict[str, Rule], devices: int = 2) -> Lowered:
 
 
 DEEP = {name: replace(s, layers=7) for name, s in EVERY_FAMILY.items() if type(s) is ModelSpec}
-
-
 OF_ALL_LAYERS = {"pipeline"}  # its table looks at the layer
 
 
@@ -124,27 +122,23 @@ def test_the_same_programs_as_with_every_layer_worked_out(family):
     shape, _ = request(spec, (7, 5))
     for method in methods(spec)[list(DEEP).index(family) % 3 :: 3]:
         fixed = plan(spec, method, (1.0,) if method[0] == "single" else (3.0, 2.0, 1.0))
-        made = lowered_of(spec, fixed, shape)
-        whole = Lowered(made.full_graph, replace(made.table, uniform=False), fixed.devices)
-        assert (made.repeat is None) == (method[0] in OF_ALL_LAYERS or made.full_graph.repeat is None)
+        compact = lowered_of(spec, fixed, shape)
+        whole = Lowered(compact.full_graph, replace(compact.table, uniform=False), fixed.devices)
+        assert (compact.repeat is None) == (method[0] in OF_ALL_LAYERS or compact.full_graph.repeat is None)
         for device in fixed.devices:
-            assert made.full_program(device) == whole.full_program(device), method
-            assert set(made.weight_refs(device)) == set(whole.weight_refs(device))
-            assert set(made.weight_refs(device)) == set(made.full_program(device).weights())
-            assert made.senders(device) == frozenset(whole.full_program(device).sources())
+            assert compact.full_program(device) == whole.full_program(device), method
+            assert set(compact.weight_refs(device)) == set(whole.weight_refs(device))
+            assert set(compact.weight_refs(device)) == set(compact.full_program(device).weights())
+            assert compact.senders(device) == frozenset(whole.full_program(device).sources())
 
 
 SPEC = spec_of_kind("tiny-bert")
-
-
 WAYS = (("row", {"variant": "kv"}), ("row", {"variant": "heads"}), ("megatron", {"reduce": "direct"}))
-
-
 PLANS = 60
 
 
 def lower_many(rng: random.Random) -> None:
-    """Make the Programs of one device under plans whose shares were never there before."""
+    """Build the Programs of one device under plans with new shares."""
     for number in range(PLANS):
         names = ("a", "b", "c")[: rng.choice((2, 3))]
         name, options = rng.choice(WAYS)
@@ -205,9 +199,9 @@ def test_a_part_that_two_plans_have_in_common_is_lowered_once_and_the_same(kind)
     largest = max(one.ranges, key=lambda kind: one.ranges[kind][-1][1] if kind.startswith("rows") else 0)
     *first, (start, border), (_, stop) = one.ranges[largest]
     other = replace(one, ranges={**one.ranges, largest: (*first, (start, border - 1), (border - 1, stop))})
-    made = [[searched_program(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
-    assert made == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
+    compact = [[searched_program(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
+    assert compact == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
     plan_programs._lowered.cache_clear()
-    assert made == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
-    assert made[0][0] is made[1][0]
-    assert made[0][3] != made[1][3]
+    assert compact == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
+    assert compact[0][0] is compact[1][0]
+    assert compact[0][3] != compact[1][3]

@@ -1,4 +1,4 @@
-"""Posteriors of measured quantities: noise that is learned, changes that are found, meters that are contradicted."""
+"""Posteriors of measured quantities: learned noise, detected changes, contradicted meters."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def fed(values, prior: Prior = ANY, stream: str = "x", step_s: float = 1.0) -> Q
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 def test_a_posterior_is_as_far_off_as_it_says(noise) -> None:
-    found = fed(0.5 + noise)
-    assert abs(found.mean - 0.5) < 3 * found.sd()
-    assert found.sd() < 0.1
+    quantity = fed(0.5 + noise)
+    assert abs(quantity.mean - 0.5) < 3 * quantity.sd()
+    assert quantity.sd() < 0.1
 
 
 def test_noise_that_repeats_itself_says_less() -> None:
@@ -72,8 +72,8 @@ def test_noise_that_repeats_itself_says_less() -> None:
 
 
 def test_what_was_not_observed_for_long_is_less_sure() -> None:
-    found = fed(white(100, 0.1))
-    assert found.sd(100 + 3600.0) > 2 * found.sd(100.0)
+    quantity = fed(white(100, 0.1))
+    assert quantity.sd(100 + 3600.0) > 2 * quantity.sd(100.0)
 
 
 def observations_until_found(size: float, sd: float, seed: int) -> int:
@@ -113,18 +113,18 @@ def test_units_change_nothing(unit: float) -> None:
 
 def test_a_stall_that_ends_brings_back_what_was_known() -> None:
     quantity = Quantity(ANY, 0.0)
-    found = []
+    verdicts = []
     for i, noise in enumerate(white(240, 0.05)):
         stalled = 200 <= i < 215
-        found.append(quantity.observe(float(noise) + stalled * log(3), "x", 1.0, float(i)))
+        verdicts.append(quantity.observe(float(noise) + stalled * log(3), "x", 1.0, float(i)))
         if i == 199:
             before = quantity.mean
-        if found[-1] == "changed":
+        if verdicts[-1] == "changed":
             age_s = i - quantity.changes[-1].began_s
             assert quantity.remaining(float(i)).median_s == pytest.approx(1.5 * age_s, rel=0.05), (
                 "1.5 times as long again"
             )
-    assert [x for x in found if x] == ["changed", "ended"]
+    assert [x for x in verdicts if x] == ["changed", "ended"]
     assert quantity.mean == pytest.approx(before, abs=0.05)
     assert not quantity.changes
 
@@ -146,8 +146,8 @@ def test_a_meter_goes_half_of_the_way_unless_nobody_contradicts_it() -> None:
         quantity = Quantity(PRIORS["slowdown"], 0.0)
         for i in range(50):
             quantity.observe(0.01 * (i % 2), "run", 1.0, float(i))
-        found = [quantity.observe(log(4), "meter", 1.0, 50.0 + i, alone=alone) for i in range(5)]
-        assert ("changed" in found) is alone
+        verdicts = [quantity.observe(log(4), "meter", 1.0, 50.0 + i, alone=alone) for i in range(5)]
+        assert ("changed" in verdicts) is alone
     quantity = Quantity(PRIORS["slowdown"], 0.0)
     for i in range(50):
         quantity.observe(0.01 * (i % 2), "run", 1.0, float(i))
@@ -172,129 +172,133 @@ def beat(slowdown: float = 1.0, rate: float | None = None, **more) -> Heartbeat:
 
 
 def site(*names: str) -> SiteEstimates:
-    found = SiteEstimates()
+    estimates = SiteEstimates()
     for name in names:
-        found.add_device(name, "board")
-    return found
+        estimates.add_device(name, "board")
+    return estimates
 
 
 def test_what_was_not_measured_has_defaults_and_a_device_that_is_not_known_is_ignored() -> None:
-    found = site("a")
-    assert found.slowdown("a") == found.slowdown("nobody") == 1.0
-    assert found.link("a").up_bytes_per_s >= 1e9
-    assert found.frame_cost("a") is None
-    found.record_heartbeat("nobody", beat(3.0), 0.0, busy=False, loading=False)
-    found.record_compute("nobody", 1.0, 0.0)
-    found.record_edge("a", "nobody", 1e6, 0.0)
-    assert found.describe(0.0) == {"a": ()}
+    estimates = site("a")
+    assert estimates.slowdown("a") == estimates.slowdown("nobody") == 1.0
+    assert estimates.link("a").up_bytes_per_s >= 1e9
+    assert estimates.frame_cost("a") is None
+    estimates.record_heartbeat("nobody", beat(3.0), 0.0, busy=False, loading=False)
+    estimates.record_compute("nobody", 1.0, 0.0)
+    estimates.record_edge("a", "nobody", 1e6, 0.0)
+    assert estimates.describe(0.0) == {"a": ()}
 
 
 def test_runs_are_believed_more_than_a_meter_that_says_ten_times_as_fast_and_it_is_named() -> None:
-    found, noise = site("a", "b"), white(200, 0.05)
+    estimates, noise = site("a", "b"), white(200, 0.05)
     for i in range(60):
-        found.record_heartbeat("a", beat(0.1 * exp(noise[i])), float(i), busy=True, loading=False)
-        found.record_heartbeat("b", beat(exp(noise[60 + i])), float(i), busy=True, loading=False)
+        estimates.record_heartbeat("a", beat(0.1 * exp(noise[i])), float(i), busy=True, loading=False)
+        estimates.record_heartbeat("b", beat(exp(noise[60 + i])), float(i), busy=True, loading=False)
         for name in "ab":
-            found.record_compute(name, float(noise[120 + i]), i + 0.5)
-    assert found.slowdown("a") == pytest.approx(1.0, abs=0.07)
-    assert "contradicts itself" in found.describe(60.0)["a"][0]
-    assert not any("contradict" in text for text in found.describe(60.0)["b"])
+            estimates.record_compute(name, float(noise[120 + i]), i + 0.5)
+    assert estimates.slowdown("a") == pytest.approx(1.0, abs=0.07)
+    assert "contradicts itself" in estimates.describe(60.0)["a"][0]
+    assert not any("contradict" in text for text in estimates.describe(60.0)["b"])
     for i in range(60, 100):  # in no plan any more, so that nobody contradicts it: it is known to lie
-        found.record_heartbeat("a", beat(0.1 * exp(noise[i])), float(i), busy=False, loading=False)
-    assert found.slowdown("a") == pytest.approx(1.0, abs=0.15)
+        estimates.record_heartbeat("a", beat(0.1 * exp(noise[i])), float(i), busy=False, loading=False)
+    assert estimates.slowdown("a") == pytest.approx(1.0, abs=0.15)
 
 
 def test_a_link_that_says_more_than_exchanges_carry_is_corrected_and_named() -> None:
-    found, noise = site("a", "b"), white(100, 0.05)
+    estimates, noise = site("a", "b"), white(100, 0.05)
     for i in range(40):
         peers = {"b": LinkReport(2e-3 * exp(noise[i]), 125e6 * exp(noise[i]))}
-        found.record_heartbeat("a", beat(peers=peers), float(i), busy=True, loading=False)
-        found.record_edge("a", "b", 5e6 * exp(noise[50 + i]), i + 0.5)
-    link = found.peer_link("a", "b")
+        estimates.record_heartbeat("a", beat(peers=peers), float(i), busy=True, loading=False)
+        estimates.record_edge("a", "b", 5e6 * exp(noise[50 + i]), i + 0.5)
+    link = estimates.peer_link("a", "b")
     assert link is not None
     assert link.bytes_per_s is not None
     assert link.bytes_per_s < 25e6, "sharing explains a factor of two"
-    assert any("exchanges say" in text for text in found.describe(40.0)["a"])
+    assert any("exchanges say" in text for text in estimates.describe(40.0)["a"])
 
 
 def test_exchanges_that_share_a_link_say_when_it_falls_and_comes_back() -> None:
-    found, noise = site("a", "b", "c", "d"), white(400, 0.1)
+    estimates, noise = site("a", "b", "c", "d"), white(400, 0.1)
     pairs = [("a", x) for x in "bcd"]
 
     def exchange(begin: int, stop: int, factor: float) -> None:
         for i in range(begin, stop):
             for source, target in pairs:
-                found.record_edge(source, target, factor * 10e6 * exp(noise[i]), float(i))
+                estimates.record_edge(source, target, factor * 10e6 * exp(noise[i]), float(i))
 
     for i in range(10):
         peers = {x: LinkReport(2e-3, 30e6 * exp(noise[i])) for x in "bcd"}
-        found.record_heartbeat("a", beat(peers=peers), float(i), busy=False, loading=False)
-    found.begin_plan("abcd")
+        estimates.record_heartbeat("a", beat(peers=peers), float(i), busy=False, loading=False)
+    estimates.begin_plan("abcd")
     exchange(10, 60, 1.0)
-    rate = lambda: found.peer_link("a", "b").bytes_per_s  # noqa: E731
+    rate = lambda: estimates.peer_link("a", "b").bytes_per_s  # noqa: E731
     assert rate() == pytest.approx(30e6, rel=0.15), "that three share the link is no fault of it"
-    planned = found.means()
+    planned = estimates.means()
     exchange(60, 66, 0.42)
     assert rate() == pytest.approx(0.42 * 30e6, rel=0.2)
-    assert "rate" in str(found.moved(planned, ("a", "b"), 66.0))
-    young = found.youngest_change(("a", "b"), 66.0)
+    assert "rate" in str(estimates.moved(planned, ("a", "b"), 66.0))
+    young = estimates.youngest_change(("a", "b"), 66.0)
     assert young is not None
     assert young.before.peer_rates["a", "b"][0] == pytest.approx(-log(0.42), abs=0.2)
     exchange(66, 76, 1.0)
     assert rate() == pytest.approx(30e6, rel=0.15)
-    found.begin_plan("ab")
+    estimates.begin_plan("ab")
     exchange(80, 100, 2.9)  # another plan, in which one exchange has the link to itself
     assert rate() == pytest.approx(30e6, rel=0.2)
 
 
-def all_exchange(found: SiteEstimates, names: str, begin: int, stop: int, slow: str = "", factor: float = 1.0) -> None:
+def all_exchange(
+    estimates: SiteEstimates, names: str, begin: int, stop: int, slow: str = "", factor: float = 1.0
+) -> None:
     """Let all devices exchange at 10 MB/s each way, once a second, and less with one of them."""
     for i in range(begin, stop):
         for source in names:
             for target in names.replace(source, ""):
                 noise = exp(float(rng(i * 10000 + ord(source) * 100 + ord(target)).normal(0, 0.1)))
                 of_pair = factor if slow in (source, target) and slow else 1.0
-                found.record_edge(source, target, of_pair * 10e6 * noise, float(i))
+                estimates.record_edge(source, target, of_pair * 10e6 * noise, float(i))
 
 
 def test_a_host_whose_line_falls_is_told_from_those_that_it_exchanges_with() -> None:
-    found = site("a", "b", "c", "d")
+    estimates = site("a", "b", "c", "d")
     for i in range(10):
         for name in "abcd":
             peers = {x: LinkReport(2e-3, 30e6 + i) for x in "abcd" if x != name}
-            found.record_heartbeat(name, beat(rate=30e6 + i, peers=peers), float(i), busy=False, loading=False)
-    found.begin_plan("abcd")
-    all_exchange(found, "abcd", 10, 40)
-    planned = found.means()
-    all_exchange(found, "abcd", 40, 43, "b", 0.2)
-    assert found.peer_link("b", "a").bytes_per_s == pytest.approx(6e6, rel=0.3)
-    assert found.peer_link("c", "b").bytes_per_s == pytest.approx(6e6, rel=0.3)
-    assert found.peer_link("c", "a").bytes_per_s == pytest.approx(30e6, rel=0.2)
-    assert " of b " in str(found.moved(planned, "abcd", 43.0))
+            estimates.record_heartbeat(name, beat(rate=30e6 + i, peers=peers), float(i), busy=False, loading=False)
+    estimates.begin_plan("abcd")
+    all_exchange(estimates, "abcd", 10, 40)
+    planned = estimates.means()
+    all_exchange(estimates, "abcd", 40, 43, "b", 0.2)
+    assert estimates.peer_link("b", "a").bytes_per_s == pytest.approx(6e6, rel=0.3)
+    assert estimates.peer_link("c", "b").bytes_per_s == pytest.approx(6e6, rel=0.3)
+    assert estimates.peer_link("c", "a").bytes_per_s == pytest.approx(30e6, rel=0.2)
+    assert " of b " in str(estimates.moved(planned, "abcd", 43.0))
     for i in range(43, 47):  # left out: only the broker hears of it
-        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
-    assert found.peer_link("b", "a").bytes_per_s > 20e6
+        estimates.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert estimates.peer_link("b", "a").bytes_per_s > 20e6
 
 
 def test_a_device_of_which_nothing_is_heard_is_ever_more_likely_as_it_was() -> None:
-    found = site("a", "b")
+    estimates = site("a", "b")
     for i in range(40):
-        found.record_compute("a", log(4) * (i >= 30) + 0.01 * (i % 3), float(i))
-        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
-    assert found.slowdown("a") == pytest.approx(4, rel=0.1)
-    assert found.draws("a", 45.0).slowdowns["a"].min() < -1
+        estimates.record_compute("a", log(4) * (i >= 30) + 0.01 * (i % 3), float(i))
+        estimates.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert estimates.slowdown("a") == pytest.approx(4, rel=0.1)
+    assert estimates.draws("a", 45.0).slowdowns["a"].min() < -1
     for i in range(40, 80):  # its meter sees no ops
-        found.record_heartbeat("a", beat(1.0), float(i), busy=False, loading=False)
-        found.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
-    assert found.unheard_s("a", 80.0) == pytest.approx(41)
-    assert found.slowdown("a") == pytest.approx(1, rel=0.1)
-    draws = found.draws("a", 80.0).slowdowns["a"]
+        estimates.record_heartbeat("a", beat(1.0), float(i), busy=False, loading=False)
+        estimates.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
+    assert estimates.unheard_s("a", 80.0) == pytest.approx(41)
+    assert estimates.slowdown("a") == pytest.approx(1, rel=0.1)
+    draws = estimates.draws("a", 80.0).slowdowns["a"]
     assert 0.1 < (draws > 1).mean() < 0.5, "or it is as slow as it was"
-    found.record_compute("a", log(4), 81.0)
-    assert found.slowdown("a") == pytest.approx(4, rel=0.2)
-    found.record_compute("a", 0.02, 900.0)
-    assert found.slowdown("a") == pytest.approx(1, rel=0.1), "the first word after a silence says whether it has ended"
-    assert found.unheard_s("a", 910.0) == 0
+    estimates.record_compute("a", log(4), 81.0)
+    assert estimates.slowdown("a") == pytest.approx(4, rel=0.2)
+    estimates.record_compute("a", 0.02, 900.0)
+    assert estimates.slowdown("a") == pytest.approx(1, rel=0.1), (
+        "the first word after a silence says whether it has ended"
+    )
+    assert estimates.unheard_s("a", 910.0) == 0
 
 
 def test_readings_that_repeat_the_last_one_are_none() -> None:
@@ -317,85 +321,85 @@ def test_a_doubt_begins_with_what_makes_it_one_not_with_the_noise_before() -> No
 
 
 def test_probes_beside_exchanges_that_find_less_are_doubted() -> None:
-    found = site("a")
+    estimates = site("a")
     for i in range(5):
-        found.record_heartbeat("a", beat(rate=3e7 + i), float(i), busy=False, loading=False)
+        estimates.record_heartbeat("a", beat(rate=3e7 + i), float(i), busy=False, loading=False)
     for i in range(5, 10):
-        found.record_heartbeat("a", beat(rate=1.5e7 + i), float(i), busy=True, loading=False)
-    assert found.link("a").up_bytes_per_s > 2.5e7
+        estimates.record_heartbeat("a", beat(rate=1.5e7 + i), float(i), busy=True, loading=False)
+    assert estimates.link("a").up_bytes_per_s > 2.5e7
 
 
 def test_a_load_hides_no_link_and_makes_none_slower() -> None:
-    found = site("a", "b")
+    estimates = site("a", "b")
     peers = lambda round_trip_s, rate: {"b": LinkReport(round_trip_s, rate)}  # noqa: E731
-    found.record_heartbeat("a", beat(peers=peers(40e-3, 2e6)), 0.0, busy=False, loading=True)
-    assert found.peer_link("a", "b").latency_s <= 0.5e-3, "a busy device answers late; its link was not measured"
-    assert found.peer_link("a", "b").bytes_per_s is None
-    found.record_heartbeat("b", beat(peers={"a": LinkReport(0.2e-3, 2e6)}), 1.0, busy=False, loading=True)
-    assert found.peer_link("a", "b").latency_s == pytest.approx(0.1e-3, rel=0.1), "either end measures it"
-    found.record_heartbeat("a", beat(peers=peers(4e-3, 3e7)), 20.0, busy=False, loading=False)
-    assert found.peer_link("a", "b").bytes_per_s == pytest.approx(3e7, rel=0.1)
+    estimates.record_heartbeat("a", beat(peers=peers(40e-3, 2e6)), 0.0, busy=False, loading=True)
+    assert estimates.peer_link("a", "b").latency_s <= 0.5e-3, "a busy device answers late; its link was not measured"
+    assert estimates.peer_link("a", "b").bytes_per_s is None
+    estimates.record_heartbeat("b", beat(peers={"a": LinkReport(0.2e-3, 2e6)}), 1.0, busy=False, loading=True)
+    assert estimates.peer_link("a", "b").latency_s == pytest.approx(0.1e-3, rel=0.1), "either end measures it"
+    estimates.record_heartbeat("a", beat(peers=peers(4e-3, 3e7)), 20.0, busy=False, loading=False)
+    assert estimates.peer_link("a", "b").bytes_per_s == pytest.approx(3e7, rel=0.1)
 
 
 def test_loads_change_little() -> None:
-    found = site("a")
+    estimates = site("a")
     for i in range(30):
-        found.record_heartbeat("a", beat(1 + 1e-3 * i, rate=3e7 + i), float(i), busy=True, loading=False)
-        found.record_compute("a", 0.01 * (i % 3), i + 0.5)
+        estimates.record_heartbeat("a", beat(1 + 1e-3 * i, rate=3e7 + i), float(i), busy=True, loading=False)
+        estimates.record_compute("a", 0.01 * (i % 3), i + 0.5)
     for i in range(30, 60):
-        found.record_heartbeat("a", beat(3 + 1e-3 * i, rate=2e6 + i), float(i), busy=True, loading=True)
-    assert found.slowdown("a") < 1.25
-    assert found.link("a").up_bytes_per_s > 2.5e7
-    assert found.last_change_s < 0
+        estimates.record_heartbeat("a", beat(3 + 1e-3 * i, rate=2e6 + i), float(i), busy=True, loading=True)
+    assert estimates.slowdown("a") < 1.25
+    assert estimates.link("a").up_bytes_per_s > 2.5e7
+    assert estimates.last_change_s < 0
 
 
 def test_an_overdue_run_lets_meters_speak() -> None:
-    found = site("a")
+    estimates = site("a")
     for i in range(30):
-        found.record_heartbeat("a", beat(1 + 1e-3 * i), float(i), busy=True, loading=False)
-        found.record_compute("a", 0.01 * (i % 3), i + 0.5)
+        estimates.record_heartbeat("a", beat(1 + 1e-3 * i), float(i), busy=True, loading=False)
+        estimates.record_compute("a", 0.01 * (i % 3), i + 0.5)
     for i in range(30, 34):
-        found.record_overdue("a", i - 0.1)
-        found.record_heartbeat("a", beat(4 + 1e-3 * i), float(i), busy=True, loading=False)
-    assert found.slowdown("a") == pytest.approx(4.0, rel=0.2)
-    assert found.last_change_s == 31.0
+        estimates.record_overdue("a", i - 0.1)
+        estimates.record_heartbeat("a", beat(4 + 1e-3 * i), float(i), busy=True, loading=False)
+    assert estimates.slowdown("a") == pytest.approx(4.0, rel=0.2)
+    assert estimates.last_change_s == 31.0
 
 
 def test_draws_are_common_and_as_wide_as_what_is_not_known() -> None:
-    found = site("a", "b")
+    estimates = site("a", "b")
     for i in range(20):
-        found.record_heartbeat("a", beat(1 + 1e-2 * i, 1e7 + i), float(i), busy=False, loading=False)
-    few, more = found.draws("a", 20.0, seed=3), found.draws("ab", 20.0, seed=3)
+        estimates.record_heartbeat("a", beat(1 + 1e-2 * i, 1e7 + i), float(i), busy=False, loading=False)
+    few, more = estimates.draws("a", 20.0, seed=3), estimates.draws("ab", 20.0, seed=3)
     assert (few.slowdowns["a"] == more.slowdowns["a"]).all()
     assert few.rates["a"].shape == (48,)
-    assert (found.draws("a", 20.0, seed=4).rates["a"] != few.rates["a"]).any()
+    assert (estimates.draws("a", 20.0, seed=4).rates["a"] != few.rates["a"]).any()
     assert few.slowdowns["a"].mean() == pytest.approx(0, abs=1e-6)
-    assert found.draws("a", 4000.0).slowdowns["a"].std() > 1.5 * few.slowdowns["a"].std()
+    assert estimates.draws("a", 4000.0).slowdowns["a"].std() > 1.5 * few.slowdowns["a"].std()
 
 
 def test_a_device_that_starts_anew_is_not_what_it_was() -> None:
-    found = site("a", "b")
+    estimates = site("a", "b")
     for i in range(5):
         peers = {"b": LinkReport(1e-3 + i * 1e-6, 3e6)}
-        found.record_heartbeat("a", beat(8.0 + i, peers=peers), float(i), busy=False, loading=False)
-    assert found.slowdown("a") > 5
-    found.forget_device("a")
-    found.add_device("a", "board")
-    assert found.slowdown("a") == 1.0
-    assert found.peer_links("a") == {}
+        estimates.record_heartbeat("a", beat(8.0 + i, peers=peers), float(i), busy=False, loading=False)
+    assert estimates.slowdown("a") > 5
+    estimates.forget_device("a")
+    estimates.add_device("a", "board")
+    assert estimates.slowdown("a") == 1.0
+    assert estimates.peer_links("a") == {}
 
 
 def test_a_recorded_site_in_which_nothing_changes_raises_no_alarm_after_the_first_minute() -> None:
-    found, alarms, planned = site(), [], {}
+    estimates, alarms, planned = site(), [], {}
     with gzip.open(RECORDED, "rt") as lines:
         for line in filter(lambda line: "device" in line, map(json.loads, lines)):
             t, device = line.pop("t"), line.pop("device")
-            found.add_device(device, "host")
+            estimates.add_device(device, "host")
             reports = {name: LinkReport(*report) for name, report in line.pop("peers").items()}
-            found.record_heartbeat(device, Heartbeat(**line, peers=reports), t, busy=True, loading=False)
+            estimates.record_heartbeat(device, Heartbeat(**line, peers=reports), t, busy=True, loading=False)
             if t > 60:
-                planned = planned or found.means()
-                if (text := found.moved(planned, ("h1", "h2", "h3", "h4"), t)) is not None:
+                planned = planned or estimates.means()
+                if (text := estimates.moved(planned, ("h1", "h2", "h3", "h4"), t)) is not None:
                     alarms.append((t, text))
     assert not alarms, alarms[:3]
 
@@ -408,10 +412,10 @@ SINGLE = replace(SPLIT, strategy="single", devices=("a",), options={})
 
 
 def after(*seconds: float, plan: Plan = SPLIT, tokens: int = 100, spread: float = 0.0) -> MethodEstimates:
-    found = MethodEstimates()
+    estimates = MethodEstimates()
     for i, s in enumerate(seconds):
-        found.record_run(plan, tokens, s, float(i), spread)
-    return found
+        estimates.record_run(plan, tokens, s, float(i), spread)
+    return estimates
 
 
 def test_runs_teach_their_method_and_less_of_others() -> None:

@@ -59,16 +59,16 @@ def test_what_a_refusal_advises_helps(part: float, narrower: str) -> None:
         decide(question(SPEC, room))
     assert re.findall(r"--weights (\w+)", str(refused.value)) == [narrower] * bool(narrower)
     if narrower:
-        asked = question(quantised(SPEC, narrower) if narrower in QUANTISED else SPEC, room)
-        assert decide(asked if narrower in QUANTISED else replace(asked, weight_dtype=narrower))
+        query = question(quantised(SPEC, narrower) if narrower in QUANTISED else SPEC, room)
+        assert decide(query if narrower in QUANTISED else replace(query, weight_dtype=narrower))
     (more,) = re.findall(r"add a device with (\d+) MiB", str(refused.value))
-    asked = question(SPEC, room)
-    added = replace(asked.cluster.devices["a"], name="d", memory_bytes=1.1 * int(more) * 2**20)
-    links = {**asked.cluster.links, "d": asked.cluster.links["a"]}
-    site = replace(asked.cluster, devices={**asked.cluster.devices, "d": added}, links=links)
-    assert decide(replace(asked, cluster=replace(site, endpoints=frozenset(site.devices))))
+    query = question(SPEC, room)
+    added = replace(query.cluster.devices["a"], name="d", memory_bytes=1.1 * int(more) * 2**20)
+    links = {**query.cluster.links, "d": query.cluster.links["a"]}
+    site = replace(query.cluster, devices={**query.cluster.devices, "d": added}, links=links)
+    assert decide(replace(query, cluster=replace(site, endpoints=frozenset(site.devices))))
 
 
 def test_the_least_memory_of_a_device_divides_the_table() -> None:
-    asked = replace(question(SPEC, 1e9), objective="memory")
-    assert EMBEDDINGS.kind in decide(asked).chosen.plan.ranges
+    query = replace(question(SPEC, 1e9), objective="memory")
+    assert EMBEDDINGS.kind in decide(query).chosen.plan.ranges

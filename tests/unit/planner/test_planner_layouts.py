@@ -22,8 +22,6 @@ from hepti_mqtt.strategies import STRATEGIES
 TINY = spec_of_kind("tiny-llama")
 SPEC = replace(TINY, layers=8, hidden=1024, heads=16, mlp=2048, max_tokens=512, block=replace(TINY.block, head_dim=64))
 SPEC = replace(SPEC, text=replace(SPEC.text, positions=512))
-
-
 LAYOUTS = ("", *STRATEGIES["decoder"].layouts)
 CONTEXT = 512
 
@@ -44,8 +42,8 @@ def site_of(gflops, mbit, memory_bytes):
     return Cluster(profiles, links, endpoints=frozenset(profiles))
 
 
-def seconds(asked, plan, rows):
-    return price(replace(asked, shape=TokenBatch((rows,), cache=CONTEXT)), plan, full=True).seconds
+def seconds(query, plan, rows):
+    return price(replace(query, shape=TokenBatch((rows,), cache=CONTEXT)), plan, full=True).seconds
 
 
 def ways(plan):
@@ -64,17 +62,17 @@ def ways(plan):
     ],
 )
 def test_runs_of_any_size_are_in_the_layout_that_is_fastest(gflops, mbit, memory, last):
-    asked = question(site_of(gflops, mbit, memory))
-    chosen = decide(asked).chosen
+    query = question(site_of(gflops, mbit, memory))
+    chosen = decide(query).chosen
     plan, able = chosen.plan, LAYOUTS[: LAYOUTS.index(last) + 1]
     assert list(plan.layouts)[-1] == last
     assert all(need <= memory for need in chosen.price.needs.values())
     for rows in (1, 2, 8, 32, 128):
-        own, found = seconds(asked, plan, rows), {k: seconds(asked, way, rows) for k, way in ways(plan).items()}
-        assert own in found.values()
+        own, by_layout = seconds(query, plan, rows), {k: seconds(query, way, rows) for k, way in ways(plan).items()}
+        assert own in by_layout.values()
         if rows > 1:
-            assert own <= 1.01 * min(found[layout] for layout in able), (rows, found)
-    assert decide(replace(asked, active=plan)).chosen.plan.layouts == plan.layouts
+            assert own <= 1.01 * min(by_layout[layout] for layout in able), (rows, by_layout)
+    assert decide(replace(query, active=plan)).chosen.plan.layouts == plan.layouts
 
 
 LLAMA = replace(
@@ -84,14 +82,14 @@ LLAMA = replace(
 
 
 def test_four_boards_read_a_prompt_by_rows_three_times_as_fast_as_one():
-    asked = question(
+    query = question(
         load_site(find_bundled_config("sites", Path("configs/sites/four-pi4.yaml"))), quantised(LLAMA, "q4")
     )
-    decision = decide(asked)
+    decision = decide(query)
     plan = decision.chosen.plan
     alone = replace(plan, strategy="single", devices=(plan.root,), shares={}, ranges={}, layouts={})
-    gains = {k: seconds(asked, alone, 128) / seconds(asked, way, 128) for k, way in ways(plan).items()}
-    many = replace(asked, shape=TokenBatch((128,), cache=CONTEXT))
+    gains = {k: seconds(query, alone, 128) / seconds(query, way, 128) for k, way in ways(plan).items()}
+    many = replace(query, shape=TokenBatch((128,), cache=CONTEXT))
     sent = {k: price(many, way, full=True).nbytes for k, way in ways(plan).items()}
     assert list(plan.layouts)[-1] == "row"
     assert gains["row"] > 3.6 > 3.2 > gains["block"] > gains[""]

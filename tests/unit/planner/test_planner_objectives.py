@@ -1,4 +1,4 @@
-"""Objectives, replicas, CNNs and mixed sites: what the planner makes of them."""
+"""Plans for objectives, replicas, CNNs and mixed sites."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
-
-
 ROOM = 1 << 30
 
 
-def question(speeds, rooms=None, spec=SPEC, **asked):
+def question(speeds, rooms=None, spec=SPEC, **pins):
     names = [f"d{i}" for i in range(len(speeds))]
     profiles = {
         n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-4 / s), (20, 2e-3 / s))),), 2e7 * s, 1e7 * s, memory_bytes=room)
         for n, s, room in zip(names, speeds, rooms or [ROOM] * len(names), strict=True)
     }
     cluster = Cluster(profiles, dict.fromkeys(names, Link(2e-4, 3e7, 3e7)))
-    return Question(TopicNames("home", "m"), spec, cluster, TokenBatch((20,)), PlanVersion(1, 1), in_flight=2, **asked)
+    return Question(TopicNames("home", "m"), spec, cluster, TokenBatch((20,)), PlanVersion(1, 1), in_flight=2, **pins)
 
 
 def per_s(speed):
-    """Return the requests per second of one device by itself."""
+    """Return the requests per second of a single device."""
     load = decide(question([speed], strategy="single", requests=12)).chosen.price.load
     assert load is not None
     return load.requests_per_s
@@ -57,34 +55,34 @@ def per_s(speed):
     ],
 )
 def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
-    found = decide(question(speeds, objective="throughput"))
-    best = found.chosen.price.load
+    decision = decide(question(speeds, objective="throughput"))
+    best = decision.chosen.price.load
     assert best is not None
     assert best.requests_per_s >= least * per_s(1)
-    assert "requests/s" in found.reason
-    assert found.chosen.price.cost[0] <= 1.05 * min(c.price.cost[0] for c in found.ranking if c.price.feasible)
-    assert {"replicas", "pipeline", "single"} <= {c.plan.strategy for c in found.ranking}
+    assert "requests/s" in decision.reason
+    assert decision.chosen.price.cost[0] <= 1.05 * min(c.price.cost[0] for c in decision.ranking if c.price.feasible)
+    assert {"replicas", "pipeline", "single"} <= {c.plan.strategy for c in decision.ranking}
 
 
 def test_of_throughputs_that_are_alike_the_plan_that_sends_least_is_chosen():
     """A little experience with one device must not bring devices to wait for each other."""
     slower = Corrections({("single", 1, 0, "f32", "f32", "broker"): 1.03})
-    asked = question((1, 1), objective="throughput", is_exhaustive=False, learned=slower)
-    fast = dict.fromkeys(asked.cluster.devices, Link(1e-5, 1e9, 1e9))
-    found = decide(replace(asked, cluster=replace(asked.cluster, links=fast, endpoints=frozenset(fast))))
-    assert found.chosen.name == found.ranking[0].name == "replicas"
-    assert min(c.price.cost[0] for c in found.ranking) < found.chosen.price.cost[0]
+    query = question((1, 1), objective="throughput", is_exhaustive=False, learned=slower)
+    fast = dict.fromkeys(query.cluster.devices, Link(1e-5, 1e9, 1e9))
+    decision = decide(replace(query, cluster=replace(query.cluster, links=fast, endpoints=frozenset(fast))))
+    assert decision.chosen.name == decision.ranking[0].name == "replicas"
+    assert min(c.price.cost[0] for c in decision.ranking) < decision.chosen.price.cost[0]
 
 
 def test_replicas_are_priced_by_what_they_have_taught_themselves():
-    asked = question((1, 1), objective="throughput", strategy="replicas", is_exhaustive=False)
-    price = decide(asked).chosen.price
+    query = question((1, 1), objective="throughput", strategy="replicas", is_exhaustive=False)
+    price = decide(query).chosen.price
     alone, side_by_side = ("single", 1, 0, "f32", "f32", "broker"), ("replicas", 2, 2, "f32", "f32", "broker")
     for factors, learned in (({alone: 1.5}, 1.5), ({alone: 1.5, side_by_side: 2.5}, 2.5), ({side_by_side: 0.9}, 0.9)):
-        found = decide(replace(asked, learned=Corrections(factors))).chosen.price
-        assert found.correction == pytest.approx(learned)
-        assert found.expected_period_s == pytest.approx(learned * price.expected_period_s)
-    single = decide(replace(asked, strategy="single", devices=("d0",), learned=Corrections({side_by_side: 2.5})))
+        price_of_plan = decide(replace(query, learned=Corrections(factors))).chosen.price
+        assert price_of_plan.correction == pytest.approx(learned)
+        assert price_of_plan.expected_period_s == pytest.approx(learned * price.expected_period_s)
+    single = decide(replace(query, strategy="single", devices=("d0",), learned=Corrections({side_by_side: 2.5})))
     assert single.chosen.price.correction == 1.0
 
 
@@ -96,31 +94,31 @@ def test_replicas_and_pipeline_are_not_offered_for_the_latency_of_one_request():
 @pytest.mark.nightly
 def test_a_decoupled_model_is_divided_as_it_was_made_for_where_links_are_slow():
     spec = replace(spec_of_kind("debert-base"), layers=6, groups=2)
-    asked = question((1, 1, 1, 1), [1 << 33] * 4, spec)
-    slow = Cluster(asked.cluster.devices, dict.fromkeys(asked.cluster.devices, Link(2e-4, 1e4, 1e4)))
-    found = decide(replace(asked, cluster=slow))
-    assert found.chosen.plan.strategy == "decoupled"
-    assert {"row", "voltage", "galaxy"} <= {c.plan.strategy for c in found.ranking}
+    query = question((1, 1, 1, 1), [1 << 33] * 4, spec)
+    slow = Cluster(query.cluster.devices, dict.fromkeys(query.cluster.devices, Link(2e-4, 1e4, 1e4)))
+    decision = decide(replace(query, cluster=slow))
+    assert decision.chosen.plan.strategy == "decoupled"
+    assert {"row", "voltage", "galaxy"} <= {c.plan.strategy for c in decision.ranking}
 
 
 def test_least_memory_is_the_least_share_of_any_budget():
-    wide = replace(SPEC, hidden=256, mlp=1024)  # of which matrices are most, not Programs
-    found = decide(question((1, 1), spec=wide, objective="memory"))
-    shares = [c.price.memory_share for c in found.ranking]
-    assert shares[0] == min(shares) < next(c.price.memory_share for c in found.ranking if c.name == "single")
-    assert "memory" in found.reason
+    wide = replace(SPEC, hidden=256, mlp=1024)  # its memory is mostly matrices, not Programs
+    decision = decide(question((1, 1), spec=wide, objective="memory"))
+    shares = [c.price.memory_share for c in decision.ranking]
+    assert shares[0] == min(shares) < next(c.price.memory_share for c in decision.ranking if c.name == "single")
+    assert "memory" in decision.reason
 
 
 def test_a_replica_of_several_devices_is_planned_by_itself():
-    found = decide(question((1, 1, 1, 1), strategy="replicas", options={"groups": "2"})).chosen.plan
-    assert [len(part.devices) for part in found.replicas] == [2, 2]
-    assert sorted(d for part in found.replicas for d in part.devices) == ["d0", "d1", "d2", "d3"]
-    assert all(part.predicted_s > 0 and part.strategy != "single" for part in found.replicas)
+    plan = decide(question((1, 1, 1, 1), strategy="replicas", options={"groups": "2"})).chosen.plan
+    assert [len(part.devices) for part in plan.replicas] == [2, 2]
+    assert sorted(d for part in plan.replicas for d in part.devices) == ["d0", "d1", "d2", "d3"]
+    assert all(part.predicted_s > 0 and part.strategy != "single" for part in plan.replicas)
 
 
 def test_a_device_without_room_for_a_replica_is_left_out_unless_it_is_pinned():
-    asked = question((1, 1, 1), [ROOM, ROOM, 1000], strategy="replicas", options={})
-    assert decide(asked).chosen.plan.devices == ("d0", "d1")
+    query = question((1, 1, 1), [ROOM, ROOM, 1000], strategy="replicas", options={})
+    assert decide(query).chosen.plan.devices == ("d0", "d1")
     with pytest.raises(PlanError):
         decide(question((1, 1), [ROOM, 1000], strategy="replicas", devices=("d0", "d1")))
     with pytest.raises(PlanError):
@@ -135,16 +133,16 @@ def test_a_model_that_no_method_divides_has_replicas_of_one_device_each():
         Linear(name="last", inputs=("relu",), columns=5, weight="v"),
     )
     spec = replace(spec_of_kind("tiny-vgg"), nodes=nodes)
-    asked = replace(question((1, 1, 1, 1), spec=spec), shape=largest_shape(spec))
+    query = replace(question((1, 1, 1, 1), spec=spec), shape=largest_shape(spec))
     for pins in ({"objective": "throughput"}, {"strategy": "replicas"}, {"devices": ("d0", "d1", "d2", "d3")}):
-        found = decide(replace(asked, **{"objective": "throughput", **pins})).chosen.plan
-        assert [part.strategy for part in found.replicas] == ["single"] * 4
+        plan = decide(replace(query, **{"objective": "throughput", **pins})).chosen.plan
+        assert [part.strategy for part in plan.replicas] == ["single"] * 4
     with pytest.raises(ConfigError):
-        decide(replace(asked, strategy="replicas", options={"groups": "2"}))
+        decide(replace(query, strategy="replicas", options={"groups": "2"}))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "pins",
     [
         {},
         {"objective": "throughput"},
@@ -153,21 +151,21 @@ def test_a_model_that_no_method_divides_has_replicas_of_one_device_each():
     ],
     ids=["free", "throughput", "pinned", "replicas"],
 )
-def test_a_decision_has_the_simulation_of_the_very_plan_that_it_found(asked):
-    wanted = question((1, 1, 1, 1) if asked.get("strategy") == "replicas" else (1, 1), **asked)
-    found = decide(wanted)
-    for run in found.chosen.plan.executables:
+def test_a_decision_has_the_simulation_of_the_very_plan_that_it_found(pins):
+    wanted = question((1, 1, 1, 1) if pins.get("strategy") == "replicas" else (1, 1), **pins)
+    decision = decide(wanted)
+    for run in decision.chosen.plan.executables:
         parts = device_programs(wanted.spec, run, wanted.shape)
-        alone = simulate(wanted.naming, wanted.spec, wanted.shape, parts, found.cluster)
-        assert found.simulation_of(run) == (wanted.shape, alone)
+        alone = simulate(wanted.naming, wanted.spec, wanted.shape, parts, decision.cluster)
+        assert decision.simulation_of(run) == (wanted.shape, alone)
 
 
 MIXED = Path(__file__).parents[3] / "configs" / "sites" / "mixed-four.yaml"
 
 
-def question_of(kind, cluster, **asked):
+def question_of(kind, cluster, **pins):
     spec = spec_of_kind(kind)
-    return Question(TopicNames("home", "m"), spec, cluster, largest_shape(spec), PlanVersion(1, 1), **asked)
+    return Question(TopicNames("home", "m"), spec, cluster, largest_shape(spec), PlanVersion(1, 1), **pins)
 
 
 def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
@@ -175,8 +173,8 @@ def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
     curves = {"d0": ((1, 1e-6), (512, 1e-4)), "d1": ((1, 1e-6), (512, 4e-4))}
     devices = {n: DeviceProfile(n, (Curve(64, 64, points),), 1e9, 1e9) for n, points in curves.items()}
     cluster = Cluster(devices, dict.fromkeys(curves, Link()))
-    asked = question_of("tiny-vgg", cluster, strategy="map_rows", options={"cut": "none"}, devices=("d0", "d1"))
-    plan = decide(asked).chosen.plan
+    query = question_of("tiny-vgg", cluster, strategy="map_rows", options={"cut": "none"}, devices=("d0", "d1"))
+    plan = decide(query).chosen.plan
     rows = {device: stop - start for device, (start, stop) in zip(plan.devices, plan.ranges["rows 32"], strict=True)}
     assert rows["d0"] > 2 * rows["d1"]
 
@@ -184,19 +182,19 @@ def test_shares_begin_with_the_speed_at_the_rows_of_a_map_and_not_at_one():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "gain"), [("vgg16", 1.2), ("resnet50", 1.1)])
 def test_the_choice_on_a_mixed_site_is_faster_than_its_strongest_device(kind, gain):
-    found = decide(question_of(kind, load_site(MIXED), route="mesh"))
-    assert found.single is not None
-    assert found.chosen.price.seconds * gain <= found.single.price.seconds
-    published = [c for c in found.ranking if c.plan.strategy in ("fused_tiles", "modnn", "coedge", "edgeflow")]
+    decision = decide(question_of(kind, load_site(MIXED), route="mesh"))
+    assert decision.single is not None
+    assert decision.chosen.price.seconds * gain <= decision.single.price.seconds
+    published = [c for c in decision.ranking if c.plan.strategy in ("fused_tiles", "modnn", "coedge", "edgeflow")]
     assert {c.plan.strategy for c in published} == {"fused_tiles", "modnn", "coedge", "edgeflow"}
-    assert found.chosen.price.seconds <= 1.05 * min(c.price.seconds for c in published)
+    assert decision.chosen.price.seconds <= 1.05 * min(c.price.seconds for c in published)
 
 
 def test_the_fastest_device_has_its_neighbours_on_both_sides():
     assert [as_chain("abcde"[:n]) for n in (1, 2, 3, 4, 5)] == [tuple(x) for x in ("a", "ba", "bac", "dbac", "dbace")]
     named = ("hub", "pi1", "pi2", "zero")
-    asked = question_of("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=named)
-    plan = decide(asked).chosen.plan
+    query = question_of("tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=named)
+    plan = decide(query).chosen.plan
     assert plan.root in plan.devices[1:-1]
 
 
@@ -210,21 +208,21 @@ devices:
 
 
 def test_energy_under_a_deadline_is_kept_by_the_simulator_too(tmp_path):
-    def found(deadline, **options):
+    def outcome(deadline, **options):
         (tmp_path / "site.yaml").write_text(WATTS.format(deadline=deadline))
         cluster = load_site(tmp_path / "site.yaml")
         best = decide(question_of("tiny-vgg", cluster, strategy="coedge", options=options)).chosen
         return best.price.seconds * 1e3, best.price.joules(cluster)
 
-    fast_ms, fast_j = found(1000)
-    slow_ms, slow_j = found(1000, goal="energy")
+    fast_ms, fast_j = outcome(1000)
+    slow_ms, slow_j = outcome(1000, goal="energy")
     assert (slow_j < 0.5 * fast_j, slow_ms > fast_ms) == (True, True)  # all on the board that draws little
     between = (fast_ms + slow_ms) / 2
-    ms, joules = found(between, goal="energy")
+    ms, joules = outcome(between, goal="energy")
     assert ms <= between
     assert slow_j < joules < fast_j
     with pytest.raises(ConfigError):
-        found(0.01, goal="energy")
+        outcome(0.01, goal="energy")
 
 
 def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
@@ -235,14 +233,14 @@ def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
 
 def test_single_rows_of_small_maps_are_tried_at_other_devices():
     """One weight per device cannot say that a device has three rows of 8 and half of 32."""
-    asked = question_of(
+    query = question_of(
         "tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=("hub", "pi1")
     )
-    chosen = decide(asked).chosen
+    chosen = decide(query).chosen
     by_speed = replace(chosen.plan, ranges={**chosen.plan.ranges, "rows 32": ((0, 4), (4, 32))})
-    slow = price_draft(asked, Draft(by_speed, chosen.shares))
-    assert hill_climb(asked, slow).price.seconds < slow.price.seconds
-    assert hill_climb(asked, chosen).price.seconds <= chosen.price.seconds
+    slow = price_draft(query, Draft(by_speed, chosen.shares))
+    assert hill_climb(query, slow).price.seconds < slow.price.seconds
+    assert hill_climb(query, chosen).price.seconds <= chosen.price.seconds
 
 
 MODEL = "bert-large"
@@ -278,7 +276,7 @@ def test_slower_links_leave_the_helpers_fewer_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("kind", "pins"),
     [
         ("tiny-convnet", {"weight_dtype": "w8a8"}),
         ("tiny-convnet", {"weight_dtype": "w8a8", "strategy": "map_rows"}),
@@ -286,6 +284,6 @@ def test_slower_links_leave_the_helpers_fewer_rows() -> None:
     ],
     ids=["weights", "weights of a method", "no watts"],
 )
-def test_what_a_cnn_cannot_have_is_refused(kind, asked):
+def test_what_a_cnn_cannot_have_is_refused(kind, pins):
     with pytest.raises(ConfigError):
-        decide(question_of(kind, load_site(MIXED), **asked))
+        decide(question_of(kind, load_site(MIXED), **pins))

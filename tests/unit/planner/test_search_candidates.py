@@ -12,7 +12,7 @@ from hepti_mqtt.cost.profiles import Cluster, Link
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.planner import Candidate, Question, candidates, decide, decide_hurried
+from hepti_mqtt.planner import Candidate, Question, candidates, decide
 from hepti_mqtt.planner import search as search_module
 from hepti_mqtt.planner.candidates import THOROUGH
 from hepti_mqtt.planner.price import Budget, memory_needs
@@ -27,7 +27,7 @@ def boards(*names: str, speed: float = SPEED, memory: float = 8e9) -> Cluster:
     return meshed(cluster(*(device(name, speed, memory) for name in names or ALL), mbit=940))
 
 
-def asked(site: Cluster, **more) -> Question:
+def question_on(site: Cluster, **more) -> Question:
     return question(SMALL, site, tokens=40, is_exhaustive=False, **more)
 
 
@@ -39,7 +39,7 @@ def with_slowdowns(site: Cluster, **slowdowns: float) -> Cluster:
 def plan_of(*devices: str, root: str | None = None, variant: str = "heads") -> Plan:
     """Return a plan in which the devices stand in this order."""
     pins = {"strategy": "row", "options": {"variant": variant}, "devices": tuple(sorted(devices))}
-    plan = decide(asked(boards(), **pins)).chosen.plan
+    plan = decide(question_on(boards(), **pins)).chosen.plan
     return replace(plan, devices=devices, root=root or devices[0], reason="")
 
 
@@ -52,31 +52,31 @@ def standing(wanted: Question) -> list[Candidate]:
     return search.standing
 
 
-def counted(asked: Question, most: float) -> tuple[Question, list[int]]:
+def counted(query: Question, most: float) -> tuple[Question, list[int]]:
     """Return a question whose budget is counted in pauses, of which each price takes at least two, and their count."""
-    seen, clock = [0], count()
+    pauses, clock = [0], count()
 
     def pause() -> None:
-        seen[0] += 1
+        pauses[0] += 1
         next(clock)
 
-    return replace(asked, pause=pause, budget=Budget(most, lambda: float(seen[0]))), seen
+    return replace(query, pause=pause, budget=Budget(most, lambda: float(pauses[0]))), pauses
 
 
 def test_the_first_candidate_is_there_at_once_with_and_without_an_active_plan():
     for active in (None, plan_of(*ALL)):
-        wanted, seen = counted(asked(boards(), active=active), 0.0)
+        wanted, pauses = counted(question_on(boards(), active=active), 0.0)
         first = next(candidates(wanted))
         assert first.price.feasible
         assert first.plan.devices == (active.devices if active else ("pi0",))
-        assert seen[0] <= 4 * 4, "the price of one plan and its memory"
+        assert pauses[0] <= 4 * 4, "the price of one plan and its memory"
 
 
 @pytest.mark.parametrize("order", [("pi2", "pi0", "pi3", "pi1"), ("pi3", "pi2", "pi1", "pi0")])
 def test_where_the_devices_stay_so_do_their_order_and_their_head(order):
     site = with_slowdowns(boards(), pi0=1.02, pi1=0.97, pi2=1.03)
-    found = [*candidates(asked(site, active=plan_of(*order)))]
-    same = [c.plan for c in found if set(c.plan.devices) == set(order)]
+    plans = [*candidates(question_on(site, active=plan_of(*order)))]
+    same = [c.plan for c in plans if set(c.plan.devices) == set(order)]
     assert len({plan.method for plan in same}) > 2
     assert {(plan.devices, plan.root) for plan in same} == {(order, order[0])}
 
@@ -85,7 +85,9 @@ def test_other_devices_stand_by_kind_and_then_by_name_whatever_the_noise():
     def plans(**slowdowns: float) -> set[tuple[tuple[str, ...], str]]:
         site = with_slowdowns(meshed(cluster(device("pc", 3 * SPEED), *(device(n, SPEED) for n in ALL))), **slowdowns)
         pins = {"strategy": "row", "options": {"variant": "kv"}}
-        return {(c.plan.devices, c.plan.root) for c in candidates(asked(site, **pins)) if len(c.plan.devices) == 5}
+        return {
+            (c.plan.devices, c.plan.root) for c in candidates(question_on(site, **pins)) if len(c.plan.devices) == 5
+        }
 
     expected = {(("pc", *ALL), "pc")}
     assert plans() == plans(pi3=0.98, pi1=1.02) == plans(pi2=0.97) == expected
@@ -94,7 +96,7 @@ def test_other_devices_stand_by_kind_and_then_by_name_whatever_the_noise():
 def test_a_head_moves_only_where_that_pays():
     weak_head = plan_of("pi1", "pi0", "pi2", "pi3", root="pi1")
     site = with_slowdowns(boards(), pi1=8.0)
-    search = Search(asked(site, active=weak_head))
+    search = Search(question_on(site, active=weak_head))
     best = min(search.candidates(), key=lambda c: c.price.cost)
     assert {c.plan.root for c in search.standing if len(c.plan.devices) == 4} == {"pi1"}
     assert best.plan.root != "pi1" or "pi1" not in best.plan.devices
@@ -102,7 +104,7 @@ def test_a_head_moves_only_where_that_pays():
 
 def test_rows_move_to_where_devices_finish_together_and_half_of_the_way_without_a_byte():
     active = plan_of(*ALL)
-    wanted = asked(with_slowdowns(boards(), pi2=2.0), active=active)
+    wanted = question_on(with_slowdowns(boards(), pi2=2.0), active=active)
     as_it_is, *moved = [c for c in standing(wanted) if c.plan.devices == ALL]
     assert as_it_is.plan.shares == active.shares
     shares = [c.plan.shares["rows"][2] / sum(c.plan.shares["rows"]) for c in moved]
@@ -118,8 +120,8 @@ def test_rows_move_to_where_devices_finish_together_and_half_of_the_way_without_
 
 def test_fewer_rows_than_a_prediction_can_tell_are_not_moved():
     active = plan_of(*ALL)
-    found = standing(asked(with_slowdowns(boards(), pi2=1.01), active=active))
-    for c in (c for c in found if c.plan.devices == ALL and c.plan.shares != active.shares):
+    plans = standing(question_on(with_slowdowns(boards(), pi2=1.01), active=active))
+    for c in (c for c in plans if c.plan.devices == ALL and c.plan.shares != active.shares):
         before, now = (p.shares["rows"] for p in (active, c.plan))
         moved = [abs(a / sum(before) - b / sum(now)) for a, b in zip(before, now, strict=True)]
         assert max(moved) >= 2 / 128
@@ -127,37 +129,39 @@ def test_fewer_rows_than_a_prediction_can_tell_are_not_moved():
 
 def test_the_ranking_keeps_what_stands_beside_what_is_faster():
     active = plan_of(*ALL)
-    found = decide(asked(with_slowdowns(boards(), pi2=1.5), active=active))
-    of_method = [c for c in found.ranking if c.name == active.method and set(c.plan.devices) == set(ALL)]
+    decision = decide(question_on(with_slowdowns(boards(), pi2=1.5), active=active))
+    of_method = [c for c in decision.ranking if c.name == active.method and set(c.plan.devices) == set(ALL)]
     assert any(c.plan.shares == active.shares and c.plan.ranges == active.ranges for c in of_method)
-    assert found.chosen.price.cost <= min(c.price.cost for c in of_method)
+    assert decision.chosen.price.cost <= min(c.price.cost for c in of_method)
     assert all(c.price.feasible and c.plan.predicted_s > 0 for c in of_method)
 
 
 def test_plans_left_and_devices_left_stand_where_their_weights_are():
     active, three = plan_of(*ALL, variant="kv"), plan_of(*ALL[:3], variant="kv")
-    found = standing(asked(boards(), active=active, residents=(three,)))
-    assert any(c.plan.devices == three.devices and c.plan.shares == three.shares for c in found)
+    plans = standing(question_on(boards(), active=active, residents=(three,)))
+    assert any(c.plan.devices == three.devices and c.plan.shares == three.shares for c in plans)
     slow = with_slowdowns(boards(), pi3=50.0)
-    assert ALL[:3] in {c.plan.devices for c in standing(asked(slow, active=active))}, "every device has all weights"
+    assert ALL[:3] in {c.plan.devices for c in standing(question_on(slow, active=active))}, (
+        "every device has all weights"
+    )
 
 
 def test_after_what_stands_candidates_come_in_the_order_of_their_cost(monkeypatch):
     monkeypatch.setattr(search_module, "REFINED", 0)
-    search = Search(asked(boards(), active=plan_of(*ALL)))
+    search = Search(question_on(boards(), active=plan_of(*ALL)))
     costs = [c.price.cost for c in search.candidates()][len(search.standing) :]
     assert len(costs) > 2
     assert costs == sorted(costs)
 
 
 def test_a_budget_ends_a_search_and_more_of_it_finds_no_worse():
-    whole, seen = counted(asked(boards()), float("inf"))
-    best, used = decide(whole).chosen.price.seconds, seen[0]
+    whole, pauses = counted(question_on(boards()), float("inf"))
+    best, used = decide(whole).chosen.price.seconds, pauses[0]
     costs = []
     for part in (0.0, 0.2, 0.5):
-        some, seen = counted(asked(boards()), part * used)
+        some, pauses = counted(question_on(boards()), part * used)
         costs.append(decide(some).chosen.price.seconds)
-        assert seen[0] <= part * used + 60, "the price that was begun, and the whole simulation of the best"
+        assert pauses[0] <= part * used + 60, "the price that was begun, and the whole simulation of the best"
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] <= 1.1 * best
 
@@ -165,14 +169,14 @@ def test_a_budget_ends_a_search_and_more_of_it_finds_no_worse():
 @pytest.mark.parametrize("part", [0.15, pytest.param(0.6, marks=pytest.mark.nightly)])
 def test_every_candidate_fits_and_the_others_are_named(part):
     site = boards(*ALL[:3], memory=part * whole_bytes(SMALL, "f32"))
-    search = Search(asked(site, active=None))
-    found = [*search.candidates()]
-    for c in found:
+    search = Search(question_on(site, active=None))
+    plans = [*search.candidates()]
+    for c in plans:
         assert c.price.feasible
         assert all(c.price.needs[d] <= site.devices[d].memory_bytes for d in c.plan.devices)
     assert all(draft.missing for draft in search.oversized)
-    assert found or search.oversized
-    if not found:
+    assert plans or search.oversized
+    if not plans:
         with pytest.raises(PlanError):
             search.decision()
 
@@ -181,46 +185,39 @@ def test_an_active_plan_that_does_not_fit_any_more_is_no_candidate():
     site = boards(memory=0.6 * whole_bytes(SMALL, "f32"))
     active = plan_of(*ALL, variant="kv")
     pins = {"strategy": "row", "options": {"variant": "kv"}}
-    assert not [*candidates(asked(site, active=active, **pins))]
+    assert not [*candidates(question_on(site, active=active, **pins))]
 
 
 def test_a_plan_that_the_question_forbids_does_not_stand():
     active = plan_of(*ALL)
     forbidden = ({"strategy": "row", "options": {"variant": "kv"}}, {"devices": ALL[:2]}, {"route": "broker"})
     for pins in forbidden:
-        found = standing(asked(boards(), active=active, **pins))
-        assert all(c.plan.method != active.method or c.plan.devices != ALL for c in found), pins
+        plans = standing(question_on(boards(), active=active, **pins))
+        assert all(c.plan.method != active.method or c.plan.devices != ALL for c in plans), pins
 
 
 def test_larger_sets_are_looked_at_while_they_gain():
-    """Of many devices few sets are priced: each device beside the first ones costs the others frames."""
+    """Few sets of many devices are priced: each further device costs the others frames."""
     devices = {f"d{i:02}": device(f"d{i:02}", 0.2) for i in range(32)}
     site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 3e7, 3e7)), endpoints=frozenset(devices))
     pins = {"strategy": "row", "options": {"variant": "kv"}, "is_exhaustive": False}
-    wanted, seen = counted(question(SMALL, site, tokens=20, **pins), float("inf"))
+    wanted, pauses = counted(question(SMALL, site, tokens=20, **pins), float("inf"))
     chosen = decide(wanted).chosen
     assert 1 < len(chosen.plan.devices) < 32
-    assert seen[0] < 1200
+    assert pauses[0] < 1200
 
 
 def test_memory_of_many_devices_with_plenty_is_worked_out_for_the_plan_that_is_chosen():
     """Of other plans a bound is enough; where memory is short, each is worked out."""
     devices = {f"d{i:02}": device(f"d{i:02}", SPEED / 10) for i in range(12)}
     site = Cluster(devices, dict.fromkeys(devices, Link(0.2e-3, 1e8, 1e8)), endpoints=frozenset(devices))
-    wanted = asked(site, strategy="row", options={"variant": "kv"})
-    found = decide(wanted)
-    large = [c for c in found.ranking if len(c.plan.devices) > THOROUGH]
+    wanted = question_on(site, strategy="row", options={"variant": "kv"})
+    decision = decide(wanted)
+    large = [c for c in decision.ranking if len(c.plan.devices) > THOROUGH]
     chosen, exact = large[0], memory_needs(wanted, large[0].plan, exactly=True)
-    assert chosen.plan.devices == found.chosen.plan.devices
-    assert found.chosen.price.needs == exact.needs
+    assert chosen.plan.devices == decision.chosen.plan.devices
+    assert decision.chosen.price.needs == exact.needs
     bound = memory_needs(wanted, chosen.plan).needs
     assert all(exact.needs[d] < n for d, n in bound.items())
     short = {d: replace(p, memory_bytes=1.5 * bound[d]) for d, p in devices.items()}
     assert memory_needs(replace(wanted, cluster=replace(site, devices=short)), chosen.plan) == exact
-
-
-def test_who_cannot_wait_gets_the_best_of_what_stands():
-    last = plan_of(*ALL, variant="kv")
-    found = decide_hurried(asked(boards(*ALL[:3])), last)
-    assert (found.chosen.plan.devices, found.chosen.name) == (ALL[:3], last.method)
-    assert {len(c.plan.devices) for c in found.ranking} == {1, 3}

@@ -1,4 +1,4 @@
-"""The machine that executor and simulator share: what is next, what an exchange does, when slots and runs are over."""
+"""The run machine of executor and simulator: the next op, the effect of an exchange, the end of slots and runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def both(b: ProgramBuilder) -> int:
     return x
 
 
-def begun(machine: RunMachine[ProgramRun], admission: int) -> ProgramRun:
+def begun(machine: RunMachine[ProgramRun], run_id: int) -> ProgramRun:
     b = ProgramBuilder("me")
     both(b)
-    run = ProgramRun(admission, make_template(b.build()))
+    run = ProgramRun(run_id, make_template(b.build()))
     machine.admit(run)
     return run
 
@@ -87,16 +87,16 @@ def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its
         op = program.ops[ready[0]]
         filled.update(slots_written(op))
         still = {slot for p in places for slot in program.reads(program.ops[p])}
-        found = machine.finish_op(run, ready[0])
-        assert sorted(found) == sorted({*slots_written(op), *program.reads(op)} - still)
-        over += found
+        freed = machine.finish_op(run, ready[0])
+        assert sorted(freed) == sorted({*slots_written(op), *program.reads(op)} - still)
+        over += freed
     assert machine.next_op() is None
     assert not run.ops_left
     assert len(set(over)) == len(over)
 
 
 def any_program(rng: random.Random, ops: int):
-    """Return a Program whose ops read some slots before them, one or several times, and write one or two."""
+    """Return a Program of ops that read some earlier slots, one or several times, and write one or two."""
     b = ProgramBuilder("me")
     slots = [b.recv((1,), "peer", n) for n in range(rng.randint(1, 4))]
     for _ in range(ops):

@@ -27,9 +27,9 @@ def searching(accuracy: MeasuredErrors):
 
     def decider(question: Question) -> Decision:
         slow = {name: Link(1e-4, 1e5, 1e5) for name in question.cluster.links}
-        found = solve(Solve("m", 1, replace(question, cluster=replace(question.cluster, links=slow)), None), accuracy)
-        assert found.decision is not None, found.error
-        return found.decision
+        solved = solve(Solve("m", 1, replace(question, cluster=replace(question.cluster, links=slow)), None), accuracy)
+        assert solved.decision is not None, solved.error
+        return solved.decision
 
     return decider
 

@@ -1,4 +1,4 @@
-"""Frames of exchanges that are known take a shorter way to their slots, and have the effects of all others."""
+"""Frames of cached exchanges take a shorter path to their slots, with the same effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def site(seed: int = 0, **network) -> Swarm:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_site_that_remembers_exchanges_does_what_one_that_reads_every_frame_does(seed: int) -> None:
     """Among frames that come twice, early and late."""
-    seen = []
+    outcomes = []
     for learns in (True, False):
         swarm = site(seed, duplicates=0.3, jitter_s=0.01)
         swarm.learns = learns
@@ -42,21 +42,23 @@ def test_a_site_that_remembers_exchanges_does_what_one_that_reads_every_frame_do
         counters = {name: host.session.counters for name, host in swarm.hosts.items()}
         assert any(c["duplicate"] for c in counters.values())
         answers = {token: [got.tobytes() for got, _ in swarm.answers[token]] for token in ANSWERED}
-        seen.append((counters, answers, dict(swarm.sent), swarm.errors))
-    assert seen[0] == seen[1]
+        outcomes.append((counters, answers, dict(swarm.sent), swarm.errors))
+    assert outcomes[0] == outcomes[1]
 
 
 def exchanges(swarm: Swarm) -> list[Frame]:
     """Return what d0 awaits of d1, as frames of a run, each with an array of the shape that d0 expects."""
-    epoch = plan_of(swarm).version
-    template = swarm.hosts["d0"].session.plans.get(MODEL, epoch).programs[SHAPE].template
-    found = []
+    version = plan_of(swarm).version
+    template = swarm.hosts["d0"].session.plans.get(MODEL, version).programs[SHAPE].template
+    frames = []
     for key, slot in template.slot_of_exchange.items():
         if key[2] == "d1":
             spec = template.program.slots[slot]
             body = np.zeros(spec.shape, np.float32)
-            found.append(Frame("tensor", MODEL, epoch, 2, 0, key[0], "d1", key[1], spec.dtype, spec.shape, 0, (), body))
-    return found
+            frames.append(
+                Frame("tensor", MODEL, version, 2, 0, key[0], "d1", key[1], spec.dtype, spec.shape, 0, (), body)
+            )
+    return frames
 
 
 def other_shape(frame: Frame) -> Frame:
@@ -73,15 +75,15 @@ CASES = {
     "of another device": lambda f: [replace(f, source="d9")],
     "of a run that has yet to come": lambda f: [replace(f, run_id=77)],
     "of a run that is over": lambda f: [replace(f, run_id=1)],
-    "of an epoch that is not here": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
+    "of another plan version": lambda f: [replace(f, plan_version=f.plan_version._replace(number=9999))],
     "of a model that is not here": lambda f: [replace(f, model="other")],
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_frame_has_the_effects_that_it_has_when_it_is_read(case) -> None:
-    seen = []
-    for known in (False, True):
+    outcomes = []
+    for by_cache in (False, True):
         swarm = site()
         swarm.submit("first", SHAPE, INPUTS)
         swarm.run(60, until=lambda swarm=swarm: "first" in swarm.answers)
@@ -93,10 +95,10 @@ def test_every_frame_has_the_effects_that_it_has_when_it_is_read(case) -> None:
         for frame in case(exchanges(swarm)[0]):
             payload, remembered = memoryview(encode(frame)), ExchangeCache()
             remembered.learn("d1", "topic", payload, decode(payload))
-            event = remembered.arrival("d1", "topic", payload) if known else FrameIn(decode(payload))
+            event = remembered.arrival("d1", "topic", payload) if by_cache else FrameIn(decode(payload))
             assert event is not None
             out += session.handle(event, swarm.now)
             session.check()
         session.counters.subtract(before)
-        seen.append((out, +session.counters, session.runs.idle, session.runs.early_bytes))
-    assert seen[0] == seen[1]
+        outcomes.append((out, +session.counters, session.runs.idle, session.runs.early_bytes))
+    assert outcomes[0] == outcomes[1]

@@ -24,8 +24,8 @@ WHOLE = ("fused_tiles", {"cut": "none", "owners": "leased"})
 ROUTES = ("broker", "mesh")
 
 
-class Heard:
-    """A site whose planner's bag is looked at: tasks that were computed, leases, and packets."""
+class ObservedSite:
+    """A site that records computed tasks, run ids and packets."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Heard:
         method: tuple[str, dict[str, str]] = METHOD,
     ) -> None:
         spec = spec_of_kind(kind)
-        held, hosts = tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
+        weights, hosts = tensors(spec), {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
         decider = everyone(method)
-        self.swarm = Swarm(spec, held, hosts, decider=decider, pins=Pins(route=route), seed=seed, jitter_s=1e-5)
+        self.swarm = Swarm(spec, weights, hosts, decider=decider, pins=Pins(route=route), seed=seed, jitter_s=1e-5)
         self.swarm.run(30, until=lambda: plan_of(self.swarm) is not None)
         assert plan_of(self.swarm) is not None, [n.text for n in self.swarm.notes]
         if slow:
@@ -48,9 +48,9 @@ class Heard:
         self.victim, self.moment, self.in_bag = "", -1, False  # in_bag: tasks were left when the plug was pulled
         self.swarm.lost_filter = self._packet
         self.shape, self.inputs = request(spec, (1,))
-        self.want = models.reference(spec, held, self.inputs, self.shape)[1]
+        self.want = models.reference(spec, weights, self.inputs, self.shape)[1]
         self.by: dict[str, int] = {}
-        self.admissions: set[int] = set()
+        self.run_ids: set[int] = set()
 
     def _packet(self, topic: str, target: str) -> bool:
         self.packets += 1
@@ -70,7 +70,7 @@ class Heard:
 
         def over() -> bool:
             for run in (r for slot in self.swarm.planner.groups for r in slot.runs.values()):
-                self.admissions.add(run.run_id)
+                self.run_ids.add(run.run_id)
                 if run.task_queue is not None:
                     self.by = run.task_queue.tasks_done_by_device()
             return "r" in self.swarm.answers or "r" in self.swarm.errors
@@ -86,37 +86,36 @@ class Heard:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_slow_device_computes_fewer_tasks_and_the_bits_stay_the_same(route: str) -> None:
-    even, uneven = Heard(route), Heard(route, slow="d2")
+    even, uneven = ObservedSite(route), ObservedSite(route, slow="d2")
     assert even.answer().tobytes() == uneven.answer().tobytes()
-    assert len(uneven.admissions) == 1
+    assert len(uneven.run_ids) == 1
     assert uneven.by["d2"] <= 1 < even.by["d2"]
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("moment", [3, 7, 11, 15])
 def test_a_device_lost_in_mid_bag_costs_no_answer_and_no_second_run(route: str, moment: int) -> None:
-    site = Heard(route, seed=moment)
+    site = ObservedSite(route, seed=moment)
     site.victim, site.moment = "d1", site.packets + moment
     site.answer()
     assert not site.swarm.hosts["d1"].alive
     assert site.in_bag
-    assert len(site.admissions) == 1
+    assert len(site.run_ids) == 1
 
 
 def test_without_the_head_device_a_request_runs_again() -> None:
-    site = Heard("broker")
+    site = ObservedSite("broker")
     site.victim, site.moment = "d0", site.packets + 12
     site.answer()
-    assert len(site.admissions) == 2
+    assert len(site.run_ids) == 2
 
 
 def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
-    site = Heard("broker")
+    site = ObservedSite("broker")
     want = site.answer()
-    (admission,) = site.admissions
+    (run_id,) = site.run_ids
     plan, host = plan_of(site.swarm), site.swarm.hosts["d1"]
-    assert plan is not None
-    late = messages.LeaseTasks(plan.model, plan.version, admission, (1,))
+    late = messages.LeaseTasks(plan.model, plan.version, run_id, (1,))
     assert host.session.handle(session.MessageIn(late), site.swarm.now) == []
     assert host.session.counters["late"] >= 1
     assert want.size
@@ -125,16 +124,18 @@ def test_a_lease_that_comes_again_or_too_late_changes_nothing() -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("moment", [3, 7, 11])
 def test_a_small_bag_has_no_tasks_that_nobody_can_compute(route: str, moment: int) -> None:
-    site = Heard(route, kind="tiny-vgg", method=WHOLE)  # its last map has four places, so four tiles
+    site = ObservedSite(route, kind="tiny-vgg", method=WHOLE)  # its last map has four places, so four tiles
     site.victim, site.moment = "d1", site.packets + moment
     site.answer()
     assert site.in_bag
-    assert len(site.admissions) == 1
+    assert len(site.run_ids) == 1
     assert sum(site.by.values()) == 4
 
 
 def test_the_word_that_no_task_is_left_may_come_before_the_request() -> None:
-    site = Heard("broker", devices=9)  # one more than there are tasks: only that word ends the run of the last one
+    site = ObservedSite(
+        "broker", devices=9
+    )  # one more than there are tasks: only that word ends the run of the last one
     carry, delayed = site.swarm.carry, []
 
     def late(topic: str, target: str, qos: int, deliver: Callable[[], None]) -> None:
@@ -147,12 +148,12 @@ def test_the_word_that_no_task_is_left_may_come_before_the_request() -> None:
     site.swarm.carry = late
     site.answer()
     assert delayed
-    assert len(site.admissions) == 1
+    assert len(site.run_ids) == 1
 
 
 def test_leases_before_their_runs_are_bounded() -> None:
     counters = Counter[str]()
-    held = WorkerRuns("a", Topics("home"), counters)
+    runs = WorkerRuns("a", Topics("home"), counters)
     for n in range(EARLY_LEASES + 3):
-        assert held.handle_lease(messages.LeaseTasks("m", PlanVersion(1, 1), n, (n,)), 0.0) == []
+        assert runs.handle_lease(messages.LeaseTasks("m", PlanVersion(1, 1), n, (n,)), 0.0) == []
     assert counters == {"early_dropped": 3}

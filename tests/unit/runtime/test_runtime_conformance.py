@@ -42,7 +42,7 @@ from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.strategies import STRATEGIES
 
 NAMING = TopicNames("home", "m")
-EPOCH = PlanVersion(1, 1)
+VERSION = PlanVersion(1, 1)
 WORKERS = Workers(1)
 ABLE = [
     (family, name)
@@ -97,7 +97,7 @@ def questions(draw):
         st.sampled_from([o for o in method.variants_for(devices) if not method.task_count(o)]), label="options"
     )
     # Of replicas a run is under one, which is all that its devices know.
-    fixed = replace(plan(spec, (name, options), weights).executables[0], version=EPOCH)
+    fixed = replace(plan(spec, (name, options), weights).executables[0], version=VERSION)
     batches = (
         ((1,),) if isinstance(spec.input_spec, ImageInput) else ((5,), (4, 3), (1,), (2, 6, 1))
     )  # a run has one picture
@@ -112,9 +112,9 @@ def questions(draw):
 class Driven:
     """One device's session, driven as the shell does."""
 
-    def __init__(self, spec, fixed, asked, cluster, name, arrivals):
-        self.name, self.asked, self.profile = name, asked, cluster.devices[name]
-        self.programs = [parts[name] for _, _, parts in asked]
+    def __init__(self, spec, fixed, requests, cluster, name, arrivals):
+        self.name, self.requests, self.profile = name, requests, cluster.devices[name]
+        self.programs = [parts[name] for _, _, parts in requests]
         self.arrivals = deque(arrivals)
         self.session = WorkerSession(name, NAMING.site, 1 << 30)
         self.now = 0.0
@@ -122,18 +122,18 @@ class Driven:
         self.prepare(spec, fixed)
 
     def prepare(self, spec, fixed):
-        shapes = tuple(dict.fromkeys(shape.plain() for shape, _, _ in self.asked))
+        shapes = tuple(dict.fromkeys(shape.plain() for shape, _, _ in self.requests))
         peers = tuple(Peer(d, Endpoint("127.0.0.1", 1), "out", "in") for d in fixed.devices if d != self.name)
         begun = messages.Prepare(
-            1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.asked), shapes, len(shapes), peers
+            1, fixed.to_dict(), spec.to_dict(), bytes(32), len(self.requests), shapes, len(shapes), peers
         )
         weights = pack(tensors(spec), resident_weights(spec, fixed, self.name))
         for event in (
             MessageIn(begun),
-            Loaded("m", EPOCH, weights),
-            Subscribed("m", EPOCH),
-            *(PeerJoined(peer.device, "m", EPOCH) for peer in peers),
-            MessageIn(messages.Activate(2, "m", EPOCH)),
+            Loaded("m", VERSION, weights),
+            Subscribed("m", VERSION),
+            *(PeerJoined(peer.device, "m", VERSION) for peer in peers),
+            MessageIn(messages.Activate(2, "m", VERSION)),
         ):
             self.handle(event)
 
@@ -175,19 +175,19 @@ class Driven:
     def payload(self, frame, sent):
         if frame.key is not None:
             return sent.get((frame.run_id, frame.key))
-        shape, inputs, _ = self.asked[frame.run_id - 1]
+        shape, inputs, _ = self.requests[frame.run_id - 1]
         sessions = (DecoderSession(frame.run_id, final=True),) if shape.session_rows else ()
-        return encode_work("m", EPOCH, frame.run_id, shape, inputs, sessions)
+        return encode_work("m", VERSION, frame.run_id, shape, inputs, sessions)
 
     def op(self, run_id, place):
         return self.programs[run_id - 1].ops[place]
 
     def seconds(self, step):
         program, op = self.programs[step.run_id - 1], self.op(step.run_id, step.place)
-        known = self.prices.get(id(op))
-        if known is None:
-            known = self.prices[id(op)] = self.price(program, op)
-        return known
+        seconds = self.prices.get(id(op))
+        if seconds is None:
+            seconds = self.prices[id(op)] = self.price(program, op)
+        return seconds
 
     def price(self, program, op):
         if isinstance(op, Recv):
@@ -211,14 +211,14 @@ class Driven:
                 sent[frame.run_id, (frame.node, frame.part, frame.source)] = command.joined_payload
 
 
-def answers(sent, admissions):
+def answers(sent, run_ids):
     """Return the answer of each request from the frames that are outputs."""
     parts = defaultdict(list)
     for payload in sent.values():
         frame = frames.decode(payload)
         if frame.kind == "output":
             parts[frame.run_id].append((frame.row_start, frame.array()))
-    return [np.concatenate([a for _, a in sorted(parts[n], key=lambda part: part[0])]) for n in admissions]
+    return [np.concatenate([a for _, a in sorted(parts[n], key=lambda part: part[0])]) for n in run_ids]
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,21 +226,21 @@ def answers(sent, admissions):
 def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
     spec, fixed, requests = data.draw(questions())
     cluster = data.draw(sites(fixed.devices))
-    asked = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
-    times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(asked), max_size=len(asked)), label="asked")
-    seen = []
+    lowered = [(shape, inputs, device_programs(spec, fixed, shape)) for shape, inputs in requests]
+    times = data.draw(st.lists(st.floats(0, 0.05), min_size=len(lowered), max_size=len(lowered)), label="asked")
+    observed = []
     simulate_requests(
         NAMING,
         spec,
-        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(asked, sorted(times), strict=True)],
+        [SimulatedRequest(shape, parts, at) for (shape, _, parts), at in zip(lowered, sorted(times), strict=True)],
         cluster,
         in_flight=data.draw(st.integers(1, 3), label="in flight"),
-        observe=seen.append,
+        observe=observed.append,
     )
-    arrivals = [found for found in seen if isinstance(found, FrameArrival)]
-    began = [found for found in seen if not isinstance(found, FrameArrival)]
+    arrivals = [event for event in observed if isinstance(event, FrameArrival)]
+    began = [event for event in observed if not isinstance(event, FrameArrival)]
     driven = {
-        name: Driven(spec, fixed, asked, cluster, name, [a for a in arrivals if a.device == name])
+        name: Driven(spec, fixed, lowered, cluster, name, [a for a in arrivals if a.device == name])
         for name in fixed.devices
     }
     sent = {}
@@ -250,10 +250,10 @@ def test_executor_and_simulator_run_the_same_ops_in_the_same_order(data):
             device.advance(sent)
         assert [len(d.arrivals) for d in driven.values()] != before, "a frame arrived that nobody has sent"
     for name, device in driven.items():
-        assert device.ran == [found[1:] for found in began if found[0] == name], name
+        assert device.ran == [event[1:] for event in began if event[0] == name], name
         assert not device.session.counters["duplicate"], "one frame, one exchange"
         device.session.check()
-    for (shape, inputs, _), got in zip(asked, answers(sent, range(1, len(asked) + 1)), strict=True):
+    for (shape, inputs, _), got in zip(lowered, answers(sent, range(1, len(lowered) + 1)), strict=True):
         wanted = models.reference(spec, tensors(spec), inputs, shape)[1]
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=1e-5)
 

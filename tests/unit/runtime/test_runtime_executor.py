@@ -1,4 +1,4 @@
-"""The executor: which op is next, frames that count once, buffers that are re-used, Programs that run here alone."""
+"""The executor: the next op, repeated frames, reused buffers, and Programs of one device."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ def two_sources() -> ProgramBuilder:
     return b
 
 
-def started(admission: int = 1, executor: Executor | None = None) -> Executor:
+def started(run_id: int = 1, executor: Executor | None = None) -> Executor:
     executor = executor or Executor()
-    executor.admit(admission, bind(two_sources().build(), {}, Workers(1)))
+    executor.admit(run_id, bind(two_sources().build(), {}, Workers(1)))
     return executor
 
 
-def test_what_is_ready_runs_while_an_exchange_is_outstanding():
+def test_ready_ops_run_during_an_outstanding_exchange():
     executor = started()
     assert executor.next_step() is None
     executor.deliver(1, (0, 0, "planner"), X)
     step = executor.next_step()
-    assert step is not None
     assert step.place == 3
     step.run()
     assert executor.next_step() is None
@@ -72,13 +71,15 @@ def test_buffers_are_kept_within_the_programs_own_accounting():
     b.send(x, ("planner",), 3)
     program = b.build()
     executor, bound = Executor(), bind(program, {}, Workers(1))
-    for admission in range(3):
-        executor.admit(admission, bound)
-        executor.deliver(admission, (0, 0, "planner"), np.zeros(shape, np.float32))
+    for run_id in range(3):
+        executor.admit(run_id, bound)
+        executor.deliver(run_id, (0, 0, "planner"), np.zeros(shape, np.float32))
         while (step := executor.next_step()) is not None:
             step.run()
-        assert executor.finish_if_done(admission)
-    assert executor.cached_bytes() <= live_bytes(program)
+        assert executor.finish_if_done(run_id)
+    assert 0 < executor.cached_bytes() <= live_bytes(program)
+    executor.free_buffers()
+    assert executor.cached_bytes() == 0
 
 
 @pytest.mark.parametrize("ops", [0, 1, 2])
@@ -88,14 +89,14 @@ def test_a_stretch_may_be_suspended_behind_each_op_and_ops_run_in_order(ops):
     for run in (1, 2):
         executor.deliver(run, (0, 0, "planner"), X)
         executor.deliver(run, (1, 0, "peer"), X)
-    seen, sent = [], []
+    steps, sent = [], []
     while (step := executor.next_step()) is not None:
-        seen.append((step.run_id, step.place))
+        steps.append((step.run_id, step.place))
         outgoing = step.run(ops=ops)
         if outgoing is not None:
             sent.append(np.array(outgoing.array))
     # The second op waits for less than the first, and the third for both: none of them are a stretch.
-    assert seen == [(run, place) for run in (1, 2) for place in (2, 3, 4, 5)]
+    assert steps == [(run, place) for run in (1, 2) for place in (2, 3, 4, 5)]
     np.testing.assert_array_equal(sent, [4 * X] * 2)
 
 
@@ -120,13 +121,13 @@ def test_runs_of_one_program_that_take_turns_do_not_disturb_each_other(ops):
     executor.deliver(1, (0, 0, "planner"), X)
     executor.next_step().run(ops=ops)
     executor.drop(2)
-    found = {}
+    outputs = {}
     while (step := executor.next_step()) is not None:
         outgoing = step.run(ops=ops)
         if outgoing is not None:
-            found[step.run_id] = np.array(outgoing.array)
-    assert sorted(found) == [1, 3]
-    for run, values in found.items():
+            outputs[step.run_id] = np.array(outgoing.array)
+    assert sorted(outputs) == [1, 3]
+    for run, values in outputs.items():
         np.testing.assert_array_equal(values, 8 * run * X)
 
 
@@ -173,7 +174,7 @@ def test_dropping_a_request_gives_its_buffers_back():
     executor.drop(1)
 
 
-def test_what_the_program_does_not_expect_is_refused():
+def test_arrays_of_another_layout_and_repeated_runs_are_refused():
     executor = started()
     for wrong in (X[:1], X.astype(np.float16), X.view(np.int32), X.T):
         with pytest.raises(ValueError):
@@ -191,7 +192,7 @@ def test_a_weight_that_is_not_resident_is_an_error():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_device_here_is_the_reference(family, threads):
+def test_run_local_equals_the_reference(family, threads):
     spec = FAMILIES[family]
     shape, inputs = request(spec, (7, 5))
     alone = device_program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")

@@ -1,4 +1,4 @@
-"""Runs that take longer than predicted, and the next best plan that is tried once: runs decide; on a virtual clock."""
+"""Measured runs decide between plans: slower runs than predicted, and one trial of the next best plan."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def candidate(question: Question, strategy: str, devices: tuple[str, ...], secon
 
 
 def two(predicted: Mapping[str, float], question: Question) -> Decision:
-    """Decide between a split and one device, whose simulated times are given."""
+    """Decide between a split and one device, with given predictions."""
     places = {"row": ("a", "b"), "single": ("a",)}
-    there = {key: seconds for key, seconds in predicted.items() if question.cluster.devices.keys() >= {*places[key]}}
-    found = [candidate(question, strategy, places[strategy], seconds) for strategy, seconds in there.items()]
-    found = [replace(c, price=replace(c.price, objective=question.objective)) for c in found]
-    ranking = tuple(sorted(found, key=lambda c: c.price.expected_s))
+    usable = {key: seconds for key, seconds in predicted.items() if question.cluster.devices.keys() >= {*places[key]}}
+    candidates = [candidate(question, strategy, places[strategy], seconds) for strategy, seconds in usable.items()]
+    candidates = [replace(c, price=replace(c.price, objective=question.objective)) for c in candidates]
+    ranking = tuple(sorted(candidates, key=lambda c: c.price.expected_s))
     return Decision(ranking[0], ranking, "", question.cluster, programs_digest(question.spec, ranking[0].plan))
 
 
 class Timed(Site):
-    """A site whose plans have given prices, and whose runs take a given time."""
+    """A site with given prices of plans and durations of runs."""
 
     def __init__(self, predicted: Mapping[str, float] = PREDICTED_S, pins: Pins | None = None) -> None:
         super().__init__(decider=partial(two, predicted), pins=pins)
-        self.asked = 0
+        self.count = 0
         self.room = True
 
     def solve(self, command: interface.Solve) -> None:
@@ -61,8 +61,8 @@ class Timed(Site):
         decision = Decision(ranking[0], ranking, "", command.question.cluster, digest)
         active = None
         if command.active is not None:
-            known = self.decider(command.question).ranking
-            priced = next(c for c in known if c.plan.strategy == command.active.strategy)
+            prices = self.decider(command.question).ranking
+            priced = next(c for c in prices if c.plan.strategy == command.active.strategy)
             active = replace(priced, plan=command.active)
         self.event(interface.Solved(command.model, command.ticket, decision, active))
 
@@ -70,9 +70,9 @@ class Timed(Site):
         """Let requests run one after the other; return the methods that served, one after the other."""
         ran: list[str] = []
         for _ in range(times):
-            self.asked += 1
+            self.count += 1
             ran += [self.strategy] if ran[-1:] != [self.strategy] else []
-            self.submit(f"r{self.asked}", TOKENS)
+            self.submit(f"r{self.count}", TOKENS)
             self.now += row_s if self.strategy == "row" else single_s
             self.answer(max(self.work))
             self.tick(1.0)
@@ -82,7 +82,6 @@ class Timed(Site):
     @property
     def strategy(self) -> str:
         plan = self.plan
-        assert plan is not None
         return plan.strategy
 
 
@@ -112,7 +111,7 @@ def test_as_long_as_predictions_come_true_nothing_is_searched(site: Timed) -> No
 def test_a_split_that_is_slower_than_one_device_gives_way_to_it_and_stays_away(site: Timed) -> None:
     site.serve(0.25, single_s=0.16, times=60)
     assert site.strategy == "single"
-    assert [bool(solve.plans) for solve in site.solves] == [True], "what is known is priced once more, and no search"
+    assert [bool(solve.plans) for solve in site.solves] == [True], "a search of named plans only"
 
 
 def test_a_split_that_is_slower_than_predicted_and_still_faster_stays(site: Timed) -> None:
@@ -141,14 +140,10 @@ def test_runs_that_shared_the_devices_teach_nothing(site: Timed) -> None:
     assert not site.solves
 
 
-def answer_alone(site: Site, plan: Plan, admission: int) -> None:
-    """Let a device that is a replica by itself answer a run."""
-    frame, device = site.work[admission], plan.root
-    body = np.zeros((len(decode_work(frame)[0].sizes), SPEC.hidden), np.float32)
-    out = replace(frame, kind="output", source=device, dtype="f32", shape=body.shape, body=body)
-    site.event(interface.DeviceFrame(device, out))
-    done = replace(frame, kind="done", source=device, dtype="u8", shape=(0,), numbers=(0, 500, 100, 1), body=b"")
-    site.event(interface.DeviceFrame(device, done))
+def answer_alone(site: Site, plan: Plan, run_id: int) -> None:
+    """Let a replica of one device answer a run."""
+    body = np.zeros((len(decode_work(site.work[run_id])[0].sizes), SPEC.hidden), np.float32)
+    site.hear(site.part(run_id, plan.root, body), site.done(run_id, plan.root, 1))
 
 
 def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None:

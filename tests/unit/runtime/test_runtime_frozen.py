@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from scripted_site import Site, everyone, heartbeat, settled
+from scripted_site import Site, everyone, heartbeat, preparing, settled
 
 from hepti_mqtt.cost.loads import LoadRates
 from hepti_mqtt.errors import OverloadedError
@@ -28,9 +28,9 @@ class Frozen:
     watch: BrokerWatch = field(default_factory=BrokerWatch)
 
     def tick(self, heard_s: float) -> None:
-        found = self.watch.look(heard_s, self.site.now)
-        if found in ("away", "back"):
-            self.site.event(interface.BrokerConnection(online=found == "back", is_new=False))
+        state = self.watch.look(heard_s, self.site.now)
+        if state in ("away", "back"):
+            self.site.event(interface.BrokerConnection(online=state == "back", is_new=False))
         self.site.event(interface.Tick(heard_s=heard_s))
 
     def freeze(self, seconds: float) -> None:
@@ -71,9 +71,7 @@ def test_no_request_suffers_from_a_broker_that_is_frozen_for_any_time(
 
 
 def test_a_preparation_goes_on_after_a_freeze() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    site.tick(1.1)
+    site = preparing("a", "b", decider=everyone)
     site.submit("r1", within=1000)
     frozen = Frozen(site)
     frozen.freeze(200)
@@ -117,13 +115,13 @@ def test_a_silent_device_is_put_aside_where_the_broker_has_nothing_to_say_but_he
 
 
 def test_the_watch_asks_once_before_it_calls_a_broker_silent() -> None:
-    watch, said = BrokerWatch(), []
+    watch, states = BrokerWatch(), []
     for tenth in range(100):
         now = tenth / 10
-        found = watch.look(0.0 if now < 8 else now, now)
-        said += [(found, now)] if found else []
-    assert said == [("ask", QUIET_S), ("away", QUIET_S + FROZEN_S), ("back", 8.0)]
-    assert all(later > sooner for (_, sooner), (_, later) in pairwise(said))
+        state = watch.look(0.0 if now < 8 else now, now)
+        states += [(state, now)] if state else []
+    assert states == [("ask", QUIET_S), ("away", QUIET_S + FROZEN_S), ("back", 8.0)]
+    assert all(later > sooner for (_, sooner), (_, later) in pairwise(states))
 
 
 def test_a_burst_after_a_pause_is_admitted() -> None:

@@ -1,4 +1,4 @@
-"""A generation goes on when the output is there; what devices report later is counted, and nothing waits for ever."""
+"""A generation continues when the output has arrived; late reports are counted, and nothing waits forever."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_c
     for number in (1, 2, 3):
         assert max(site.work) == number
         site.step(reported=False)
-    assert site.tokens() == site.told_tokens["r"] == expected(3)
+    assert site.tokens() == site.published["r"] == expected(3)
     assert [s.reported for s in site.answers["r"].stats] == [False] * 3
     assert site.running == {1, 2, 3}, "the reports are still to come"
     for number in (2, 1, 3):
@@ -53,9 +53,9 @@ def test_devices_have_their_next_run_before_users_are_told():
         ["TokenReady", "AnswerRequest"],
     ):
         site.compute(max(site.work))
-        del site.seen[:]
+        del site.commands[:]
         site.output(max(site.work))
-        assert [type(command).__name__ for command in site.seen] == kinds
+        assert [type(command).__name__ for command in site.commands] == kinds
 
 
 def test_reports_that_come_before_the_answer_are_in_it():
@@ -70,12 +70,12 @@ def test_reports_that_come_before_the_answer_are_in_it():
     assert site.answers["r"].stats[0].sent_bytes == {"a": 100, "b": 100}
 
 
-def test_who_asks_for_the_reports_has_tokens_at_once_and_the_answer_with_all_of_them():
+def test_a_request_with_wants_report_has_tokens_immediately_and_the_answer_with_all_reports():
     site = running()
     site.ask(most=3, report=True)
     for _ in range(3):
         site.step(reported=False)
-    assert site.told_tokens["r"] == expected(3)
+    assert site.published["r"] == expected(3)
     site.report(3)
     site.report(1)
     assert not site.answers
@@ -86,7 +86,7 @@ def test_who_asks_for_the_reports_has_tokens_at_once_and_the_answer_with_all_of_
 
 @pytest.mark.parametrize("lost", ["reports", "a device", "a connection"])
 @pytest.mark.parametrize("whole", [True, False], ids=["all tokens", "in between"])
-def test_reports_that_never_come_keep_nobody_waiting(lost, whole):
+def test_missing_reports_do_not_delay_a_request(lost, whole):
     site = running(pins=None, decider=everyone)
     site.ask(most=2, report=True)
     for _ in range(2 if whole else 1):
@@ -105,13 +105,13 @@ def test_reports_that_never_come_keep_nobody_waiting(lost, whole):
             site.report(run)
         if "r" in site.answers:
             break
-    assert site.tokens() == site.told_tokens["r"] == expected(2)
+    assert site.tokens() == site.published["r"] == expected(2)
     assert not site.answers["r"].stats[0].reported
     assert not site.running
-    assert (max(site.work) == 2) == whole, "what was told is not computed again"
+    assert (max(site.work) == 2) == whole, "published tokens are not computed again"
 
 
-def test_a_deadline_ends_what_waits_for_reports_alone_and_a_run_that_is_on_its_way():
+def test_a_deadline_ends_a_request_that_waits_only_for_reports_and_one_with_an_active_run():
     site = running()
     site.ask("all", most=1, report=True, within=2.0)
     site.step(reported=False)
@@ -126,20 +126,20 @@ def test_a_deadline_ends_what_waits_for_reports_alone_and_a_run_that_is_on_its_w
     assert not site.session.counters["late"]
 
 
-def test_a_text_that_is_taken_back_begins_no_further_step():
+def test_a_cancelled_text_begins_no_further_step():
     site = running()
     job = site.ask(most=9)
     site.step()
     site.event(interface.RequestCancelled(job.key))
     assert isinstance(site.errors["r"], CancelledRequestError)
-    asked = max(site.work)
+    last = max(site.work)
     site.step()
-    assert max(site.work) == asked, "what devices had begun is the last"
+    assert max(site.work) == last
     assert not site.running
     site.event(interface.RequestCancelled(job.key))  # again, and nothing happens
 
 
-def test_steps_whose_reports_are_missing_are_few():
+def test_the_number_of_steps_without_reports_is_limited():
     site = running()
     job = site.ask(most=12)
     while max(site.work) not in site.computed:
@@ -158,13 +158,13 @@ def test_steps_whose_reports_are_missing_are_few():
 
 
 def for_steps(question: Question) -> Decision:
-    """Decide for a plan that was made for steps of 0.1 s."""
-    made = everyone(question)
-    chosen = replace(made.chosen, plan=replace(made.chosen.plan, predicted_s=0.1, predicted_tokens=1))
-    return replace(made, chosen=chosen)
+    """Decide for a plan that is optimised for steps of 0.1 s."""
+    decision = everyone(question)
+    chosen = replace(decision.chosen, plan=replace(decision.chosen.plan, predicted_s=0.1, predicted_tokens=1))
+    return replace(decision, chosen=chosen)
 
 
-def test_what_steps_take_is_learned_though_the_next_one_has_begun():
+def test_the_duration_of_steps_is_learned_although_the_next_one_has_begun():
     site = running(pins=None, decider=for_steps)
     site.ask(most=12)
     for number in range(1, 13):
@@ -179,7 +179,7 @@ def test_what_steps_take_is_learned_though_the_next_one_has_begun():
     assert learned.factor(site.plan) == pytest.approx(3.0, rel=0.1), "from its dispatch to its last report"
 
 
-def test_steps_beside_other_requests_teach_nothing():
+def test_nothing_is_learned_from_steps_that_share_the_devices():
     site = running(pins=None, decider=for_steps)
     site.ask("r", most=4)
     site.ask("s", most=4)
@@ -194,7 +194,7 @@ def test_steps_beside_other_requests_teach_nothing():
 
 
 @pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])
-def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once(what):
+def test_a_doubtful_token_is_computed_again_with_all_later_ones_and_published_once(what):
     site = running()
     site.ask(most=4)
     site.step()
@@ -208,29 +208,29 @@ def test_a_token_in_doubt_is_computed_again_with_all_that_followed_and_told_once
         site.event(interface.DeviceFrame("a", replace(frame, row_start=1)))
     elif what == "failure":
         site.run_failed("b", 2, "device")
-    else:  # the head says that it has sent nothing, and the others say the same: the output was forged
+    else:  # no device reports a part, so the output was forged
         for device in ("a", "b"):
             done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
             site.event(interface.DeviceFrame(device, replace(done, body=b"")))
         done = replace(done, source="a", numbers=(1, 1, 1, 1))
         site.event(interface.DeviceFrame("a", done))
-    assert site.running == {4}, "the step behind it is taken back, too"
-    assert site.asked(4) == (0, [*PROMPT])
+    assert site.running == {4}, "the next step is cancelled, too"
+    assert site.inputs_of(4) == (0, [*PROMPT])
     assert frames.decode_sessions(site.work[4])[0].number == 2
     for _ in range(4):
         site.step()
-    assert site.tokens() == site.told_tokens["r"] == expected(4)
+    assert site.tokens() == site.published["r"] == expected(4)
     assert [s.shape.size for s in site.answers["r"].stats] == [4, 4, 1, 1, 1]
     assert not site.running
 
 
-def test_a_forged_token_that_was_told_ends_in_an_error_and_no_wrong_answer():
+def test_a_forged_token_that_was_published_ends_in_an_error():
     site = running(orderly=False)
     right = expected(1)[0]
     site.ask(most=4)
     site.compute(1)
     site.output(1, forged=(right + 1) % SPEC.hidden)
-    assert site.told_tokens["r"] == [(right + 1) % SPEC.hidden]
+    assert site.published["r"] == [(right + 1) % SPEC.hidden]
     site.output(1)
     assert site.running == {3}
     site.step()
@@ -238,7 +238,7 @@ def test_a_forged_token_that_was_told_ends_in_an_error_and_no_wrong_answer():
     assert not site.running
 
 
-def test_a_part_of_a_device_that_says_later_that_it_sent_none_is_no_token():
+def test_a_part_of_a_device_that_reports_no_parts_gives_no_token():
     site = running(orderly=False)
     site.ask(most=2)
     site.output(1, forged=(expected(1)[0] + 1) % SPEC.hidden, source="b", part=3)
@@ -250,7 +250,7 @@ def test_a_part_of_a_device_that_says_later_that_it_sent_none_is_no_token():
     assert isinstance(site.errors["r"], RemoteError)
 
 
-def test_doubt_without_end_ends():
+def test_endless_contradictions_end_in_an_error():
     site = running()
     site.ask(most=4)
     for _ in range(MAX_ATTEMPTS):
@@ -260,11 +260,11 @@ def test_doubt_without_end_ends():
         site.output(last, forged=0 if expected(1)[0] else 1)
     assert isinstance(site.errors["r"], RemoteError)
     assert not site.running
-    assert site.told_tokens["r"] == expected(1)
+    assert site.published["r"] == expected(1)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(bad):
+def test_logits_that_are_not_finite_give_no_token(bad):
     site = running()
     site.ask(most=2)
     logits = np.full((1, SPEC.hidden), bad, np.float32)
@@ -277,10 +277,10 @@ def test_no_token_follows_from_numbers_that_are_none_before_the_reports_say_so(b
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st.DataObject) -> None:
+def test_every_generation_ends_once_with_its_tokens_under_random_events(data: st.DataObject) -> None:
     in_flight = data.draw(st.sampled_from([1, 2, 3]))
     site = Decoders(pins=None, decider=everyone, in_flight=in_flight)
-    boots, asked = Counter[str](), dict[str, int]()
+    boots, most_by_name = Counter[str](), dict[str, int]()
     site.join("a", "b")
     boots.update("ab")
     site.settle()
@@ -301,8 +301,8 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
             site.ready(name)
         elif what == "ask":
             most, report = data.draw(st.integers(1, 6)), data.draw(st.booleans())
-            asked[f"r{len(asked)}"] = most
-            site.ask(f"r{len(asked) - 1}", most, report)
+            most_by_name[f"r{len(most_by_name)}"] = most
+            site.ask(f"r{len(most_by_name) - 1}", most, report)
         elif what == "offline":
             site.event(interface.BrokerConnection(online=data.draw(st.booleans())))
         elif what == "broken" and runs and name in site.plan_of(runs[0]).devices:
@@ -334,15 +334,15 @@ def test_every_generation_ends_once_with_its_tokens_whatever_comes_when(data: st
         for run in sorted(site.running & set(site.able())):
             site.report(run)
     assert not site.running
-    assert site.answers.keys() | site.errors.keys() == asked.keys()
+    assert site.answers.keys() | site.errors.keys() == most_by_name.keys()
     assert all(isinstance(error, RemoteError | PlanError) for error in site.errors.values())
     for name, answer in site.answers.items():
-        assert site.tokens(name) == site.told_tokens[name] == expected(asked[name])
-        assert len(answer.stats) >= asked[name]
+        assert site.tokens(name) == site.published[name] == expected(most_by_name[name])
+        assert len(answer.stats) >= most_by_name[name]
 
 
 class LateReports(Swarm):
-    """A site of real sessions where what devices report takes long."""
+    """A site of real sessions with slow reports."""
 
     def _host_publish(self, name, publish):
         if publish.payload[:4] == frames.MAGIC and frames.decode(publish.joined_payload).kind == "done":
@@ -354,9 +354,9 @@ class LateReports(Swarm):
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 20), users=st.integers(1, 3), lost=st.sampled_from([None, "d1", "d2"]))
 def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, users, lost):
-    held = tensors(GPT)
+    weights = tensors(GPT)
     hosts, decider = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30)), everyone_of(("decoder", {}))
-    swarm = LateReports(GPT, held, hosts, seed=seed, jitter_s=0.01, duplicates=0.2, decider=decider)
+    swarm = LateReports(GPT, weights, hosts, seed=seed, jitter_s=0.01, duplicates=0.2, decider=decider)
     rng = np.random.default_rng(seed)
     prompts = {f"r{n}": rng.integers(0, GPT.text.vocab, 3 + n).astype(np.int32) for n in range(users)}
     swarm.run(20, until=lambda: swarm.planner.active_plan(MODEL) is not None)
@@ -372,7 +372,7 @@ def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, use
         ids = prompt.tolist()
         for index, token in swarm.tokens[name]:
             shape, inputs = models.single_sequence(GPT, np.array(ids, np.int32))
-            assert token == models.reference(GPT, held, inputs, shape)[1].argmax()
+            assert token == models.reference(GPT, weights, inputs, shape)[1].argmax()
             assert index == len(ids) - len(prompt)
             ids.append(token)
         [(tokens, stats)] = swarm.answers[name]

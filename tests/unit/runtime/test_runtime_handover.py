@@ -30,11 +30,11 @@ BLOCKS = len(models.graph(SPEC, SHAPE).blocks)
 
 
 class Changing(Swarm):
-    """A site whose plan changes from one to another while a request runs that is worth it."""
+    """A site with a change of plan during a run."""
 
-    def __init__(self, seed: int = 0, first=EQUAL, then=UNEVEN, duplicates: float = 0.0) -> None:
-        self.then = then
-        hosts = dict.fromkeys({**dict.fromkeys(first.devices), **dict.fromkeys(then.devices)}, (FLOPS_PER_S, 1 << 30))
+    def __init__(self, seed: int = 0, first=EQUAL, after=UNEVEN, duplicates: float = 0.0) -> None:
+        self.next_plan = after
+        hosts = dict.fromkeys({**dict.fromkeys(first.devices), **dict.fromkeys(after.devices)}, (FLOPS_PER_S, 1 << 30))
         super().__init__(SPEC, TENSORS, hosts, seed=seed, decider=always(first), duplicates=duplicates, jitter_s=0.01)
         self.run(20, until=lambda: plan_of(self) is not None)
         self.work: list[frames.Frame] = []
@@ -58,13 +58,13 @@ class Changing(Swarm):
         return max((run.progress.block for run in running if run.progress is not None), default=-1)
 
     def change(self, block: int = 1) -> None:
-        """Let the plan change once the run is known to be in a block."""
+        """Change the plan after the run has reported a block."""
         self.run(60, until=lambda: self.progress >= block)
-        self.decider = always(self.then)
-        self.tell_planner(interface.PinPlan(MODEL, Pins(strategy=self.then.strategy)))
+        self.decider = always(self.next_plan)
+        self.tell_planner(interface.PinPlan(MODEL, Pins(strategy=self.next_plan.strategy)))
 
     def switched(self) -> bool:
-        """Return whether the run has been told to go on under another plan."""
+        """Return whether the run continues under another plan."""
         return any(frames.decode_continued(work) is not None for work in self.work)
 
     def finish(self) -> None:
@@ -72,8 +72,8 @@ class Changing(Swarm):
         self.run(300, until=lambda: bool(self.answers or self.errors))
         self.run(5)
         assert not self.errors
-        ((found, _),) = self.answers["x"]
-        assert np.abs(found - EXPECTED).max() < TOLERANCE
+        ((output, _),) = self.answers["x"]
+        assert np.abs(output - EXPECTED).max() < TOLERANCE
         assert not self.planner.groups.default(MODEL).runs
         assert all(host.session.runs.idle for host in self.hosts.values() if host.alive)
 
@@ -91,10 +91,10 @@ def goes(border):
 MESH = [replace(each, route="mesh") for each in (THREE, UNEVEN)]
 
 
-@pytest.mark.parametrize(("first", "then"), [(EQUAL, UNEVEN), (THREE, UNEVEN), (UNEVEN, SINGLE), MESH])
-def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, then):
+@pytest.mark.parametrize(("first", "after"), [(EQUAL, UNEVEN), (THREE, UNEVEN), (UNEVEN, SINGLE), MESH])
+def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, after):
     """The next plan may leave devices out: they end the run, and send what they have of it."""
-    site = Changing(len(first.devices), first, then, duplicates=0.2)
+    site = Changing(len(first.devices), first, after, duplicates=0.2)
     site.change()
     site.finish()
     assert [frames.decode_continued(work) is not None for work in site.work] == [False, True]
@@ -130,7 +130,7 @@ def test_a_device_that_only_hands_over_is_lost_in_the_middle_of_it():
 
 def test_a_lost_connection_costs_a_run():
     site = Changing()
-    site.then = replace(UNEVEN, route="mesh")
+    site.next_plan = replace(UNEVEN, route="mesh")
     site.change()
     site.run(60, until=site.switched)
     site.run(0.3)
@@ -154,7 +154,7 @@ def test_a_request_that_ends_early_leaves_nothing():
 
 
 def test_a_plan_of_other_devices_leaves_runs_alone():
-    site = Changing(then=THREE)
+    site = Changing(after=THREE)
     site.change()
     site.finish()
     assert len(site.work) == 1

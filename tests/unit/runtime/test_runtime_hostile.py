@@ -22,7 +22,7 @@ MUTATED = 1500
 
 
 class HostileSite:
-    """A keyed site behind its decoder and the debounce of wills; devices publish their own words again at once."""
+    """A keyed site behind its decoder and the debounce of wills; devices correct forged messages immediately."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -33,8 +33,8 @@ class HostileSite:
         self.debounce = LastWillDebounce(self)  # type: ignore[arg-type]
         topics, self.own = self.decoder.topics, dict[str, bytes]()
         for name in DEVICES:
-            said = replace(caps(name, 1), public_key=keys.public_key(private_of(name)))
-            self.own[topics.caps(name)] = messages.encode_caps(said)
+            described = replace(caps(name, 1), public_key=keys.public_key(private_of(name)))
+            self.own[topics.caps(name)] = messages.encode_caps(described)
             self.own[topics.status(name)] = messages.encode_status(Status("online", 1))
         self.captured = dict(self.own)
         for name in DEVICES:

@@ -41,10 +41,10 @@ class FencedTape(tape.Tape):
         for start, stop in self.used:
             fences[base + start : base + stop] = False
         scratch[fences] = FENCE
-        found = super().run(arrays, scratch, *arguments)
+        row = super().run(arrays, scratch, *arguments)
         assert (scratch[fences] == FENCE).all()
         FencedTape.looks += bool(self.used)
-        return found
+        return row
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the rule is told of requests and loads."""
+"""The pace of requests and searches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
 
 def test_a_model_is_asked_as_often_as_it_was_or_less_often_since() -> None:
     pace = RequestPace()
-    assert pace.period_s(5.0) == RULE.in_use_s, "nobody has asked"
+    assert pace.period_s(5.0) == RULE.in_use_s
     for number in range(60):
         pace.record_request(2.0 * number)
     assert pace.period_s(118.0) == pytest.approx(2.0, rel=0.1)
@@ -44,8 +44,8 @@ def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
 
 
 def test_what_background_work_takes_is_learned() -> None:
-    seen = SearchPace()
+    pace = SearchPace()
     for _ in range(20):
-        seen.record_search(3.0)
-        seen.record_run(1.6)
-    assert (seen.search_s, seen.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)
+        pace.record_search(3.0)
+        pace.record_run(1.6)
+    assert (pace.search_s, pace.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)

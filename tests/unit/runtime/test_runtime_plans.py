@@ -1,4 +1,4 @@
-"""A model's plans: every step of their table, pins beside the planner's own plan, and room for all of them."""
+"""A model's plans: every step of their table, pinned plans next to the default one, and evictions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def overdue(site: Site) -> None:
     site.tick(OVERDUE_S)
 
 
-def test_run_ids_rise_and_cannot_be_guessed() -> None:
+def test_run_ids_ascend_and_are_unpredictable() -> None:
     own, others = (Ids(1, secret) for secret in (b"1" * 32, b"2" * 32))
     runs = [own.next_run() for _ in range(100)]
     assert runs == sorted(set(runs))
@@ -56,7 +56,7 @@ ACTIONS += ("refuse", "solve", "pin", "silence", "searches")
 
 
 def walk(seed: int) -> Iterator[Transition]:
-    """Let anything happen to a site in any order, and yield the steps that its plans take."""
+    """Apply random events to a site, and yield the steps of its plans."""
     rng = random.Random(seed)
     site = Site(*(("m", "n") if rng.random() < 0.3 else ()), decider=everyone, searches=rng.random() < 0.7)
     boots = dict.fromkeys("abc", 0)
@@ -121,14 +121,14 @@ def suspect_without_another() -> Site:
 
 
 def pinned() -> Site:
-    """Return a site with a plan of its own, and one on its way for what r1 has pinned."""
+    """Return a site with a default plan, and a plan being prepared for the pins of r1."""
     site = settled("a", decider=everyone)
     site.submit("r1", pins=NARROW, within=2.0)
     return site
 
 
 def crowded(site: Site) -> Site:
-    """Let others' pins take the place of those that nobody waits for."""
+    """Let other pins replace idle ones."""
     for number, pins in enumerate(OTHERS):
         site.submit(f"other {number}", pins=pins)
     assert NARROW not in [slot.plans.pins for slot in site.session.groups.pinned()]
@@ -169,33 +169,27 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     site = Site("m", "n", decider=everyone)
     site.join("a")
     site.tick(1.1)
-    (_, first), (_, other) = [told for told in site.told if isinstance(told[1], messages.Prepare)]
+    first, other = [message for _, message in site.sent if isinstance(message, messages.Prepare)]
     plan = Plan.from_dict(first.plan)
-    ready = messages.Ready(first.transaction_id, "m", plan.version, 1, programs_digest(SPEC, plan))
-    site.event(interface.DeviceMessage("a", ready))
+    site.receive("a", messages.Ready(first.transaction_id, "m", plan.version, 1, programs_digest(SPEC, plan)))
     site.submit("own")
     site.submit("r1", pins=NARROW)
     site.failed("a")
-    epoch = Plan.from_dict(other.plan).version
-    site.event(
-        interface.DeviceMessage("a", messages.PrepareFailed(other.transaction_id, "n", epoch, "memory", "too much", 10))
-    )
+    version = Plan.from_dict(other.plan).version
+    site.receive("a", messages.PrepareFailed(other.transaction_id, "n", version, "memory", "too much", 10))
     assert [slot.made_room for slot in site.session.groups.pinned()] == [True]
     return site
 
 
 def worse_than_the_active_plan_since_a_device_is_fast() -> Site:
     site = settled("a")
-    site.submit("r")
-    site.answer(1)
+    site.serve("r")
     site.join("b")
     site.tick(1.1)
     for seconds in range(60):
         site.drift({"a": 0.1}, 1)
-        if (asked := site.prepares().get("b")) is not None:
-            plan = Plan.from_dict(asked.plan)
-            progress = messages.PrepareProgress(asked.transaction_id, "m", plan.version, seconds, 1000)
-            site.event(interface.DeviceMessage("b", progress))
+        if "b" in site.prepares():
+            site.progress("b", seconds, 1000)
     return site
 
 
@@ -210,11 +204,11 @@ RARE = (
 RARE += (given_up_while_suspect, own_search_makes_room, pins_that_swap_make_room_for_another_model)
 
 
-def test_no_order_of_events_leads_to_an_illegal_step_and_every_step_of_the_table_is_taken_by_some() -> None:
-    """An illegal step raises here (`Machine.strict`)."""
+def test_random_events_take_every_step_of_the_table_and_no_illegal_one() -> None:
+    """An illegal step raises, because tests set `StateMachine.strict`."""
     walked = (step for seed in range(240) for step in walk(seed))
-    told = (step for scene in RARE for story in scene().session.stories() for step in story.last())
-    taken = {(t.before, t.event, t.after) for t in (*walked, *told)}
+    rare = (step for scene in RARE for story in scene().session.stories() for step in story.last())
+    taken = {(t.before, t.event, t.after) for t in (*walked, *rare)}
     steps = {(s, e, after) for s, by_event in PLANS.steps.items() for e, after in by_event.items()}
     assert steps - taken == set()
     assert taken - steps == {("-", "want", "wanted")}
@@ -225,19 +219,19 @@ def test_the_published_record_carries_the_story_and_follows_it_within_a_tick() -
     site.join("b")
     site.settle()
     site.tick(0.25)
-    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)]
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)]
     assert shown[-1].story == site.session.stories()[0].last(PUBLISHED_TRANSITIONS)
-    assert [t.after for t in shown[-1].story][-1] == "gone", "also what happened since the plan became active"
-    site.seen.clear()
+    assert [t.after for t in shown[-1].story][-1] == "gone", "including transitions after the activation"
+    site.commands.clear()
     site.tick(0.25)
-    assert not [c for c in site.seen if isinstance(c, interface.PublishPlan)], "nothing new, nothing shown"
+    assert not [c for c in site.commands if isinstance(c, interface.PublishPlan)]
 
 
 def test_a_published_story_is_bounded() -> None:
     site = settled("a", decider=everyone)
     for _ in range(3 * PUBLISHED_TRANSITIONS):
         site.event(interface.PinPlan("m", Pins()))
-    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)]
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)]
     assert max(len(c.story) for c in shown) == PUBLISHED_TRANSITIONS
 
 
@@ -249,13 +243,12 @@ def illegal(site: Site) -> None:
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_in_service_a_plan_that_took_an_illegal_step_is_released_and_another_searched_for(
+def test_in_service_a_plan_after_an_illegal_step_is_released_and_replaced(
     monkeypatch: pytest.MonkeyPatch, running: bool
 ) -> None:
     monkeypatch.setattr(StateMachine, "strict", False)
     site = settled("a", decider=everyone)
     first = site.plan
-    assert first is not None
     if running:
         site.submit("r1")
     illegal(site)
@@ -267,26 +260,20 @@ def test_in_service_a_plan_that_took_an_illegal_step_is_released_and_another_sea
         assert "r1" in site.answers
     site.ready()
     second = site.plan
-    assert second is not None
     assert second.version > first.version
-    assert ("a", first.version) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
-    site.submit("r2")
-    site.answer(max(site.work))
-    assert "r2" in site.answers
+    assert ("a", first.version) in [(d, m.plan_version) for d, m in site.sent if isinstance(m, messages.Release)]
+    site.serve("r2")
 
 
-def test_nobody_can_be_ready_for_a_plan_that_waits_for_the_old_one() -> None:
+def test_a_ready_for_a_swapping_plan_does_not_count() -> None:
     site = settled("a", decider=everyone)
     site.submit("r")
     site.join("b")
     site.tick(1.1)
     site.failed("a")
     swapping = site.session.groups.default("m").plans.preparing
-    assert swapping is not None
     for device in "ab":
-        site.event(
-            interface.DeviceMessage(device, messages.Ready(swapping.transaction_id, "m", swapping.version, 1, bytes(8)))
-        )
+        site.receive(device, messages.Ready(swapping.transaction_id, "m", swapping.version, 1, bytes(8)))
     assert swapping.state == "swapping"
     site.answer(1)
     site.ready()
@@ -329,8 +316,8 @@ def test_in_service_an_illegal_step_is_counted_and_leads_to_the_safe_state(monke
     steps, story, counters = machine()
     assert steps.step("front", "open", "push", 2.0, "wind") == "closed"
     assert counters["illegal_step"] == 1
-    (told,) = story.last()
-    assert (told.before, told.event, told.after) == ("open", "push", "closed")
+    (transition,) = story.last()
+    assert (transition.before, transition.event, transition.after) == ("open", "push", "closed")
 
 
 @pytest.mark.parametrize(
@@ -350,66 +337,57 @@ def test_a_table_with_a_hole_is_refused(change: dict[str, object]) -> None:
         replace(DOOR, **change)
 
 
-def test_every_safe_state_gives_up_what_devices_hold() -> None:
+def test_every_safe_state_releases_the_plan() -> None:
     assert set(RESIDENT_STATES.safe.values()) == {"released"}
-    held = {s for s in PLANS.states if s not in {"wanted", "searching", "gone"}}
-    assert {PLANS.safe[s] for s in held} == {"retiring"}
+    resident = {s for s in PLANS.states if s not in {"wanted", "searching", "gone"}}
+    assert {PLANS.safe[s] for s in resident} == {"retiring"}
 
 
 @given(st.integers(0, 3 * MAX_TRANSITIONS), st.integers(0, 2 * MAX_TRANSITIONS))
-def test_a_story_is_bounded_and_says_how_much_there_was(count: int, asked: int) -> None:
+def test_a_story_is_bounded_and_counts_all_transitions(count: int, wanted: int) -> None:
     story = TransitionLog("doors")
     for i in range(count):
         story.append(Transition(float(i), f"door {i}", "closed", "push", "open"))
     assert story.count == count
     assert [t.now for t in story.last()] == list(range(max(count - MAX_TRANSITIONS, 0), count))
     assert len(story.as_text()) == min(count, MAX_TRANSITIONS)
-    assert story.last(asked) == story.last()[max(len(story.last()) - asked, 0) :]
+    assert story.last(wanted) == story.last()[max(len(story.last()) - wanted, 0) :]
 
 
 # -- pins -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_request_waits_for_its_plan_and_others_do_not() -> None:
+def test_only_requests_with_pins_wait_for_their_plan() -> None:
     site = settled("a", "b")
     first = site.plan
     assert first.strategy == "single"
     site.submit("r1", pins=ROW)
     site.submit("r2", pins=ROW)
     assert not site.work
-    site.submit("r3")
-    site.answer(1)
-    assert site.answers["r3"].plan == first, "weights for somebody's pins are on their way, nobody else waits for them"
+    site.serve("r3")
+    assert site.answers["r3"].plan == first
     site.ready()
-    for admission in (2, 3):
-        site.answer(admission)
+    for run_id in (2, 3):
+        site.answer(run_id)
     assert [site.answers[name].plan.strategy for name in ("r1", "r2")] == ["row", "row"]
     assert site.plan == first
 
 
-def test_pins_change_the_answers_of_their_own_request_alone() -> None:
+def test_pins_change_only_their_own_requests() -> None:
     site = settled("a", "b", decider=everyone)
     first = site.plan
-    narrow = Pins(weight_dtype="w8a8")
-    site.submit("r1", pins=narrow)
+    site.submit("r1", pins=NARROW)
     site.ready()
     site.answer(1)
-    released = [d for d, m in site.told if isinstance(m, messages.Release)]
-    for admission, (name, pins) in enumerate({"r2": None, "r3": narrow, "r4": Pins()}.items(), 2):
-        site.submit(name, pins=pins)
-        site.answer(admission)
-    assert {n: a.plan.weight_dtype for n, a in site.answers.items()} == {
-        "r1": "w8a8",
-        "r2": "f32",
-        "r3": "w8a8",
-        "r4": "f32",
-    }
-    assert site.answers["r4"].plan == site.answers["r2"].plan == first, "what is pinned is what the planner has anyway"
-    assert site.answers["r3"].plan == site.answers["r1"].plan, "the plan for these pins is still there"
-    assert not released, "both fit"
+    for name, pins in {"r2": None, "r3": NARROW, "r4": Pins()}.items():
+        site.serve(name, pins=pins)
+    assert [a.plan.weight_dtype for a in site.answers.values()] == ["w8a8", "f32", "w8a8", "f32"]
+    assert site.answers["r4"].plan == site.answers["r2"].plan == first, "these pins equal the planner's"
+    assert site.answers["r3"].plan == site.answers["r1"].plan, "the pinned plan stays"
+    assert not site.released(), "both fit"
 
 
-def test_no_more_runs_at_once_whatever_their_pins() -> None:
+def test_the_limit_of_concurrent_runs_holds_over_all_pins() -> None:
     site = settled("a", "b", in_flight=2, decider=everyone)
     site.submit("r1", pins=ROW)
     site.ready()
@@ -417,63 +395,49 @@ def test_no_more_runs_at_once_whatever_their_pins() -> None:
     site.submit("r3")
     site.submit("r4", pins=ROW)
     assert len(site.work) == 2
-    for admission in range(1, 5):
-        site.answer(admission)
-    assert list(site.answers) == ["r1", "r2", "r3", "r4"], "in the order in which they came"
+    for run_id in range(1, 5):
+        site.answer(run_id)
+    assert list(site.answers) == ["r1", "r2", "r3", "r4"], "in order of arrival"
 
 
-def test_few_pinned_plans_are_kept_those_asked_for_last() -> None:
+MANY = [*OTHERS, NARROW]
+assert len(MANY) == MAX_PINNED_GROUPS + 1
+
+
+def test_the_pinned_plans_that_were_used_last_are_kept() -> None:
     site = settled("a", "b", decider=everyone)
     first = site.plan
-    kinds = [
-        Pins(wire="f16"),
-        Pins(wire="i8"),
-        Pins(weight_dtype="f16"),
-        Pins(weight_dtype="w8a8"),
-        Pins(weight_dtype="w8a32"),
-    ]
-    assert len(kinds) == MAX_PINNED_GROUPS + 1
-    for number, pins in enumerate([*kinds[:MAX_PINNED_GROUPS], kinds[0], kinds[MAX_PINNED_GROUPS]], 1):
+    for number, pins in enumerate([*MANY[:MAX_PINNED_GROUPS], MANY[0], MANY[MAX_PINNED_GROUPS]], 1):
         site.tick(0.1)
         site.submit(f"r{number}", pins=pins)
         site.ready()
         site.answer(number)
-    assert max(len(c.pinned_preparing) for c in site.seen if isinstance(c, interface.PublishPlan)) == 1
+    assert max(len(c.pinned_preparing) for c in site.commands if isinstance(c, interface.PublishPlan)) == 1
     assert len(site.answers) == MAX_PINNED_GROUPS + 2
-    gone = site.answers["r2"].plan.version
-    assert {m.plan_version for _, m in site.told if isinstance(m, messages.Release)} == {gone}
-    assert [d for d, m in site.told if isinstance(m, messages.Release)] == ["a", "b"]
+    evicted = site.answers["r2"].plan.version
+    assert site.released() == [("a", evicted), ("b", evicted)]
     assert site.plan == first
-    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)][-1]
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)][-1]
     assert (shown.active, len(shown.pinned)) == (first, MAX_PINNED_GROUPS)
 
 
-def test_more_pins_than_there_is_room_for_are_refused_while_all_are_in_use() -> None:
+def test_more_pins_are_refused_while_all_pinned_groups_are_in_use() -> None:
     site = settled("a", "b", decider=everyone)
-    kinds = [
-        Pins(wire="f16"),
-        Pins(wire="i8"),
-        Pins(weight_dtype="f16"),
-        Pins(weight_dtype="w8a8"),
-        Pins(weight_dtype="w8a32"),
-    ]
-    for number, pins in enumerate(kinds):
+    for number, pins in enumerate(MANY):
         site.submit(f"r{number}", pins=pins)
     assert list(site.errors) == [f"r{MAX_PINNED_GROUPS}"]
     assert isinstance(site.errors[f"r{MAX_PINNED_GROUPS}"], OverloadedError)
-    site.submit("own")
-    site.answer(1)
-    assert "own" in site.answers
+    site.serve("own")
 
 
 def without_room() -> tuple[Site, Plan]:
-    """Return a site whose own plan has made room for that of r1, and its own plan."""
+    """Return a site whose default plan was evicted for that of r1, and the default plan."""
     site = settled("a", in_flight=1, decider=everyone)
     first = site.plan
     site.submit("before")
-    site.submit("r1", pins=Pins(weight_dtype="w8a8"))
+    site.submit("r1", pins=NARROW)
     site.failed("a")
-    assert site.plan is None, "it ends with its last run"
+    assert site.plan is None
     assert not site.session.groups.default("m").plans.preparing
     site.answer(1)
     assert "before" in site.answers
@@ -482,7 +446,7 @@ def without_room() -> tuple[Site, Plan]:
     return site, first
 
 
-def test_the_planners_own_plan_makes_room_for_pins_and_comes_back_by_itself() -> None:
+def test_the_default_plan_returns_after_its_eviction_for_pins() -> None:
     site, first = without_room()
     site.answer(2)
     assert site.answers["r1"].plan.weight_dtype == "w8a8"
@@ -490,29 +454,26 @@ def test_the_planners_own_plan_makes_room_for_pins_and_comes_back_by_itself() ->
     assert site.plan is None, "the next request may have the same pins"
     site.pass_by(3, RESTORE_AFTER_S / 2)
     site.failed("a")
-    pinned = site.answers["r1"].plan.version
-    assert ("a", pinned) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
+    assert ("a", site.answers["r1"].plan.version) in site.released()
     site.tick(0.1)
     site.ready()
     back = site.plan
-    assert back is not None
     assert (back.weight_dtype, back.devices) == (first.weight_dtype, first.devices)
     assert not site.session.groups.pinned()
 
 
-def test_plans_that_do_not_fit_beside_each_other_take_turns_in_the_order_of_requests() -> None:
+def test_plans_that_do_not_fit_together_take_turns_in_the_order_of_requests() -> None:
     site, _ = without_room()
-    narrow = Pins(weight_dtype="w8a8")
-    site.submit("r2", pins=narrow)
+    site.submit("r2", pins=NARROW)
     site.submit("r3")
-    site.submit("r4", pins=narrow)
+    site.submit("r4", pins=NARROW)
     searches = len(site.solves)
     assert site.plan is None
     site.answer(2)
-    assert len(site.solves) == searches + 1, "r3 is next that has no run, and r4 came after it"
+    assert len(site.solves) == searches + 1, "r3 is next"
     site.failed("a")
     site.answer(3)
-    assert len(site.work) == 3, "r4 waits until r3 has had its turn"
+    assert len(site.work) == 3, "r4 waits for r3"
     site.ready()
     assert site.plan is not None
     site.failed("a")
@@ -523,13 +484,13 @@ def test_plans_that_do_not_fit_beside_each_other_take_turns_in_the_order_of_requ
     assert [a.plan.weight_dtype for a in site.answers.values()] == ["f32", "w8a8", "w8a8", "f32", "w8a8"]
 
 
-def test_pins_that_nobody_waits_for_make_room_before_a_plan_that_serves() -> None:
+def test_idle_pins_are_evicted_before_the_default_plan() -> None:
     site = settled("a", decider=everyone)
     first = site.plan
     site.submit("r1", pins=Pins(wire="f16"))
     site.ready()
     site.answer(1)
-    site.submit("r2", pins=Pins(weight_dtype="w8a8"))
+    site.submit("r2", pins=NARROW)
     site.failed("a")
     assert site.plan == first
     site.tick(0.1)
@@ -540,33 +501,31 @@ def test_pins_that_nobody_waits_for_make_room_before_a_plan_that_serves() -> Non
     assert len(site.session.groups.pinned()) == 1
 
 
-def test_an_older_plan_is_affirmed_before_a_newer_one_is_activated() -> None:
-    """A device in doubt takes the activation of a plan for the end of those before it."""
+def test_an_older_plan_is_confirmed_before_a_newer_one_is_activated() -> None:
+    """An activation makes a doubting device release earlier plans."""
     site = settled("a", "b", decider=everyone)
     first = site.plan
     site.submit("r1", pins=ROW)
-    before = len(site.told)
+    before = len(site.sent)
     site.ready()
     pinned = site.session.groups.pinned()[0].active
-    assert pinned is not None
-    activated = [m.plan_version for d, m in site.told[before:] if d == "a" and isinstance(m, messages.Activate)]
+    activated = [m.plan_version for d, m in site.sent[before:] if d == "a" and isinstance(m, messages.Activate)]
     assert activated == [first.version, pinned.version]
 
 
-def test_pin_that_finds_no_plan_ends_its_requests_only() -> None:
+def test_pins_without_a_plan_end_only_their_own_requests() -> None:
     site = settled("a")
     plan = site.plan
     site.submit("r1", pins=Pins(devices=("nobody",)))
     assert isinstance(site.errors["r1"], PlanError)
-    site.submit("r2")
-    site.answer(1)
+    site.serve("r2")
     assert site.answers["r2"].plan == plan
     site.submit("r3", pins=Pins(devices=("nobody",)))
-    assert isinstance(site.errors["r3"], PlanError), "the same pin is tried again, not waited for"
+    assert isinstance(site.errors["r3"], PlanError)
     assert not site.session.groups.pinned()
 
 
-def test_pins_whose_device_leaves_end_and_the_planners_own_plan_is_made_anew() -> None:
+def test_a_lost_device_ends_its_pins_and_replaces_the_default_plan() -> None:
     site = settled("a", "b")
     site.submit("r1", pins=Pins(devices=("b",)))
     site.ready()

@@ -1,4 +1,4 @@
-"""Sessions of ended requests: the longest common beginning is found, and the account is that of the devices."""
+"""Sessions of ended requests: the longest common prefix, and the room of devices."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_text_goes_on_with_the_session_that_begins_like_it():
     sessions.keep(held(1, *TEXT[:50]))
     running = [held(2, *TEXT[:70])]
     assert sessions.find(ONE, TEXT, ()) == (1, 50, True)
-    assert sessions.find(ONE, TEXT, running) == (2, 70, False), "of one that runs there is a copy"
+    assert sessions.find(ONE, TEXT, running) == (2, 70, False), "a running session is copied"
     assert sessions.find(ONE, (*TEXT[:30], 7, 8), ()) == (1, 30, True)
-    assert sessions.find(ONE, (*TEXT[:20], 7, 8), ()) == (1, 20, False), "more is behind it than it gains"
+    assert sessions.find(ONE, (*TEXT[:20], 7, 8), ()) == (1, 20, False), "its later rows are worth more than the prefix"
     assert sessions.find(ONE, TEXT[:50], ()) == (1, 49, True), "the last token is to be computed"
     assert sessions.find(ONE, TEXT[:LEAST_ROWS], ()) is None
     assert sessions.find(TWO, TEXT, running) is None
@@ -59,7 +59,7 @@ EARLIER = PlanVersion(9, 4)
 
 
 def reported(site: Site, device: str, *sessions: tuple[int, int]) -> list[int]:
-    """Let a device report (number, rows) of sessions of an earlier plan; return the sessions that it is to drop."""
+    """Let a device report (number, rows) of sessions of an earlier plan; return the sessions that it must drop."""
     plan = site.session.active_plan("m")
     kept = tuple(KeptSession(EARLIER, number, rows) for number, rows in sessions)
     out = site.event(DeviceMessage(device, KeptSessions("m", plan.version, kept)))

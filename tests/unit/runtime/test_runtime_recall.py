@@ -1,4 +1,4 @@
-"""A planner that starts again takes the plan of the one before, whose weights and Programs devices have kept."""
+"""A restarted planner recalls the plan of its predecessor, because devices have kept its weights and Programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD = 7  # boot of a planner
 
 def record_of(site: Site, spec: Any = SPEC) -> bytes:
     """Return what a site's planner has retained last."""
-    shown = [c for c in site.seen if isinstance(c, interface.PublishPlan)][-1]
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)][-1]
     return encode_record((spec, Path("/models/m")), OLD, shown)
 
 
@@ -47,27 +47,24 @@ def restarted(recalled: Recalled | None, *devices: str, pins: Pins | None = None
 
 
 def recalled_from(site: Site) -> Recalled:
-    boot, found = read_recalled(record_of(site), "m", SPEC)
+    boot, recalled = read_recalled(record_of(site), "m", SPEC)
     assert boot == OLD
-    assert found is not None
-    return found
+    assert recalled is not None
+    return recalled
 
 
-def test_the_plan_before_is_prepared_at_once_and_priced_later() -> None:
+def test_the_recalled_plan_is_prepared_immediately_and_priced_later() -> None:
     before = settled("a", "b", pins=ROW)
     site = restarted(recalled_from(before), "a", "b", pins=ROW)
     site.join("c")
     site.tick(2 * SETTLE_UNSERVED_S)
-    (asked,) = site.solves
-    assert asked.recalled is not None
-    site.event(solve(asked))
+    (search,) = site.solves
+    assert search.recalled is not None
+    site.event(solve(search))
     site.ready()
-    assert site.plan is not None
-    assert before.plan is not None
     assert site.plan.division == before.plan.division
     assert len(site.work) == 1
     record = site.session.groups.default("m").plans.active
-    assert record is not None
     assert {d: record.needed_bytes(d) for d in ("a", "b")} == recalled_from(before).needs
     assert all(record.needed_bytes(d) for d in ("a", "b"))
     site.answer(1)
@@ -101,20 +98,20 @@ def test_a_plan_that_loads_during_the_whole_search_is_compared_with_others(is_lo
 
 
 @pytest.mark.parametrize("why", ["a device is away", "other pins", "a plan that cannot be", "no record"])
-def test_where_it_cannot_be_had_a_search_begins_as_ever(why: str) -> None:
-    found = recalled_from(settled("a", "b", pins=ROW))
+def test_without_a_usable_recalled_plan_a_search_begins(why: str) -> None:
+    record = recalled_from(settled("a", "b", pins=ROW))
     pins: Pins | None = ROW
     if why == "a device is away":
         pins = None
     if why == "other pins":
         pins = Pins(strategy="single")
     if why == "a plan that cannot be":
-        shares = {kind: (*values, 1.0, 1.0) for kind, values in found.plan.shares.items()}
-        found = replace_plan(found, shares=shares, ranges={})
-    site = restarted(None if why == "no record" else found, *("a" if why == "a device is away" else "ab"), pins=pins)
-    asked, site.searches = list(site.solves), True
-    assert all(command.recalled for command in asked) or why == "no record"
-    for command in asked:
+        shares = {kind: (*values, 1.0, 1.0) for kind, values in record.plan.shares.items()}
+        record = replace_plan(record, shares=shares, ranges={})
+    site = restarted(None if why == "no record" else record, *("a" if why == "a device is away" else "ab"), pins=pins)
+    search, site.searches = list(site.solves), True
+    assert all(command.recalled for command in search) or why == "no record"
+    for command in search:
         site.event(solve(command))
     site.tick(1.1)
     assert [s.recalled for s in site.solves][-1] is None
@@ -124,11 +121,11 @@ def test_where_it_cannot_be_had_a_search_begins_as_ever(why: str) -> None:
     assert not site.errors
 
 
-def replace_plan(found: Recalled, **changes: object) -> Recalled:
-    return Recalled(replace(found.plan, **changes), found.needs)  # type: ignore[arg-type]
+def replace_plan(record: Recalled, **changes: object) -> Recalled:
+    return Recalled(replace(record.plan, **changes), record.needs)  # type: ignore[arg-type]
 
 
-def test_a_record_is_read_only_where_it_is_of_the_same_model_and_makes_sense() -> None:
+def test_only_a_valid_record_of_the_same_model_is_recalled() -> None:
     site = settled("a")
     payload = record_of(site)
     assert site.plan is not None
@@ -175,28 +172,26 @@ def test_a_device_that_is_back_serves_before_others_have_its_weights(lost: str) 
     site, before = loading_elsewhere(lost)
     site.searches = False
     if lost == "silent":
-        site.event(interface.DeviceMessage("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late")))
+        site.receive("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late"))
     else:
         site.join("b")
-    asked = site.solves[-1]
-    assert asked.recalled is not None
-    site.event(solve(asked))
+    search = site.solves[-1]
+    assert search.recalled is not None
+    site.event(solve(search))
     site.ready()
-    assert site.plan is not None
     assert site.plan.division == before.division
 
 
-def test_a_device_that_has_started_again_has_kept_nothing() -> None:
+def test_a_device_that_has_restarted_does_not_recall_its_plan() -> None:
     site, _ = loading_elsewhere("cut off")
     site.searches = False
     site.join("b", boot=2)
     assert not [command for command in site.solves if command.recalled]
     site.ready("a")
-    assert site.plan is not None
     assert site.plan.devices == ("a",)
 
 
-def test_a_late_device_is_waited_for_as_long_as_others_would_load() -> None:
+def test_a_late_device_has_as_long_as_others_would_load() -> None:
     site = settled("a", "b", decider=everyone)
     for name in "ab":  # of the 1.4 MB that a device needs
         site.session.fleet.member(name).reported_rates = LoadRates(receive_bytes_per_s=1e6)

@@ -1,4 +1,4 @@
-"""A request from its arrival to its one end, on a virtual clock: runs, reports, doubt, and all that ends it."""
+"""A request from its arrival to its end, on a virtual clock: runs, reports, retries, and errors."""
 
 from __future__ import annotations
 
@@ -33,27 +33,15 @@ from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.worker import session
 
 
-def part(site: Site, admission: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
+def part(site: Site, run_id: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
     """Return a part of the output of a run."""
-    body = np.ones((rows, width), np.float32)
-    return replace(site.work[admission], kind="output", source=source, dtype="f32", shape=body.shape, body=body, **more)
-
-
-def done(site: Site, admission: int = 1, source: str = "a", parts: int = 1) -> Frame:
-    numbers = (2000, 500, 100, parts)
-    frame = replace(site.work[admission], kind="done", source=source, dtype="u8", shape=(0,), numbers=numbers)
-    return replace(frame, body=b"")
-
-
-def hear(site: Site, *frames: Frame) -> None:
-    for frame in frames:
-        site.event(interface.DeviceFrame(frame.source, frame))
+    return site.part(run_id, source, np.ones((rows, width), np.float32), **more)
 
 
 def test_devices_that_join_together_get_one_plan() -> None:
     site = Site()
     site.join("a", "b")
-    assert not site.solves, "it waits for others that come up at the same time"
+    assert not site.solves
     site.tick(1.1)
     assert len(site.solves) == 1
     assert set(site.solves[0].question.cluster.devices) == {"a", "b"}
@@ -61,7 +49,6 @@ def test_devices_that_join_together_get_one_plan() -> None:
     assert site.plan is None, "a plan is active only when every device is ready"
     site.ready()
     active = site.plan
-    assert active is not None
     assert active.to_dict() == plan
 
 
@@ -69,8 +56,7 @@ def test_answer_carries_output_plan_and_counters() -> None:
     site = settled("a")
     plan = site.plan
     site.compute_us = 2000
-    site.submit("r1", 8)
-    site.answer(1)
+    site.serve("r1", 8)
     answer = site.answers["r1"]
     assert answer.plan == plan
     assert answer.request.output().tolist() == [[8.0] * SPEC.hidden]
@@ -79,29 +65,29 @@ def test_answer_carries_output_plan_and_counters() -> None:
     assert stats.dispatch_bytes > len(site.work[1].body)
 
 
-def test_a_request_that_computes_nothing_is_answered_when_its_plan_is_up() -> None:
+def test_a_request_for_a_forecast_is_answered_when_its_plan_is_active() -> None:
     site = settled("a", "b", decider=everyone)
     site.submit("r1", 8)
     site.submit("r2", 3, 5, pins=Pins("column", {}, ("a", "b")), computes=False)
-    assert "r2" not in site.answers, "its pins are not those of the plan"
+    assert "r2" not in site.answers
     site.answer(1)
     site.tick(0.1)
     site.ready()
     answer = site.answers["r2"]
     assert answer.plan.strategy == "column"
-    assert site.plan != answer.plan, "which pins it changed for nobody else"
+    assert site.plan != answer.plan
     assert [(run.shape.tokens, run.compute_us, run.dispatch_bytes) for run in answer.stats] == [(3, {}, 0), (5, {}, 0)]
     assert list(site.work) == [1]
 
 
-def test_a_request_that_computes_nothing_ends_without_a_plan_too() -> None:
+def test_a_request_for_a_forecast_ends_without_a_plan() -> None:
     site = Site()
     site.submit("r1", computes=False, within=2.0)
     site.tick(10.0)
     assert isinstance(site.errors["r1"], PlanError | DeadlineError)
 
 
-def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
+def test_an_overdue_run_is_retried_a_few_times() -> None:
     site = settled("a")
     site.submit("r1", within=1e6)
     for attempt in range(MAX_ATTEMPTS):
@@ -111,26 +97,25 @@ def test_overdue_run_is_issued_again_and_fails_after_several_attempts() -> None:
     assert len(site.work) == MAX_ATTEMPTS
 
 
-def test_plan_under_which_a_run_is_overdue_is_prepared_anew() -> None:
+def test_a_plan_with_an_overdue_run_is_replaced() -> None:
     site = settled("a", "b", decider=everyone)
     first = site.plan
     site.submit("r1", within=1e6)
-    site.submit("r2", within=1e6)
-    site.answer(2)
-    site.told.clear()
+    site.serve("r2", within=1e6)
+    site.sent.clear()
     site.pass_by(4, 2)
     assert set(site.prepares()) == {"a", "b"}
-    assert not any(isinstance(m, messages.Release) for _, m in site.told), "the weights stay while they are needed"
-    assert list(site.work) == [1, 2], "nothing more goes to a plan that lost a run"
+    assert not site.released(), "the weights stay"
+    assert list(site.work) == [1, 2]
     site.ready()
     second = site.plan
     assert second.version > first.version
-    assert ("a", first.version) in [(d, m.plan_version) for d, m in site.told if isinstance(m, messages.Release)]
+    assert ("a", first.version) in site.released()
     site.answer(3)
     assert set(site.answers) == {"r1", "r2"}
 
 
-def test_a_step_that_raises_takes_no_command_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_loses_no_commands_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site("m", "n", searches=False)
     site.submit("r1", within=3.0)
     site.submit("r2", within=3.0, model="n")
@@ -157,12 +142,12 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     site.tick(1.1)
     assert isinstance(site.errors["r1"], DeadlineError)
     assert isinstance(site.errors["r2"], DeadlineError)
-    assert ("a", messages.Cancel("m", plan.version, 1)) in site.told
+    assert ("a", messages.Cancel("m", plan.version, 1)) in site.sent
     site.answer(2)
     assert "r3" in site.answers
 
 
-def test_waiting_and_running_requests_are_taken_back() -> None:
+def test_queued_and_running_requests_are_cancelled() -> None:
     site = settled("a", in_flight=1)
     plan = site.plan
     for name in ("r1", "r2", "r3"):
@@ -170,12 +155,12 @@ def test_waiting_and_running_requests_are_taken_back() -> None:
     for name in ("r1", "r2", "unknown"):
         site.event(interface.RequestCancelled(RequestKey("m", "c", name)))
     assert [site.errors[name].code for name in ("r1", "r2")] == ["cancelled", "cancelled"]
-    assert all(("a", messages.Cancel("m", plan.version, run)) in site.told for run in (1, 2))
+    assert all(("a", messages.Cancel("m", plan.version, run)) in site.sent for run in (1, 2))
     site.answer(3)
     assert "r3" in site.answers
 
 
-def test_a_request_that_comes_behind_its_cancellation_is_not_computed() -> None:
+def test_a_request_that_arrives_after_its_cancellation_is_refused_for_a_while() -> None:
     site = settled("a")
     for name in ("r1", "r2"):
         site.event(interface.RequestCancelled(RequestKey("m", "c", name)))
@@ -183,60 +168,44 @@ def test_a_request_that_comes_behind_its_cancellation_is_not_computed() -> None:
     assert site.errors["r1"].code == "cancelled"
     assert not site.work
     site.now += CANCELLED_S
-    site.submit("r2")
-    site.answer(1)
-    assert "r2" in site.answers, "long after that it is another request under the same id"
+    site.serve("r2")
+    assert "r2" in site.answers, "later it is another request with the same id"
 
 
-def test_repeated_request_on_its_way_runs_once() -> None:
+def test_a_repeated_request_runs_once_and_another_one_under_its_id_is_refused() -> None:
     site = settled("a", in_flight=1)
-    site.submit("r1")
-    site.submit("r2")
-    site.submit("r1")
-    site.submit("r2")
-    for admission in list(site.work):
-        site.answer(admission)
-    site.answer(2)
+    first = site.submit("r1", 8)
+    for name in ("r2", "r1", "r2"):
+        site.submit(name, 8)
+    for name, run_id in (("r1", 1), ("r2", 2)):
+        other = Request(RequestKey("m", "c", name), first.batches, "other", 60.0, digest=b"other")
+        (refused,) = site.session.handle(interface.RequestArrived(other), site.now)
+        assert refused.request.reply_context == "other"
+        assert isinstance(refused.error, IdInUseError)
+        site.answer(run_id)
     assert set(site.answers) == {"r1", "r2"}
     assert len(site.work) == 2
 
 
-def test_another_request_under_the_id_of_one_on_its_way_is_refused() -> None:
-    site = settled("a", in_flight=1)
-    job = site.submit("r1", 8)
-    site.submit("r2", 8)
-    for name, admission in (("r1", 1), ("r2", 2)):
-        other = Request(RequestKey("m", "c", name), job.batches, "other", 60.0, digest=b"other")
-        (refused,) = (
-            c
-            for c in site.session.handle(interface.RequestArrived(other), site.now)
-            if isinstance(c, interface.RefuseRequest)
-        )
-        assert refused.request.reply_context == "other"
-        assert isinstance(refused.error, IdInUseError)
-        site.answer(admission)
-    assert set(site.answers) == {"r1", "r2"}
-
-
-def test_a_request_that_a_device_cannot_compute_ends_with_what_the_device_said_after_a_second_attempt() -> None:
+def test_a_request_that_a_device_cannot_compute_ends_with_the_devices_error_after_two_attempts() -> None:
     site = settled("a")
     site.submit("r1")
     site.run_failed("a", 1, "device")
-    assert not site.errors, "it is tried once more"
-    said = messages.RunFailed("m", site.plan.version, 2, "device", "linear failed: nan")
-    site.event(interface.DeviceMessage("a", said))
+    assert not site.errors
+    failed = messages.RunFailed("m", site.plan.version, 2, "device", "linear failed: nan")
+    site.receive("a", failed)
     assert site.errors["r1"].code == RemoteError.code
-    assert said.text in str(site.errors["r1"])
+    assert failed.text in str(site.errors["r1"])
 
 
 @pytest.mark.parametrize(("device", "number"), [("b", 0), ("a", 1)])
-def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, number: int) -> None:
+def test_a_failure_from_another_device_or_plan_version_is_ignored(device: str, number: int) -> None:
     site = settled("a")
     plan = site.plan
     site.submit("r1")
-    epoch = plan.version._replace(number=plan.version.number + number)
+    version = plan.version._replace(number=plan.version.number + number)
     for code in ("device", "request", "wire"):
-        site.event(interface.DeviceMessage(device, messages.RunFailed("m", epoch, 1, code, "no")))
+        site.receive(device, messages.RunFailed("m", version, 1, code, "no"))
     assert list(site.work) == [1]
     assert not site.errors
     site.answer(1)
@@ -245,49 +214,46 @@ def test_a_failure_of_another_device_or_epoch_is_none_of_a_run(device: str, numb
 
 @pytest.mark.parametrize("forged_first", [True, False])
 @pytest.mark.parametrize("what", ["numbers", "row", "shape", "another part", "parts sent"])
-def test_of_answers_that_contradict_each_other_none_is_taken_and_the_run_is_issued_again(
-    what: str, forged_first: bool
-) -> None:
+def test_contradicting_answers_are_not_delivered_and_the_run_is_retried(what: str, forged_first: bool) -> None:
     site = settled("a")
     site.submit("r1")
-    sent, end = part(site), done(site)
+    sent, end = part(site), site.done(1, "a", 1)
     forged = {
         "numbers": replace(sent, body=sent.body * 2),
         "row": replace(sent, row_start=1),
         "shape": part(site, rows=2),
         "another part": replace(sent, part=1),
-        "parts sent": done(site, parts=2),
+        "parts sent": site.done(1, "a", 2),
     }[what]
-    hear(site, *((forged, sent, end) if forged_first else (sent, forged, end)))
+    site.hear(*((forged, sent, end) if forged_first else (sent, forged, end)))
     assert not site.answers
     assert not site.errors
     site.answer(2)
     assert site.answers["r1"].request.output()[0, 0] == 8
 
 
-def test_a_run_of_a_session_whose_parts_do_not_fit_is_issued_again() -> None:
-    """A step of a decoder was forgotten then: its request had no end."""
+def test_a_run_of_a_session_with_parts_that_do_not_fit_is_retried() -> None:
     site = settled("a")
-    chunk = Batch(TokenBatch((3,), cache=8), np.zeros(4, np.int32))
-    job = Request(RequestKey("m", "c", "r"), (chunk,), None, 60.0, generation=Generation((1, 2, 3), 2, chunk.shape))
-    site.event(interface.RequestArrived(job))
-    hear(site, part(site), part(site, width=SPEC.hidden + 1, part=1), done(site))
-    assert list(site.work) == [1, 2, 3], "the second began with the first part, which is in doubt then"
+    batch = Batch(TokenBatch((3,), cache=8), np.zeros(4, np.int32))
+    text = Generation((1, 2, 3), 2, batch.shape)
+    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "r"), (batch,), None, 60.0, generation=text)))
+    site.hear(part(site), part(site, width=SPEC.hidden + 1, part=1), site.done(1, "a", 1))
+    assert list(site.work) == [1, 2, 3], "the second run began with the first part"
     assert not site.session.groups.default("m").runs.keys() & {1, 2}
 
 
-def test_an_answer_that_comes_twice_is_taken_once() -> None:
+def test_a_repeated_answer_counts_once() -> None:
     site = settled("a")
     site.submit("r1")
     sent = replace(part(site), body=np.full((1, SPEC.hidden), np.nan, np.float32))
-    hear(site, sent, replace(sent, body=sent.body.copy()))
+    site.hear(sent, replace(sent, body=sent.body.copy()))
     assert list(site.work) == [1]
-    hear(site, done(site))
+    site.hear(site.done(1, "a", 1))
     assert set(site.answers) == {"r1"}
 
 
-def test_one_lost_connection_is_one_attempt_however_many_runs_it_costs() -> None:
-    """Both ends tell of its loss and both of its return; only one that is lost again and again ends the request."""
+def test_a_lost_connection_counts_as_one_attempt() -> None:
+    """Both ends report its loss and its return."""
     site = settled("a")
     site.submit("r1", within=1e6)
     for _ in range(3 * MAX_ATTEMPTS):
@@ -312,7 +278,7 @@ def test_two_models_do_not_plan_with_the_same_memory() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
+def test_every_request_ends_once_under_random_events(data: st.DataObject) -> None:
     batching = data.draw(st.sampled_from([Batching(1), Batching(16), Batching(4, 0.2)]))
     site = Site(decider=everyone, batching=batching)
     pins = (None, ROW, Pins(devices=("b",)), Pins(weight_dtype="w8a8"), *(Pins(wire=wire) for wire in ("f16", "i8")))
@@ -347,9 +313,7 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
     assert len(site.answers) + len(site.errors) == submitted
     for answer in site.answers.values():
         wanted = answer.request.pins or Pins()
-        assert (answer.plan.wire, answer.plan.weight_dtype) == (wanted.wire, wanted.weight_dtype), (
-            "each under its own pins"
-        )
+        assert (answer.plan.wire, answer.plan.weight_dtype) == (wanted.wire, wanted.weight_dtype)
         assert answer.request.output()[:, 0].tolist() == [c.shape.tokens for c in answer.request.batches]
 
 
@@ -358,7 +322,7 @@ def test_counters_and_foreign_frames_change_nothing() -> None:
     site.submit("r1")
     other = next(d for d in site.plan.devices if d != site.plan.root)
     stray = part(site, source=other)
-    hear(site, stray)  # says later that it has sent none
+    site.hear(stray)  # its device reports no parts later
     site.event(interface.DeviceFrame("stranger", stray))
     assert site.session.counters["late"] == 1
     site.answer(1)
@@ -389,7 +353,7 @@ def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
     swarm.tell_planner(interface.DeviceCaps("d0", member.caps))
     swarm.tell_planner(interface.DeviceStatus("d0", Status("online", member.boot)))
     swarm.submit("s", shape, inputs)
-    swarm.run(10, until=lambda: "s" in swarm.answers)  # the new planner waits for the first rate of a link
+    swarm.run(10, until=lambda: "s" in swarm.answers)
     assert "overdue" not in {note.kind for note in swarm.notes}
     np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])
 
@@ -403,22 +367,20 @@ def running(**options) -> tuple[Site, Plan]:
 
 
 def ask(site: Site, name: str, *lengths: int, report: bool = False) -> Request:
-    chunks = tuple(Batch(TokenBatch((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
-    job = Request(RequestKey("m", "c", name), chunks, None, site.now + 60, wants_report=report)
-    site.event(interface.RequestArrived(job))
-    return job
+    batches = tuple(Batch(TokenBatch((n,)), np.zeros(n, np.int32)) for n in lengths or (8,))
+    arrived = Request(RequestKey("m", "c", name), batches, None, site.now + 60, wants_report=report)
+    site.event(interface.RequestArrived(arrived))
+    return arrived
 
 
-def output(site: Site, plan: Plan, admission: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:
+def output(site: Site, plan: Plan, run_id: int, rows: slice = slice(None), part: int = 0, source: str = "") -> None:
     """Send rows of the output, which are the lengths of the sequences."""
-    whole = np.repeat(np.array(decode_work(site.work[admission])[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
-    body, first = whole[rows], rows.start or 0
-    sent = replace(site.work[admission], kind="output", source=source or plan.root, part=part, dtype="f32")
-    hear(site, replace(sent, shape=body.shape, row_start=first, body=body))
+    whole = np.repeat(np.array(decode_work(site.work[run_id])[0].sizes, np.float32)[:, None], SPEC.hidden, axis=1)
+    site.hear(site.part(run_id, source or plan.root, whole[rows], part=part, row_start=rows.start or 0))
 
 
-def report(site: Site, plan: Plan, admission: int, *devices: str, parts: int = 1) -> None:
-    hear(site, *(done(site, admission, device, parts if device == plan.root else 0) for device in devices))
+def report(site: Site, plan: Plan, run_id: int, *devices: str, parts: int = 1) -> None:
+    site.hear(*(site.done(run_id, device, parts if device == plan.root else 0) for device in devices))
 
 
 def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
@@ -429,11 +391,11 @@ def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
     output(site, plan, 1)
     (stats,) = site.answers["r"].stats
     assert not stats.reported
-    assert site.session.groups.default("m").runs, "the devices are not through"
+    assert site.session.groups.default("m").runs
     report(site, plan, 1, "a")
     assert not site.session.groups.default("m").runs
     assert not site.session.counters["late"]
-    for n in range(2, 5):  # what is learned of runs is learned of these too
+    for n in range(2, 5):
         ask(site, f"r{n}")
         output(site, plan, n)
         site.now += 1.0
@@ -441,7 +403,7 @@ def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
     assert len(site.answers) == 4
 
 
-def test_who_asks_for_the_reports_waits_for_them_and_others_of_the_run_do_not():
+def test_only_requests_with_wants_report_wait_for_the_reports_of_their_run():
     site, plan = running(in_flight=1, batching=Batching(4))
     ask(site, "first")
     ask(site, "soon", 3)
@@ -458,34 +420,30 @@ def test_who_asks_for_the_reports_waits_for_them_and_others_of_the_run_do_not():
         np.testing.assert_array_equal(site.answers[name].request.output(), np.full((1, SPEC.hidden), length))
 
 
-def test_parts_of_an_output_are_an_answer_once_they_are_all_there():
+def test_the_parts_of_an_output_are_delivered_when_all_have_arrived():
     site, plan = running()
-    chunk = Batch(TokenBatch((4, 5)), np.zeros(9, np.int32))
-    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "two"), (chunk,), None, 60.0, wants_report=False)))
+    batch = Batch(TokenBatch((4, 5)), np.zeros(9, np.int32))
+    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "two"), (batch,), None, 60.0, wants_report=False)))
     output(site, plan, 1, slice(1, 2), part=1)
-    output(site, plan, 1, slice(1, 2), part=2, source="b")  # of a device that will say that it sent none
+    output(site, plan, 1, slice(1, 2), part=2, source="b")  # its device reports no parts later
     output(site, plan, 1, slice(0, 1))
-    assert not site.answers, "rows that came twice: only the reports say whose are the answer"
+    assert not site.answers, "repeated rows: the reports decide which ones count"
     report(site, plan, 1, "a", "b", parts=2)
     np.testing.assert_array_equal(site.answers["two"].request.output()[:, 0], [4, 5])
     assert site.session.counters["foreign_frame"] == 1
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, SPEC.hidden + 1), (1, SPEC.hidden, 1)])
-def test_an_output_of_another_shape_is_no_answer_before_the_reports(shape):
+def test_an_output_of_another_shape_is_not_delivered_before_the_reports(shape):
     site, _plan = running()
     ask(site, "r")
-    frame = site.work[1]
-    body = np.zeros(shape, np.float32)
-    site.event(
-        interface.DeviceFrame("a", replace(frame, kind="output", source="a", dtype="f32", shape=shape, body=body))
-    )
+    site.hear(site.part(1, "a", np.zeros(shape, np.float32)))
     assert not site.answers
     assert not site.errors
 
 
 @pytest.mark.parametrize("lost", ["reports", "a device", "a failure"])
-def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
+def test_an_answered_run_without_reports_ends_and_is_not_retried(lost):
     site, plan = running()
     ask(site, "r")
     output(site, plan, 1)
@@ -504,7 +462,7 @@ def test_a_run_whose_reports_never_come_ends_and_is_not_issued_again(lost):
     assert not site.errors
 
 
-def test_a_chunk_whose_output_is_there_is_not_computed_again_when_its_run_is_lost():
+def test_a_delivered_batch_is_not_computed_again_when_its_run_is_lost():
     site, plan = running(in_flight=1)
     ask(site, "r", 3, 4)
     output(site, plan, 1)

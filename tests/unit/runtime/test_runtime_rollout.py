@@ -1,16 +1,12 @@
-"""A plan on its way to devices: what they load, refuse or build ahead, and weights loaded ahead of a loss."""
+"""The preparation of a plan: loads, refusals, Programs built ahead, and weights on a standby device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_site import SPEC, Site, caps, everyone, settled
-from sites import FAMILIES, request, tensors
-from sites import everyone as divided
-from swarm import Swarm, plan_of
+from scripted_site import SPEC, Site, caps, everyone, preparing, settled
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import ModelError, PlanError, RemoteError
@@ -38,38 +34,10 @@ from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.machinery import Publish
 
 
-def asked(site: Site, device: str = "a") -> tuple[messages.Prepare, PlanVersion]:
-    """Return what a device was asked to prepare last, and its epoch."""
+def last_prepare(site: Site, device: str = "a") -> tuple[messages.Prepare, PlanVersion]:
+    """Return the last Prepare of a device and its plan version."""
     prepare = site.prepares()[device]
     return prepare, Plan.from_dict(prepare.plan).version
-
-
-def test_device_that_leaves_during_preparation_ends_it() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    site.tick(1.1)
-    txn = site.prepares()["a"].transaction_id
-    site.leave("b")
-    assert any(isinstance(m, messages.Release) for d, m in site.told if d == "a")
-    assert site.prepares()["a"].transaction_id > txn
-    site.ready()
-    assert site.plan.devices == ("a",)
-
-
-def test_memory_refusal_swaps_plans_when_old_and_new_do_not_fit_together() -> None:
-    site = settled("a", decider=everyone)
-    old = site.plan
-    site.submit("r1")
-    site.join("b")
-    site.tick(1.1)
-    refused = site.failed("a")
-    assert site.prepares()["a"] == refused, "the run under the old plan comes first"
-    site.answer(1)
-    assert ("a", old.version) in site.released()
-    assert site.prepares()["a"].transaction_id > refused.transaction_id
-    site.ready()
-    assert set(site.plan.devices) == {"a", "b"}
-    assert "r1" in site.answers
 
 
 def test_memory_refusal_without_another_plan_makes_the_next_question_tighter() -> None:
@@ -81,42 +49,30 @@ def test_memory_refusal_without_another_plan_makes_the_next_question_tighter() -
     assert site.solves[-1].question.cluster.devices["a"].memory_bytes == (1 << 24) - (5 << 20)
 
 
-def test_preparation_that_keeps_failing_ends_the_requests_that_wait() -> None:
+@pytest.mark.parametrize("error", [RemoteError, ModelError], ids=["device refuses", "weights unreadable"])
+def test_failed_preparations_refuse_the_queued_requests_and_are_repeated_later(error: type) -> None:
     site = Site()
     site.join("a")
     site.submit("r1", within=1000)
-    for _ in range(MAX_FAILED_PREPARATIONS):
+    for _ in range(MAX_FAILED_PREPARATIONS if error is RemoteError else 1):
         site.tick(1.1)
-        site.failed("a", "wire")
-    assert isinstance(site.errors["r1"], RemoteError)
+        if error is RemoteError:
+            site.failed("a", "wire")
+            continue
+        site.event(interface.WeightsUnreadable("m", "b", ModelError("the file ends early")))
+        assert "r1" not in site.errors, "the plan does not use that device"
+        site.event(interface.WeightsUnreadable("m", "a", ModelError("the file ends early")))
+    assert isinstance(site.errors["r1"], error)
     site.tick(RETRY_S + 0.1)
     site.ready()
-    assert site.plan is not None, "it tries again after a while"
-
-
-def test_weights_that_cannot_be_read_end_the_requests_that_wait_at_once() -> None:
-    site = Site()
-    site.join("a")
-    site.submit("r1", within=1000)
-    site.tick(1.1)
-    assert site.prepares()
-    cut = ModelError("the file ends early")
-    site.event(interface.WeightsUnreadable("m", "b", cut))
-    assert "r1" not in site.errors, "the plan is not for that device"
-    site.event(interface.WeightsUnreadable("m", "a", cut))
-    assert site.errors["r1"] is cut
-    site.tick(RETRY_S + 0.1)
-    site.ready()
-    assert site.plan is not None, "the file may be whole again"
+    assert site.plan is not None
 
 
 def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    site.tick(1.1)
+    site = preparing("a", "b", decider=everyone)
     first = site.prepares()
     site.ready("a")
-    site.told.clear()
+    site.sent.clear()
     site.tick(REPEAT_PREPARE_S - 0.5)
     assert not site.prepares()
     site.tick(1)
@@ -126,101 +82,89 @@ def test_prepare_that_was_lost_is_sent_again_to_those_who_are_not_ready() -> Non
 
 
 def test_preparation_without_progress_is_given_up() -> None:
-    site = Site()
-    site.join("a")
-    site.tick(1.1)
-    first, epoch = asked(site)
+    site = preparing("a")
+    first, version = last_prepare(site)
     site.pass_by(30, 5)
-    second, second_epoch = asked(site)
+    second, _ = last_prepare(site)
     assert second.transaction_id > first.transaction_id
     for _ in range(30):
         site.tick(5)
-        site.event(
-            interface.DeviceMessage("a", messages.PrepareProgress(second.transaction_id, "m", second_epoch, 1, 2))
-        )
+        site.progress("a", 1, 2)
     assert site.prepares()["a"] == second, "progress keeps it alive"
-    site.event(interface.DeviceMessage("a", messages.Ready(first.transaction_id, "m", epoch, 0, bytes(8))))
-    assert site.plan is None, "a Ready of the one given up activates nothing"
+    site.receive("a", messages.Ready(first.transaction_id, "m", version, 0, bytes(8)))
+    assert site.plan is None, "a Ready for the abandoned plan activates nothing"
 
 
 def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
-    site = Site()
-    site.join("a")
-    site.tick(1.1)
-    prepare, epoch = asked(site)
+    site = preparing("a")
+    prepare, version = last_prepare(site)
     shown = []
     for part in range(10):
         out = site.event(
-            interface.DeviceMessage("a", messages.PrepareProgress(prepare.transaction_id, "m", epoch, part, 10))
+            interface.DeviceMessage("a", messages.PrepareProgress(prepare.transaction_id, "m", version, part, 10))
         )
         shown += [c.progress for c in out if isinstance(c, interface.PublishPlan)]
         site.now += 0.25
     assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.seen if isinstance(c, interface.PublishPlan)][-1]
+    last = [c for c in site.commands if isinstance(c, interface.PublishPlan)][-1]
     assert (last.preparing, last.progress) == (None, {})
 
 
-def told_until_lost(site: Site, device: str, *told: messages.Message, seconds: float = 60.0) -> float:
-    """Let a device say the same again and again while all others are ready; return how long plans use it."""
+def time_until_lost(site: Site, device: str, *repeated: messages.Message, seconds: float = 60.0) -> float:
+    """Repeat messages of a device while all others are ready; return the seconds until plans do not use it."""
     begun = site.now
     while site.now - begun < seconds and device in site.session.fleet.usable():
         site.tick(0.5)
         for other in sorted(set(site.boots) - {device}):
             site.ready(other)
-        for message in told:
-            site.event(interface.DeviceMessage(device, message))
+        for message in repeated:
+            site.receive(device, message)
     return site.now - begun
 
 
 @pytest.mark.parametrize("speaks", [True, False])
-def test_a_device_that_prepares_without_progress_holds_nobody_up(speaks: bool) -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b")
-    site.tick(1.1)
-    prepare, epoch = asked(site, "b")
+def test_a_device_that_prepares_without_progress_is_dropped(speaks: bool) -> None:
+    site = preparing("a", "b", decider=everyone)
+    prepare, version = last_prepare(site, "b")
     site.submit("r1")
-    word = (messages.PrepareProgress(prepare.transaction_id, "m", epoch, 0, 0),) if speaks else ()
-    assert told_until_lost(site, "b", *word, seconds=30.0) < (25 if speaks else 8)
+    repeated = (messages.PrepareProgress(prepare.transaction_id, "m", version, 0, 0),) if speaks else ()
+    assert time_until_lost(site, "b", *repeated, seconds=30.0) < (25 if speaks else 8)
     site.ready("a")
     assert site.plan.devices == ("a",)
 
 
-LOADS = pytest.mark.parametrize("there_bytes", [100, 0], ids=["it loads", "it hangs"])
+LOADS = pytest.mark.parametrize("loaded_bytes", [100, 0], ids=["it loads", "it hangs"])
 
 
 @LOADS
-def test_a_device_that_loads_for_another_plan_first_is_not_taken_for_one_that_hangs(there_bytes: int) -> None:
-    """Loads run one after the other there, so that of the second plan does not move."""
+def test_progress_with_another_plan_counts_because_a_device_loads_one_after_another(loaded_bytes: int) -> None:
     site = Site(decider=everyone)
     site.join("a", "b")
     site.submit("pinned", pins=Pins(strategy="column"), within=1000)
-    first, first_epoch = asked(site, "b")
+    first, first_epoch = last_prepare(site, "b")
     site.ready("a")
     site.tick(1.1)
-    second, second_epoch = asked(site, "b")
+    second, second_epoch = last_prepare(site, "b")
     assert first_epoch != second_epoch
-    moves = messages.PrepareProgress(first.transaction_id, "m", first_epoch, there_bytes, 10 * there_bytes)
-    lasts = told_until_lost(site, "b", moves, messages.PrepareProgress(second.transaction_id, "m", second_epoch, 0, 0))
-    assert lasts >= 60 if there_bytes else lasts < 25
+    moves = messages.PrepareProgress(first.transaction_id, "m", first_epoch, loaded_bytes, 10 * loaded_bytes)
+    lasts = time_until_lost(site, "b", moves, messages.PrepareProgress(second.transaction_id, "m", second_epoch, 0, 0))
+    assert lasts >= 60 if loaded_bytes else lasts < 25
 
 
 @LOADS
-def test_what_a_device_still_loads_for_a_plan_that_was_given_up_is_progress(there_bytes: int) -> None:
-    site = Site(decider=everyone)
-    site.join("a", "b", "c")
-    site.tick(1.1)
-    given_up, epoch = asked(site, "b")
+def test_progress_with_an_abandoned_plan_counts(loaded_bytes: int) -> None:
+    site = preparing("a", "b", "c", decider=everyone)
+    given_up, version = last_prepare(site, "b")
     site.leave("a")
     assert site.prepares()["b"].transaction_id > given_up.transaction_id
-    lasts = told_until_lost(
-        site, "b", messages.PrepareProgress(given_up.transaction_id, "m", epoch, there_bytes, 10 * there_bytes)
+    lasts = time_until_lost(
+        site, "b", messages.PrepareProgress(given_up.transaction_id, "m", version, loaded_bytes, 10 * loaded_bytes)
     )
-    assert lasts >= 60 if there_bytes else lasts < 25
+    assert lasts >= 60 if loaded_bytes else lasts < 25
 
 
-def test_what_was_ready_before_is_only_a_word() -> None:
-    """A device that runs under another plan says so whenever it is asked, whether it loads or not."""
+def test_a_repeated_ready_for_the_active_plan_is_no_progress() -> None:
     site = settled("a", "b", decider=everyone)
     plan = site.plan
     active = site.prepares()["b"]
@@ -228,27 +172,20 @@ def test_what_was_ready_before_is_only_a_word() -> None:
     site.tick(1.1)
     assert site.prepares()["b"].transaction_id > active.transaction_id
     ready = messages.Ready(active.transaction_id, "m", plan.version, 1000, programs_digest(SPEC, plan))
-    assert told_until_lost(site, "b", ready) < 25
+    assert time_until_lost(site, "b", ready) < 25
 
 
-def test_a_plan_is_not_given_up_while_its_devices_load_for_others() -> None:
-    """There may be many, and each may take long."""
-    site = Site()
-    site.join("a")
-    site.tick(1.1)
+def test_a_preparation_continues_while_its_devices_load_for_other_plans() -> None:
+    site = preparing("a")
     prepare = site.prepares()["a"]
-    told_until_lost(
-        site,
-        "a",
-        messages.PrepareProgress(prepare.transaction_id - 1, "m", PlanVersion(7, 9), 1, 2),
-        seconds=2 * PREPARE_TIMEOUT_S,
-    )
+    other = messages.PrepareProgress(prepare.transaction_id - 1, "m", PlanVersion(7, 9), 1, 2)
+    time_until_lost(site, "a", other, seconds=2 * PREPARE_TIMEOUT_S)
     assert site.prepares()["a"].transaction_id == prepare.transaction_id
-    told_until_lost(site, "a", seconds=PREPARE_TIMEOUT_S + 10)
+    time_until_lost(site, "a", seconds=PREPARE_TIMEOUT_S + 10)
     assert site.prepares()["a"].transaction_id > prepare.transaction_id
 
 
-# -- weights loaded ahead ---------------------------------------------------------------------------------------------
+# -- standby ----------------------------------------------------------------------------------------------------------
 
 
 def alone(question: Question) -> Decision:
@@ -256,45 +193,40 @@ def alone(question: Question) -> Decision:
     return decide(replace(question, strategy="single"))
 
 
-def serving(*devices: str, asked: bool = True, **options: Any) -> tuple[Site, str, str]:
-    """Return a model in use on one of some devices, that device, and another one."""
+def serving(*devices: str, in_use: bool = True, **options: Any) -> tuple[Site, str, str]:
+    """Return a site with a plan on one device, that device, and another one."""
     site = settled(*devices, **{"decider": alone, **options})
-    if asked:
-        site.submit("r")
-        site.answer(max(site.work))
+    if in_use:
+        site.serve("r")
     return site, site.plan.root, min(set(devices) - set(site.plan.devices))
 
 
-def calm(made: Site, seconds: float = 3.0) -> None:
-    made.pass_by(int(seconds) + 2, 1.0)
+def standby_searches(site: Site) -> list[interface.Solve]:
+    """Return the searches for a standby plan."""
+    return [solve for solve in site.solves if solve.kind is SearchKind.HURRIED and solve.active is None]
 
 
-def sought(made: Site) -> list[interface.Solve]:
-    """Return the searches for who would serve next."""
-    return [solve for solve in made.solves if solve.kind is SearchKind.HURRIED and solve.active is None]
-
-
-def test_who_would_serve_next_has_the_weights_and_no_plan_before_the_device_is_lost() -> None:
-    made, head, _ = serving("a", "b", "c")
-    first = made.plan
-    calm(made)
-    (released,) = [(device, m) for device, m in made.told if isinstance(m, messages.Release)]
+def test_a_standby_device_loads_the_weights_and_serves_after_a_loss() -> None:
+    site, head, _ = serving("a", "b", "c")
+    first = site.plan
+    site.pass_by(5)
+    (released,) = [(device, m) for device, m in site.sent if isinstance(m, messages.Release)]
     device = released[0]
-    sent = [c for c in made.seen if isinstance(c, Publish) and c.topic.endswith(f"/{device}/cmd")]
-    ahead = [m for m in map(messages.decode, (c.payload for c in sent)) if isinstance(m, messages.Prepare)]
-    assert ahead[-1].build_first == len(ahead[-1].shapes) > 0, "with the Programs of the last requests"
+    sent = [c for c in site.commands if isinstance(c, Publish) and c.topic.endswith(f"/{device}/cmd")]
+    prepares = [m for m in map(messages.decode, (c.payload for c in sent)) if isinstance(m, messages.Prepare)]
+    assert prepares[-1].build_first == len(prepares[-1].shapes) > 0, "with the Programs of recent requests"
     assert device != head
-    assert made.plan.version == first.version, "nobody is to notice"
-    made.leave(first.root)
-    made.submit("next")
-    made.tick(0.1)
-    made.ready()
-    assert made.plan.devices == (device,), "not the one that would have to load first"
-    made.answer(max(made.work))
-    assert "next" in made.answers
+    assert site.plan.version == first.version
+    site.leave(first.root)
+    site.submit("next")
+    site.tick(0.1)
+    site.ready()
+    assert site.plan.devices == (device,)
+    site.answer(max(site.work))
+    assert "next" in site.answers
 
 
-def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> None:
+def test_a_hurried_search_prefers_a_plan_with_loaded_weights_if_it_serves_sooner() -> None:
     site = settled("a", "b", "c", decider=everyone)
     site.searches = False
     site.submit("r1")
@@ -304,13 +236,11 @@ def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> 
     row = everyone(search.question)
     heavy = replace(row.chosen, load_bytes={"a": 1 << 33, "b": 1 << 33})
     light = replace(alone(search.question).chosen, load_bytes={"a": 0})
-    found = replace(row, chosen=heavy, ranking=(heavy, light))
-    site.event(interface.Solved("m", search.ticket, found))
+    site.event(interface.Solved("m", search.ticket, replace(row, chosen=heavy, ranking=(heavy, light))))
     priced = site.solves[-1]
     assert [plan.strategy for plan in priced.plans] == ["single"]
     site.event(interface.Solved("m", priced.ticket, price_plans(priced.question, priced.plans)))
     site.ready()
-    assert site.plan is not None
     assert site.plan.strategy == "single"
     site.answer(max(site.work))
     site.pass_by(3)
@@ -318,7 +248,7 @@ def test_a_plan_in_a_hurry_is_one_that_need_not_load_if_that_serves_sooner() -> 
     assert (whole.kind, whole.plans) == (SearchKind.WHOLE, ()), "the whole search follows"
 
 
-def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_weights() -> None:
+def test_an_activation_prices_plans_again_that_lacked_weights() -> None:
     def decider(question: Question) -> Decision:
         row = everyone(question)
         other = alone(question).chosen
@@ -331,101 +261,92 @@ def test_what_other_plans_load_is_worked_out_once_more_when_a_plan_has_brought_w
 
 
 @pytest.mark.parametrize("kind", SearchKind)
-def test_a_search_of_few_plans_leaves_others_known(kind: SearchKind) -> None:
+def test_only_brief_and_named_searches_keep_earlier_candidates(kind: SearchKind) -> None:
     site = settled("a", "b", decider=everyone)
     group, record = site.session.groups.default("m"), site.session.groups.default("m").plans.active
-    assert record is not None
     row = record.decision
     both = replace(row, ranking=(row.chosen, alone(site.solves[-1].question).chosen))
     whole = Search(0.0, 0.0, False, "searching")
     group.search_history.learn(both, whole)
     group.search_history.learn(row, replace(whole, kind=kind))
-    known = ["row", "single"] if kind in ("brief", "named") else ["row"]
-    assert [k.candidate.plan.strategy for k in group.search_history.candidates] == known
+    strategies = ["row", "single"] if kind in ("brief", "named") else ["row"]
+    assert [k.candidate.plan.strategy for k in group.search_history.candidates] == strategies
 
 
-def test_it_is_done_once_for_a_plan_and_again_when_that_device_has_started_anew() -> None:
-    made, _, other = serving("a", "b")
-    calm(made, 9.0)
-    assert len(sought(made)) == 1
-    made.leave(other)
-    made.join(other, boot=2)
-    calm(made, 9.0)
-    assert [device for device, _ in made.released()].count(other) > 1
+def test_a_standby_is_prepared_once_per_plan_and_start_of_its_device() -> None:
+    site, _, other = serving("a", "b")
+    site.pass_by(11)
+    assert len(standby_searches(site)) == 1
+    site.leave(other)
+    site.join(other, boot=2)
+    site.pass_by(11)
+    assert [device for device, _ in site.released()].count(other) > 1
 
 
-@pytest.mark.parametrize("options", [{"asked": False}, {"pins": Pins(devices=("a",))}], ids=["nobody asks", "pinned"])
-def test_nothing_is_loaded_ahead_where_it_helps_nobody(options: dict) -> None:
-    made, _, _ = serving("a", "b", **options)
-    calm(made)
-    assert not sought(made)
+@pytest.mark.parametrize("options", [{"in_use": False}, {"pins": Pins(devices=("a",))}], ids=["unused", "pinned"])
+def test_unused_and_pinned_models_have_no_standby(options: dict) -> None:
+    site, _, _ = serving("a", "b", **options)
+    site.pass_by(5)
+    assert not standby_searches(site)
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_device_that_refuses_or_says_nothing_is_tried_again_much_later(refuses: bool) -> None:
-    made, head, other = serving("a", "b")
-    made.mute = {other}
-    calm(made)
-    assert len(sought(made)) == 1
+def test_a_standby_device_that_refuses_or_is_silent_is_tried_again_later(refuses: bool) -> None:
+    site, head, other = serving("a", "b")
+    site.mute = {other}
+    site.pass_by(5)
+    assert len(standby_searches(site)) == 1
     if refuses:
-        failed = messages.PrepareFailed(0, "m", sought(made)[0].question.plan_version, "memory", "no room", 1)
-        made.event(interface.DeviceMessage(other, failed))
-    calm(made, ENDS_S / 2)
-    assert len(sought(made)) == 1
-    made.mute = set()
+        failed = messages.PrepareFailed(0, "m", standby_searches(site)[0].question.plan_version, "memory", "no room", 1)
+        site.receive(other, failed)
+    site.pass_by(int(ENDS_S / 2) + 2)
+    assert len(standby_searches(site)) == 1
+    site.mute = set()
     for n in range(int(2 * ENDS_S)):
-        made.tick(1.0)
+        site.tick(1.0)
         if n % 20 == 0:
-            made.submit(f"{n}", within=1e6)
-            made.answer(max(made.work))
-    assert len(sought(made)) > 1
-    assert made.released()[-1] == (other, sought(made)[-1].question.plan_version), (
-        "it has loaded, and keeps the weights"
-    )
-    assert made.plan.root == head
-    made.leave(head)
-    made.submit("next")
-    made.tick(0.1)
-    made.ready()
-    assert made.plan.devices == (other,)
+            site.serve(f"{n}", within=1e6)
+    assert len(standby_searches(site)) > 1
+    assert site.released()[-1] == (other, standby_searches(site)[-1].question.plan_version), "it keeps the weights"
+    assert site.plan.root == head
+    site.leave(head)
+    site.submit("next")
+    site.tick(0.1)
+    site.ready()
+    assert site.plan.devices == (other,)
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_is_loaded_ahead_gives_way_to_a_plan_that_lacks_its_memory(again: bool) -> None:
-    made, _, other = serving("a", "b")
-    made.mute = {other}
-    calm(made)
-    made.submit("pinned", pins=Pins(strategy="single", devices=(other,)), within=1e6)
-    made.tick(0.1)
-    before = len(made.told)
-    refused = made.failed(other, missing=1 << 30)
-    release, asked_again = (m for device, m in made.told[before:] if device == other)
+def test_a_standby_plan_is_released_for_a_plan_that_lacks_memory(again: bool) -> None:
+    site, _, other = serving("a", "b")
+    site.mute = {other}
+    site.pass_by(5)
+    site.submit("pinned", pins=Pins(strategy="single", devices=(other,)), within=1e6)
+    site.tick(0.1)
+    before = len(site.sent)
+    refused = site.failed(other, missing=1 << 30)
+    release, repeated = (m for device, m in site.sent[before:] if device == other)
     assert isinstance(release, messages.Release)
-    assert release.plan_version == sought(made)[0].question.plan_version, (
-        "first, so that there is room when the plan comes again"
-    )
-    assert asked_again.plan == refused.plan, "the device is not thought to be smaller than it is"
-    if again:  # though nothing is loaded ahead any more
-        made.failed(other, missing=1 << 30)
-        calm(made, 2.0)
-        assert isinstance(made.errors["pinned"], PlanError)
+    assert release.plan_version == standby_searches(site)[0].question.plan_version
+    assert repeated.plan == refused.plan
+    if again:  # although the standby plan is released
+        site.failed(other, missing=1 << 30)
+        site.pass_by(4)
+        assert isinstance(site.errors["pinned"], PlanError)
     else:
-        made.ready(other)
-        made.answer(max(made.work))
-        assert "pinned" in made.answers
+        site.ready(other)
+        site.answer(max(site.work))
+        assert "pinned" in site.answers
 
 
-# -- what devices build ahead -----------------------------------------------------------------------------------------
+# -- Programs built ahead ---------------------------------------------------------------------------------------------
 
 
-def shapes(*lengths: int) -> tuple[TokenBatch, ...]:
-    return tuple(TokenBatch((n,)) for n in lengths)
-
-
-def foreseen(site: Site, device: str = "a") -> tuple[tuple[TokenBatch, ...], int]:
+def foreseen(site: Site, device: str = "a") -> tuple[list[int], int]:
+    """Return the lengths of the shapes in a device's Prepare, and the number to build first."""
     prepare = site.prepares()[device]
     reads = spec_from_dict(prepare.spec).input_spec
-    return tuple(reads.shape_of(plain) for plain in prepare.shapes), prepare.build_first
+    return [reads.shape_of(plain).tokens for plain in prepare.shapes], prepare.build_first
 
 
 def site_of(*devices: str) -> Site:
@@ -434,104 +355,51 @@ def site_of(*devices: str) -> Site:
     return site
 
 
-def test_the_first_plan_names_the_shape_that_it_is_made_for() -> None:
-    site = site_of("a", "b")
+LONG_QUEUE = range(1, MAX_PREBUILT_SHAPES + 4)
+
+
+@pytest.mark.parametrize(
+    ("served", "queued", "change", "lengths", "urgent"),
+    [
+        ((), (), "", [16], 1),  # the shape that plans are optimised for
+        ((), (5, 9, 5), "", [5, 9], 2),  # queued shapes only
+        ((), (7,), "forecast", [7], 1),  # a forecast has no run
+        ((), LONG_QUEUE, "", [*LONG_QUEUE[:MAX_PREBUILT_SHAPES]], MAX_URGENT_SHAPES),
+        ((3, 4, 3), (), "join", [3, 4], 2),  # while a plan serves, the next one builds all recent shapes first
+        ((3,), (4,), "leave", [4, 3], 1),  # after a loss, recent shapes do not delay queued requests
+    ],
+)
+def test_a_prepare_names_queued_shapes_then_recent_ones(served, queued, change, lengths, urgent) -> None:
+    site = site_of("a", "b") if change == "leave" else site_of("a")
+    if served:
+        site.settle()
+    for number, length in enumerate(served, 1):
+        site.serve(f"served{number}", length)
+    if change == "forecast":
+        site.submit("forecast", 5, computes=False)
+    for number, length in enumerate(queued):
+        site.submit(f"queued{number}", length)
+    if change == "join":
+        site.join("b")
+    elif change == "leave":
+        site.leave("b")
     site.tick(1.1)
-    assert foreseen(site) == (shapes(16), 1)
-    assert foreseen(site) == foreseen(site, "b")
+    assert foreseen(site, "b" if change == "join" else "a") == (lengths, urgent)
 
 
-def test_requests_that_wait_come_first_and_for_no_others() -> None:
-    site = site_of("a")
-    site.submit("r1", 5, 9)
-    site.submit("r2", 5)
-    site.tick(1.1)
-    assert foreseen(site) == (shapes(5, 9), 2)
-
-
-def test_of_those_that_want_only_a_plan_nothing_is_foreseen() -> None:
-    site = site_of("a")
-    site.submit("r1", 5, computes=False)
-    site.submit("r2", 7)
-    site.tick(1.1)
-    assert foreseen(site)[0][:1] == shapes(7)
-
-
-def test_while_a_plan_serves_the_next_one_waits_for_all_shapes_of_late() -> None:
-    site = site_of("a")
-    site.settle()
-    for number, length in enumerate([3, 4, 3], 1):
-        site.submit(f"r{number}", length)
-        site.answer(number)
-    site.join("b")
-    site.tick(1.1)
-    assert foreseen(site, "b") == (shapes(3, 4), 2)
-
-
-def test_after_a_loss_shapes_of_late_hold_no_request_up() -> None:
-    site = site_of("a", "b")
-    site.settle()
-    site.submit("r1", 3)
-    site.answer(1)
-    site.submit("r2", 4)
-    site.leave("b")
-    site.tick(1.1)
-    assert foreseen(site) == (shapes(4, 3), 1)
-
-
-def test_no_more_is_foreseen_than_fits() -> None:
+def test_shapes_in_a_prepare_are_limited() -> None:
     site = site_of("a")
     site.settle()
     for number in range(1, MAX_PREBUILT_SHAPES + 4):
-        site.submit(f"r{number}", number)
-        site.answer(number)
+        site.serve(f"r{number}", number)
     model = site.session.groups.default("m")
     model.recent.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
-    found, needed = shapes_to_build(model)
-    assert found[: MAX_PREBUILT_SHAPES - 1] == shapes(*range(MAX_PREBUILT_SHAPES + 3, 4, -1))
-    assert needed == len(found) == MAX_PREBUILT_SHAPES - 1, "the large one would fill the message"
+    shapes, needed = shapes_to_build(model)
+    assert [shape.tokens for shape in shapes] == [*range(MAX_PREBUILT_SHAPES + 3, 4, -1)], "without the large one"
+    assert needed == len(shapes) == MAX_PREBUILT_SHAPES - 1
 
 
-def test_of_many_requests_that_wait_the_first_are_foreseen() -> None:
-    site = site_of("a")
-    for number in range(1, MAX_PREBUILT_SHAPES + 4):
-        site.submit(f"r{number}", number)
-    site.tick(1.1)
-    assert foreseen(site) == (shapes(*range(1, MAX_PREBUILT_SHAPES + 1)), MAX_URGENT_SHAPES), (
-        "the others need not hold these up"
-    )
-
-
-def built(swarm: Swarm) -> Mapping[str, tuple[int, int]]:
-    counters = {name: host.session.counters for name, host in swarm.hosts.items()}
-    return {n: (c["programs_built_ahead"], c["programs_built_late"]) for n, c in counters.items()}
-
-
-def test_requests_of_late_lengths_find_their_programs_under_the_next_plan() -> None:
-    spec = FAMILIES["bert-embedding"]
-    devices = {f"d{i}": (1e9, 1 << 30) for i in range(2)}
-    swarm = Swarm(spec, tensors(spec), devices, decider=divided(("row", {"variant": "kv"})), jitter_s=0.002)
-    swarm.run(30, until=lambda: plan_of(swarm) is not None)
-
-    def ask(name: str) -> None:
-        for length in (5, 11):
-            swarm.submit(f"{name}{length}", *request(spec, (length,)))
-        swarm.run(30, until=lambda: {f"{name}5", f"{name}11"} <= set(swarm.answers))
-        assert not swarm.errors
-
-    assert built(swarm) == {"d0": (1, 0), "d1": (1, 0)}
-    ask("first")
-    assert built(swarm) == {"d0": (1, 2), "d1": (1, 2)}, "nobody knew of them"
-    swarm.join("d2", 1e9, 1 << 30)
-    swarm.run(30, until=lambda: len(plan_of(swarm).devices) == 3)
-    before = built(swarm)
-    ask("second")
-    after = built(swarm)
-    assert after == before, "ahead of the requests"
-    assert after["d2"][1] == 0
-
-
-def test_devices_build_the_programs_of_the_runs_that_wait() -> None:
+def test_queued_requests_are_foreseen_as_batches() -> None:
     site = Site(in_flight=1, batching=Batching(16), decider=everyone)
     for i in range(21):
         site.submit(f"r{i}", 4)
@@ -539,18 +407,18 @@ def test_devices_build_the_programs_of_the_runs_that_wait() -> None:
     site.tick(1.1)
     (prepare,) = site.prepares().values()
     assert [len(shape.sizes) for shape in prepare.shapes[:3]] == [16, 4, 1]
-    assert prepare.build_first == MAX_URGENT_SHAPES, "the last one need not hold up the first"
+    assert prepare.build_first == MAX_URGENT_SHAPES
 
 
-# -- of another version -----------------------------------------------------------------------------------------------
+# -- incompatible versions --------------------------------------------------------------------------------------------
 
 
 def other_version(site: Site, device: str) -> None:
-    prepare, epoch = asked(site, device)
-    site.event(interface.DeviceMessage(device, messages.Ready(prepare.transaction_id, "m", epoch, 5, b"otherone")))
+    prepare, version = last_prepare(site, device)
+    site.receive(device, messages.Ready(prepare.transaction_id, "m", version, 5, b"otherone"))
 
 
-def test_a_device_that_derives_other_programs_is_refused_until_it_starts_anew_and_the_others_serve() -> None:
+def test_a_device_that_derives_other_programs_is_refused_until_it_restarts() -> None:
     site = site_of("a", "b")
     site.tick(1.1)
     other_version(site, "b")
@@ -558,11 +426,11 @@ def test_a_device_that_derives_other_programs_is_refused_until_it_starts_anew_an
     site.ready("a")
     active = site.plan
     assert active.devices == ("a",)
-    (note,) = [c.text for c in site.seen if isinstance(c, interface.LogEvent) and c.kind == "refused"]
+    (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]
     assert caps("b", 1).version in note
     assert __version__ in note
     site.tick(1.0)
-    assert site.plan is active, "its heartbeats change nothing"
+    assert site.plan is active
     site.join("b", boot=2)
     assert site.settle().devices == ("a", "b")
 
@@ -576,22 +444,18 @@ def test_without_another_device_requests_end() -> None:
     assert isinstance(site.errors["r"], PlanError)
 
 
-def test_a_load_is_told_at_its_begin_and_at_its_end_with_the_time_that_is_left() -> None:
+def test_the_record_shows_a_load_with_the_time_left_and_the_log_its_start_and_end() -> None:
     def decider(question: Question) -> Decision:
         row = everyone(question)
         heavy = replace(row.chosen, load_bytes=dict.fromkeys(row.chosen.plan.devices, 1_300_000_000))
         return replace(row, chosen=heavy, ranking=(heavy,))
 
-    site = Site(decider=decider)
-    site.join("a", "b")
-    site.tick(1.1)
+    site = preparing("a", "b", decider=decider)
     for done in (300, 600, 900):
         site.tick(10.0)
-        for device, asked in site.prepares().items():
-            version = Plan.from_dict(asked.plan).version
-            progress = messages.PrepareProgress(asked.transaction_id, "m", version, done * 10**6, 1300 * 10**6)
-            site.event(interface.DeviceMessage(device, progress))
-    shown = [c.loading for c in site.seen if isinstance(c, interface.PublishPlan)]
+        for device in site.prepares():
+            site.progress(device, done * 10**6, 1300 * 10**6)
+    shown = [c.loading for c in site.commands if isinstance(c, interface.PublishPlan)]
     assert all(text in shown[-1] for text in (" of 1.3 GB on ", "2 devices", " s left"))
     assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 0)
     site.ready()

@@ -1,8 +1,6 @@
-"""Requests that wait: runs of several, turns between clients, bounds, failures, and which replica takes what."""
+"""Queued requests: shared runs, turns of clients, limits, failures, and assignment to replicas."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
-from hepti_mqtt.runtime.coordinator import admission as admission_module
-from hepti_mqtt.runtime.coordinator import interface
+from hepti_mqtt.runtime.coordinator import admission as module
 from hepti_mqtt.runtime.coordinator.admission import MAX_QUEUED, MAX_QUEUED_PER_CLIENT
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_into_micro_batches, split_output
 from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, next_assignment
@@ -31,31 +28,28 @@ TOGETHER = Batching(16)
 
 
 def busy(batching: Batching = TOGETHER, **more: object) -> Site:
-    """Return a site of one device whose one run, the first, is under way."""
+    """Return a site of one device that computes its first run."""
     site = settled("a", in_flight=1, batching=batching, decider=everyone, **more)
     site.submit("first", 3)
     assert lengths(site, 1) == (3,)
     return site
 
 
-def behind(site: Site, *waiting: int) -> Site:
-    """Let requests r0, r1, ... of these lengths wait, and the first run end."""
-    for i, length in enumerate(waiting):
+def queued(site: Site, *queue: int) -> Site:
+    """Queue requests r0, r1, ... of these lengths, and end the first run."""
+    for i, length in enumerate(queue):
         site.submit(f"r{i}", length)
     site.answer(1)
     return site
 
 
-def lengths(site: Site, admission: int) -> tuple[int, ...]:
+def lengths(site: Site, run_id: int) -> tuple[int, ...]:
     """Return the lengths of the sequences of a run."""
-    return decode_work(site.work[admission])[0].sizes
+    return decode_work(site.work[run_id])[0].sizes
 
 
-def test_what_waits_runs_together_sorted_by_length_and_each_has_its_own_answer() -> None:
-    site = busy()
-    for i, length in enumerate((9, 4, 7, 4)):
-        site.submit(f"r{i}", length)
-    site.answer(1)
+def test_queued_requests_share_a_run_sorted_by_length_and_have_their_own_answers() -> None:
+    site = queued(busy(), 9, 4, 7, 4)
     assert lengths(site, 2) == (4, 4, 7, 9)
     site.answer(2)
     assert {n: a.request.output()[:, 0].tolist() for n, a in site.answers.items()} == {
@@ -66,40 +60,34 @@ def test_what_waits_runs_together_sorted_by_length_and_each_has_its_own_answer()
     assert site.answers["first"].stats[0].requests == 1
 
 
-def test_equal_requests_make_few_shapes_however_many_wait() -> None:
+def test_equal_requests_have_few_shapes() -> None:
     shapes = set()
     for count in range(1, 40):
-        site = busy()
-        for i in range(count):
-            site.submit(f"r{i}", 4)
+        site = queued(busy(), *[4] * count)
         while len(site.answers) <= count:
             shapes.add(lengths(site, max(site.work)))
             site.answer(max(site.work))
     assert {len(shape) for shape in shapes} == {1, 2, 4, 8, 16}
 
 
-def test_a_run_holds_no_more_tokens_than_the_longest_request() -> None:
-    site = busy()
-    for i in range(4):
-        site.submit(f"r{i}", 30)
-    site.submit("short", 4)
-    site.answer(1)
-    assert lengths(site, 2) == (30, 30), "64 at the most, and a power of two of requests"
+def test_a_run_has_no_more_tokens_than_the_longest_request() -> None:
+    site = queued(busy(), 30, 30, 30, 30, 4)
+    assert lengths(site, 2) == (30, 30), "at most 64 tokens, and a power of two of requests"
 
 
-def test_chunks_of_one_request_run_apart_beside_those_of_others() -> None:
+def test_batches_of_one_request_run_apart() -> None:
     site = busy()
     site.submit("long", 4, 5, 6)
     site.submit("short", 7)
-    for admission in (1, 2, 3, 4):
-        site.answer(admission)
-    assert [lengths(site, admission) for admission in (2, 3, 4)] == [(4, 7), (5,), (6,)]
+    for run_id in (1, 2, 3, 4):
+        site.answer(run_id)
+    assert [lengths(site, run_id) for run_id in (2, 3, 4)] == [(4, 7), (5,), (6,)]
     assert site.answers["long"].request.output()[:, 0].tolist() == [4, 5, 6]
     assert [s.requests for s in site.answers["long"].stats] == [2, 1, 1]
 
 
 def test_turns_are_by_tokens() -> None:
-    """Three clients, one with long requests: until all is done each has had as many tokens as the others."""
+    """Three clients with requests of different lengths are served as many tokens as each other."""
     site = busy(Batching(1))
     wanted = {"long": (32, 8), "short": (4, 64), "middle": (8, 32)}
     for client, (length, count) in wanted.items():
@@ -114,7 +102,7 @@ def test_turns_are_by_tokens() -> None:
         site.answer(max(site.work))
 
 
-def test_a_client_that_was_away_saves_no_turns_up() -> None:
+def test_idle_clients_do_not_save_up_turns() -> None:
     site = busy(Batching(1))
     for i in range(20):
         site.submit(f"a{i}", 8, client="a")
@@ -126,7 +114,7 @@ def test_a_client_that_was_away_saves_no_turns_up() -> None:
     for _ in range(8):
         site.answer(max(site.work))
         ran += lengths(site, max(site.work))
-    assert 3 <= ran.count(8) <= 5, "by turns, not first what the other has had meanwhile"
+    assert 3 <= ran.count(8) <= 5
 
 
 def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
@@ -144,7 +132,7 @@ def test_the_queue_is_bounded_for_a_client_and_for_all() -> None:
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     site = busy()
-    monkeypatch.setattr(admission_module, "MAX_QUEUED_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_QUEUED_BYTES", 100)
     for name, length in (("r0", 20), ("r1", 8), ("r2", 5)):
         site.submit(name, length, client=f"c-{name}")
     assert {name: type(error) for name, error in site.errors.items()} == {"r1": OverloadedError}
@@ -153,74 +141,71 @@ def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- errors of a run --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fails_runs_again_one_by_one_so_that_only_the_bad_request_ends() -> None:
-    site = behind(busy(), 4, 5, 6, 7)
+def test_the_requests_of_a_failed_run_are_retried_alone_so_that_only_the_bad_one_ends() -> None:
+    site = queued(busy(), 4, 5, 6, 7)
     site.run_failed("a", 2, "device")
     assert not site.errors
     failed = 0
-    for admission in range(3, 8):
-        assert bool(site.errors) == (failed == 2), "it is tried once more by itself"
-        assert len(lengths(site, admission)) == 1
-        is_bad = lengths(site, admission) == (6,)
-        site.run_failed("a", admission, "device") if is_bad else site.answer(admission)
+    for run_id in range(3, 8):
+        assert bool(site.errors) == (failed == 2)
+        assert len(lengths(site, run_id)) == 1
+        is_bad = lengths(site, run_id) == (6,)
+        site.run_failed("a", run_id, "device") if is_bad else site.answer(run_id)
         failed += is_bad
     assert list(site.errors) == ["r2"]
     assert set(site.answers) == {"first", "r0", "r1", "r3"}
 
 
-def test_a_run_that_is_lost_is_run_again_and_one_that_is_lost_often_spoils_nobody_elses() -> None:
-    site = behind(busy(), 4, 5, 6, 7)
+def test_a_lost_run_is_retried_and_the_requests_of_a_run_that_is_lost_twice_alone() -> None:
+    site = queued(busy(), 4, 5, 6, 7)
     site.run_failed("a", 2, "wire")
-    assert lengths(site, 3) == (4, 5, 6, 7), "devices come and go: at first all of it again"
+    assert lengths(site, 3) == (4, 5, 6, 7)
     site.run_failed("a", 3, "wire")
     while len(site.answers) + len(site.errors) < 5:
-        admission = max(site.work)
-        assert len(lengths(site, admission)) == 1
-        site.run_failed("a", admission, "wire") if lengths(site, admission) == (6,) else site.answer(admission)
+        run_id = max(site.work)
+        assert len(lengths(site, run_id)) == 1
+        site.run_failed("a", run_id, "wire") if lengths(site, run_id) == (6,) else site.answer(run_id)
     assert {name: type(error) for name, error in site.errors.items()} == {"r2": RemoteError}
-    assert max(site.work) == 3 + 3 + MAX_ATTEMPTS - 2, "the others once more, that one until it has had its attempts"
+    assert max(site.work) == 3 + 3 + MAX_ATTEMPTS - 2
 
 
-def test_a_deadline_ends_its_request_alone() -> None:
+def test_a_deadline_ends_only_its_own_request() -> None:
     site = busy()
     for name, within in (("short", 1.0), ("long", 30.0)):
         site.submit(name, 4, within=within)
     site.answer(1)
     site.tick(1.5)
     assert isinstance(site.errors["short"], DeadlineError)
-    assert not any(isinstance(m, messages.Cancel) for _, m in site.told), "somebody waits for the run"
+    assert not any(isinstance(m, messages.Cancel) for _, m in site.sent), "the other request waits for the run"
     site.answer(2)
     assert site.answers["long"].request.output()[:, 0].tolist() == [4]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_after_an_output_of_another_size_each_runs_by_itself_until_it_has_failed_too_often(rows: int) -> None:
-    """One of its parts may be forged."""
-    site = behind(busy(), 4, 4)
+def test_after_an_output_of_another_size_requests_run_alone_for_a_few_attempts(rows: int) -> None:
+    """A part may be forged."""
+    site = queued(busy(), 4, 4)
     misfit(site, 2, rows)
     assert not site.errors
     site.answer(3)
     assert set(site.answers) == {"first", "r0"}
-    for admission in range(4, 4 + MAX_ATTEMPTS):
+    for run_id in range(4, 4 + MAX_ATTEMPTS):
         assert not site.errors
-        assert lengths(site, admission) == (4,)
-        misfit(site, admission, rows)
+        assert lengths(site, run_id) == (4,)
+        misfit(site, run_id, rows)
     assert isinstance(site.errors["r1"], RemoteError)
 
 
-def misfit(site: Site, admission: int, rows: int) -> None:
-    """Let the device answer with so many rows, which nobody asked for."""
-    frame, body = site.work[admission], np.zeros((rows, SPEC.hidden + 1), np.float32)
-    output = replace(frame, kind="output", source="a", dtype="f32", shape=body.shape, body=body)
-    done = replace(frame, kind="done", source="a", dtype="u8", shape=(0,), numbers=(1, 1, 1, 1), body=b"")
-    for sent in (output, done):
-        site.event(interface.DeviceFrame("a", sent))
+def misfit(site: Site, run_id: int, rows: int) -> None:
+    """Let the device answer with an output of a wrong shape."""
+    body = np.zeros((rows, SPEC.hidden + 1), np.float32)
+    site.hear(site.part(run_id, "a", body), site.done(run_id, "a", 1))
 
 
 # -- delay ------------------------------------------------------------------------------------------------------------
 
 
-def test_with_a_delay_requests_wait_for_others_but_never_longer() -> None:
+def test_requests_wait_for_others_at_most_for_the_delay() -> None:
     site = settled("a", batching=Batching(4, 0.05), decider=everyone)
     site.submit("r0", 4)
     assert not site.work
@@ -250,34 +235,34 @@ def test_a_delay_leaves_time_until_the_deadline() -> None:
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_request_goes_where_it_is_answered_first_behind_those_before_it():
+def test_each_request_goes_to_the_replica_that_finishes_it_first():
     assert list(route_to_replicas(10.0, [(9.0, 4.0), (12.0, 1.0)], [1.0])) == [1]
     assert list(route_to_replicas(10.0, [(9.0, 2.0), (12.0, 1.0)], [1.0])) == [0]
     assert list(route_to_replicas(10.0, [(0.0, 1.0), (0.0, 1.0)], [1.0])) == [0]
     unequal = [(0.0, 0.95), (0.0, 2.8), (0.0, 5.7)]
-    assert list(route_to_replicas(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0], "the slowest would be last"
+    assert list(route_to_replicas(0.0, unequal, [1.0] * 8)) == [0, 0, 1, 0, 0, 0, 1, 0]
     assert list(route_to_replicas(0.0, unequal, [1.0] * 9))[-1] == 2
     assert list(route_to_replicas(0.0, unequal, [4.0, 1.0])) == [0, 1]
 
 
-def test_what_a_busy_fast_replica_answers_sooner_waits_for_it():
+def test_requests_wait_for_a_busy_replica_that_finishes_them_sooner():
     def plan(name, seconds):
         return Plan(MODEL, PlanVersion(1, 1), "single", (name,), name, predicted_s=seconds, predicted_tokens=128)
 
-    def lanes(fast_until_s, has_room):
+    def loads(fast_until_s, has_room):
         return [
             ReplicaLoad(plan("fast", 1.0), fast_until_s, 1 / 128, has_room),
             ReplicaLoad(plan("slow", 6.0), 0.0, 6 / 128, True),
         ]
 
-    shape, inputs = request(SPEC, (12,))  # as long as one of 64 tokens, half of what plans are made for
+    shape, inputs = request(SPEC, (12,))  # takes as long as 64 tokens, half of the plan's shape
     queue = FairQueue()
     for number in range(8):
-        job = Request(RequestKey(MODEL, "c", f"r{number}"), (Batch(shape, inputs),), None, None)
-        queue.append([WorkItem(job, 0)])
-        hand = next_assignment(0.0, lanes(2.0, False), queue)
-        assert hand == (None if number < 2 else Assignment(lanes(0, True)[1].plan, 1)), number
-    assert next_assignment(0.0, lanes(0.0, True), queue) == Assignment(lanes(0, True)[0].plan, 7)
+        waiting = Request(RequestKey(MODEL, "c", f"r{number}"), (Batch(shape, inputs),), None, None)
+        queue.append([WorkItem(waiting, 0)])
+        hand = next_assignment(0.0, loads(2.0, False), queue)
+        assert hand == (None if number < 2 else Assignment(loads(0, True)[1].plan, 1)), number
+    assert next_assignment(0.0, loads(0.0, True), queue) == Assignment(loads(0, True)[0].plan, 7)
 
 
 def test_a_batch_is_cut_into_micro_batches_in_its_order():
@@ -293,20 +278,20 @@ def test_a_batch_is_cut_into_micro_batches_in_its_order():
 
 # -- any mix ----------------------------------------------------------------------------------------------------------
 
-PACKED = [name for name in EVERY_FAMILY if name not in {"tiny-gpt2", "tiny-convnet"}]  # which hold one each
+PACKED = [name for name in EVERY_FAMILY if name not in {"tiny-gpt2", "tiny-convnet"}]  # these run one request each
 
 
 @pytest.mark.parametrize("family", PACKED)
 @settings(max_examples=8, deadline=None)
 @given(st.data())
-def test_the_answer_of_a_batch_is_that_of_each_of_its_requests(family: str, data: st.DataObject) -> None:
+def test_a_batch_gives_each_request_its_own_answer(family: str, data: st.DataObject) -> None:
     spec = EVERY_FAMILY[family]
     weights = tensors(spec)
     want = data.draw(st.sampled_from(["task", "hidden"]))
-    batches = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
-    chunks = [Batch(*request(spec, batch, want, seed=i)) for i, batch in enumerate(batches)]
-    whole = concatenate(chunks)
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
+    batches = [Batch(*request(spec, lengths, want, seed=i)) for i, lengths in enumerate(sizes)]
+    whole = concatenate(batches)
     output = models.reference(spec, weights, whole.inputs, whole.shape)[1]
     assert output.shape == spec.output_shape(whole.shape)
-    for chunk, mine in zip(chunks, split_output(spec, chunks, output), strict=True):
-        np.testing.assert_allclose(mine, models.reference(spec, weights, chunk.inputs, chunk.shape)[1], atol=TOLERANCE)
+    for batch, own in zip(batches, split_output(spec, batches, output), strict=True):
+        np.testing.assert_allclose(own, models.reference(spec, weights, batch.inputs, batch.shape)[1], atol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Searches of a model: each ends with a plan, with another search, or is repeated until there is a plan."""
+"""Searches of a model: each ends with a plan or another search, until a plan serves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hepti_mqtt.service.solver import solve
 
 
 def unanswered(*devices: str) -> tuple[Site, Solve]:
-    """Return a site with a search under way."""
+    """Return a site with a running search."""
     site = Site(searches=False)
     site.join(*devices)
     site.tick(1.1)
@@ -29,7 +29,7 @@ def unanswered(*devices: str) -> tuple[Site, Solve]:
 
 
 def named(site: Site, search: Solve) -> Solve:
-    """Let a search find two plans of which the second one is better; return the search that prices it once more."""
+    """Answer a search with two plans, the second one better; return the search that prices it again."""
     best = decide(search.question)
     slow = simulate_plan(search.question, everyone(search.question).chosen.plan)
     site.event(Solved("m", search.ticket, replace(best, chosen=slow, ranking=(slow, best.chosen))))
@@ -49,7 +49,7 @@ def test_a_named_plan_without_a_price_leads_to_a_whole_search() -> None:
     assert site.plan is not None
 
 
-def test_a_named_plan_whose_price_fails_again_and_again_keeps_no_model_without_a_plan() -> None:
+def test_a_named_plan_that_can_never_be_priced_leaves_the_other_plan() -> None:
     site, search = unanswered("a", "b")
     for _ in range(9):
         if search.kind is SearchKind.NAMED:
@@ -61,30 +61,29 @@ def test_a_named_plan_whose_price_fails_again_and_again_keeps_no_model_without_a
             site.event(Solved("m", search.ticket, replace(both, chosen=slow, ranking=ranking)))
         search = site.solves[-1]
         site.ready()
-    assert site.plan is not None, "the other plan serves"
+    assert site.plan is not None
 
 
-@pytest.mark.parametrize("whatever", ["the site stays", "another device"])
-def test_a_model_without_a_plan_is_looked_at_again(whatever: str) -> None:
+@pytest.mark.parametrize("device_joins", [False, True])
+def test_a_model_without_a_plan_is_searched_for_again(device_joins: bool) -> None:
     site, search = unanswered("a")
     site.event(Solved("m", search.ticket, None, error=PlanError("no")))
     site.tick(1.0)
     assert site.solves[-1] is search
-    if whatever == "another device":
+    if device_joins:
         site.join("b")
-    site.pass_by(2 if whatever == "another device" else int(LOOK_AGAIN_S))
+    site.pass_by(2 if device_joins else int(LOOK_AGAIN_S))
     again = site.solves[-1]
     assert again.kind is SearchKind.WHOLE
     assert again is not search
     site.event(Solved("m", again.ticket, None, error=PlanError("no")))
-    assert site.notes()["no_plan"] == 1, "said once"
+    assert site.notes()["no_plan"] == 1
 
 
 def test_a_named_plan_that_has_lost_a_device_is_not_priced() -> None:
     site, search = unanswered("a", "b")
     site.event(Solved("m", search.ticket, decide(search.question)))
     site.ready()
-    assert site.plan is not None
     (other,) = {"a", "b"} - {*site.plan.devices}
     plan = decide(replace(search.question, devices=(other,))).chosen.plan
     group = site.session.groups.default("m")
@@ -98,7 +97,7 @@ def test_a_named_plan_that_has_lost_a_device_is_not_priced() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_three_models_that_fill_three_devices_each_get_a_plan(seed: int) -> None:
-    """Each device holds one model; searches end in any order, and what they saw may be gone by then."""
+    """Each device holds one model; searches end in any order."""
     rng = Random(seed)
     _, search = unanswered("a")
     room = int(1.6 * decide(search.question).chosen.price.needs["a"])
@@ -121,7 +120,7 @@ def test_three_models_that_fill_three_devices_each_get_a_plan(seed: int) -> None
 
 
 def loading(*devices: str) -> Site:
-    """Return a site whose first plan is prepared by some devices, and none of them is ready."""
+    """Return a site whose first plan is being prepared."""
     site = Site(decider=everyone)
     site.submit("waits")
     site.join(*devices)
@@ -130,18 +129,17 @@ def loading(*devices: str) -> Site:
     return site
 
 
-def test_a_device_that_joins_during_the_first_load_has_a_part_in_the_plan_that_replaces_it() -> None:
+def test_a_device_that_joins_during_the_first_load_is_part_of_the_next_plan() -> None:
     site = loading("a")
     first = Plan.from_dict(site.prepares()["a"].plan)
     site.join("b")
     site.tick(0.2)
     assert site.released() == [("a", first.version)]
     site.ready()
-    assert site.plan is not None
     assert site.plan.devices == ("a", "b")
 
 
-def test_a_search_during_a_load_that_has_nothing_better_leaves_it_alone() -> None:
+def test_a_search_without_a_better_plan_does_not_stop_a_load() -> None:
     site = loading("a", "b")
     before = len(site.solves)
     site.pass_by(5)
@@ -165,8 +163,7 @@ def test_a_search_without_a_plan_during_a_load_refuses_no_request() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_a_hurried_search_that_looked_at_everything_is_not_repeated_during_the_load(is_whole: bool) -> None:
-    """The planner's machine sends the tiles meanwhile."""
+def test_only_an_incomplete_hurried_search_is_repeated_during_the_load(is_whole: bool) -> None:
     site = Site(searches=False)
     site.submit("waits")
     site.join("a", "b")
@@ -180,13 +177,13 @@ def test_a_hurried_search_that_looked_at_everything_is_not_repeated_during_the_l
 
 
 @pytest.mark.parametrize("kind", [SearchKind.WHOLE, SearchKind.HURRIED])
-def test_a_search_of_a_few_devices_looks_at_everything(kind: SearchKind) -> None:
+def test_a_search_with_few_devices_is_complete(kind: SearchKind) -> None:
     _, search = unanswered("a", "b")
     assert solve(replace(search, kind=kind)).is_whole
 
 
 @pytest.mark.parametrize("first", ["status", "heartbeat"])
-def test_the_first_search_waits_until_links_were_measured_a_few_times(first: str) -> None:
+def test_the_first_search_waits_for_link_probes(first: str) -> None:
     site = Site(decider=everyone, secret=bytes(32))
     site.submit("waits")
     for place, device in enumerate("ab"):
@@ -203,7 +200,7 @@ def test_the_first_search_waits_until_links_were_measured_a_few_times(first: str
     assert site.solves
 
 
-def test_a_link_that_nobody_measures_holds_up_no_first_plan() -> None:
+def test_the_first_search_does_not_wait_for_a_device_without_heartbeats() -> None:
     site = Site(decider=everyone, secret=bytes(32))
     site.submit("waits")
     site.boots["a"] = 1
@@ -217,16 +214,16 @@ def test_a_link_that_nobody_measures_holds_up_no_first_plan() -> None:
 @pytest.mark.parametrize(
     ("own_s", "other_s", "kind", "finishes"),
     [
-        (10.0, 11.0, "go", True),  # the difference does not pay for another activation
+        (10.0, 11.0, "go", True),  # the difference is below the cost of an activation
         (10.0, 13.0, "go", False),
         (-0.1, None, "go", False),
         (0.1, None, "go", True),
-        (-50.0, -49.0, "must", True),  # nothing serves, so waiting costs
+        (-50.0, -49.0, "must", True),  # no plan serves
         (-50.0, -40.0, "must", False),
         (-50.0, None, "must", True),
     ],
 )
-def test_a_load_ends_early_if_another_plan_is_worth_more_with_what_is_left(
+def test_a_load_is_abandoned_if_another_plan_is_worth_more(
     own_s: float, other_s: float | None, kind: Kind, finishes: bool
 ) -> None:
     _, search = unanswered("a", "b")

@@ -23,7 +23,7 @@ PROMPT = np.arange(3, 7, dtype=np.int32)
 
 
 class Site(Swarm):
-    """Two devices, of which the second one may become slower, and says so."""
+    """Two devices; the second one may become slower, and reports it."""
 
     def __init__(self) -> None:
         hosts = dict.fromkeys(BOTH.devices, (FLOPS_PER_S, 1 << 30))

@@ -1,4 +1,4 @@
-"""Whom a load asks for its tiles: each tile leaves the planner once, and bad peers cost seconds."""
+"""The sources of a load's tiles: each tile leaves the planner once, and bad peers cost only seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def digest(position: int) -> bytes:
 
 @dataclass
 class Node:
-    """One device of a simulated site; behaviour: how it treats those that ask it."""
+    """One device of a simulated site; behaviour: how it answers requests."""
 
     name: str
     sources: TileSources
@@ -43,7 +43,7 @@ class Node:
     behaviour: str = "good"
     done_s: float | None = None
     from_peers: int = 0
-    asked: Counter[str] = field(default_factory=Counter)
+    requested: Counter[str] = field(default_factory=Counter)
 
 
 class Site:
@@ -108,9 +108,9 @@ class Site:
         if node.behaviour == "gone":
             return
         held = set(range(self.total)) if node.behaviour in ("liar", "mute", "refuser") else node.held
-        said = TileReport(self.mask(held), self.mask(node.needed - node.held))
+        report = TileReport(self.mask(held), self.mask(node.needed - node.held))
         for other in self.nodes.values():
-            other.sources.report(name, said, self.now)
+            other.sources.report(name, report, self.now)
             self.turn(other.name)
         self.at(REPORT_S, "report", name)
 
@@ -119,9 +119,11 @@ class Site:
         if node.behaviour == "gone":
             return
         _, again = node.sources.expire(self.now)
-        asked = node.sources.requests(self.now)
-        for source, digests in (asked | {PLANNER: [*asked.get(PLANNER, []), *([again] if again else [])]}).items():
-            node.asked[source] += len(digests)
+        requests = node.sources.requests(self.now)
+        for source, digests in (
+            requests | {PLANNER: [*requests.get(PLANNER, []), *([again] if again else [])]}
+        ).items():
+            node.requested[source] += len(digests)
             for each in digests:
                 if source == PLANNER:
                     self.hub_free_s = self.awake_s(PLANNER, max(self.hub_free_s, self.now) + TILE_S)
@@ -247,13 +249,13 @@ def test_requests_are_bounded_and_overdue_ones_go_to_others() -> None:
     sources = TileSources(tiles, range(100), 100, "a", ["a", "b"], 0.0)
     sources.add_peer("b", 0.0)
     sources.report("b", TileReport(np.arange(100) < 50, np.arange(100) < 0), 0.0)
-    asked = sources.requests(0.0)
-    assert len(asked[PLANNER]) == PLANNER_WINDOW
-    assert 0 < len(asked["b"]) <= PEER_WINDOW
+    requests = sources.requests(0.0)
+    assert len(requests[PLANNER]) == PLANNER_WINDOW
+    assert 0 < len(requests["b"]) <= PEER_WINDOW
     assert not sources.requests(0.1), "every window is full"
-    assert sources.expire(ANSWER_S) == (len(asked["b"]), None)
+    assert sources.expire(ANSWER_S) == (len(requests["b"]), None)
     assert not sources.requests(ANSWER_S), "the peer rests and the planner's window is full"
-    assert sources.expire(PLANNER_ANSWER_S) == (0, asked[PLANNER][-1])
+    assert sources.expire(PLANNER_ANSWER_S) == (0, requests[PLANNER][-1])
     assert not sources.requests(PLANNER_ANSWER_S), "the planner may have a pause"
     assert sources.missing_count == 100
 
@@ -261,12 +263,12 @@ def test_requests_are_bounded_and_overdue_ones_go_to_others() -> None:
 def test_tiles_that_were_lost_are_requested_again_when_a_later_one_comes() -> None:
     tiles = [digest(p) for p in range(100)]
     sources = TileSources(tiles, range(100), 100, "a", ["a"], 0.0)
-    asked = sources.requests(0.0)[PLANNER]
+    requests = sources.requests(0.0)[PLANNER]
     _, again = sources.expire(PLANNER_ANSWER_S)
-    assert again == asked[-1]
+    assert again == requests[-1]
     assert sources.receive(PLANNER, again, 3.5) == "needed"
     sources.take(again)
-    assert set(asked[:-1]) <= set(sources.requests(3.5)[PLANNER])
+    assert set(requests[:-1]) <= set(sources.requests(3.5)[PLANNER])
 
 
 def test_a_tile_is_taken_from_whoever_sends_it_first() -> None:
@@ -286,8 +288,8 @@ def test_while_runs_share_the_link_one_tile_is_under_way_at_each_peer() -> None:
     sources.report("b", TileReport(np.arange(100) < 50, np.arange(100) < 0), 0.0)
     windows = Windows(BUSY_WINDOW, PLANNER_WINDOW)
     for step in range(20):
-        asked = sources.requests(step / 100, windows).get("b", [])
-        assert len(asked) == 1
-        sources.receive("b", asked[0], step / 100)
-        sources.take(asked[0])
+        requests = sources.requests(step / 100, windows).get("b", [])
+        assert len(requests) == 1
+        sources.receive("b", requests[0], step / 100)
+        sources.take(requests[0])
     assert len(sources.requests(0.3)["b"]) > 1, "none is under way"

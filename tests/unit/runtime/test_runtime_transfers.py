@@ -33,12 +33,12 @@ LEARNING = 2  # runs: Python checks frames in the first one, and knows their exc
 def programs(family: str, name: str, devices: int = 2, lengths: tuple[int, ...] = (5,)):
     spec, method = EVERY_FAMILY[family], STRATEGIES[name]
     shape, inputs = request(spec, lengths)
-    made = plan(spec, (name, method.options[0]), (1.0,) * devices)
-    made = replace(made, route="mesh").executables[0]
-    parts = device_programs(spec, made, shape)
-    pools = {name: Workers(1) for name in parts}  # each is made for one thread
-    made = {name: bound({name: part}, tensors(spec), pools[name])[name] for name, part in parts.items()}
-    return made, inputs, pools
+    chosen = plan(spec, (name, method.options[0]), (1.0,) * devices)
+    chosen = replace(chosen, route="mesh").executables[0]
+    parts = device_programs(spec, chosen, shape)
+    pools = {name: Workers(1) for name in parts}  # one pool per device
+    chosen = {name: bound({name: part}, tensors(spec), pools[name])[name] for name, part in parts.items()}
+    return chosen, inputs, pools
 
 
 def cases():
@@ -51,9 +51,9 @@ def cases():
 
 @pytest.mark.parametrize(("family", "name"), list(cases()))
 def test_each_method_answers_as_without_sockets(family, name):
-    made, inputs, _ = programs(family, name)
-    expected = run_together(made, inputs)
-    with Site(made) as site:
+    bound_programs, inputs, _ = programs(family, name)
+    expected = run_together(bound_programs, inputs)
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 3):
             answers = site.run({run: inputs})
             np.testing.assert_array_equal(answers[run], expected)
@@ -70,9 +70,9 @@ def stop_everywhere(pools) -> None:
 @pytest.mark.parametrize("often", [False, True])
 @pytest.mark.parametrize(("family", "name"), IN_LINE)
 def test_runs_at_once_answer_as_alone(family, name, often):
-    made, inputs, pools = programs(family, name, devices=3)
-    expected = run_together(made, inputs)
-    with Site(made) as site:
+    bound_programs, inputs, pools = programs(family, name, devices=3)
+    expected = run_together(bound_programs, inputs)
+    with Site(bound_programs) as site:
         for first in (1, 4, 7, 10):
             if often and first > 1:
                 stop_everywhere(pools)
@@ -85,8 +85,8 @@ def test_runs_at_once_answer_as_alone(family, name, often):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("family", "name"), IN_LINE)
 def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
-    made, inputs, pools = programs(family, name)
-    expected, rng = run_together(made, inputs), random.Random(seed)
+    bound_programs, inputs, pools = programs(family, name)
+    expected, rng = run_together(bound_programs, inputs), random.Random(seed)
 
     def disturb(device) -> None:
         (peer,) = (other for other in site.devices if other != device.name)
@@ -98,7 +98,7 @@ def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
             cut[rng.randrange(len(cut))] ^= 1 << rng.randrange(8)
         device.links.mesh.publish(name, rng.choice((body, frames.MAGIC + body, sent, bytes(cut)[:256] + body)))
 
-    with Site(made) as site:
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 6):
             if run > LEARNING:
                 stop_everywhere(pools)
@@ -109,8 +109,8 @@ def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
 
 
 def test_another_plan_version_learns_anew():
-    made, inputs, _ = programs(*IN_LINE[0])
-    with Site(made) as site:
+    bound_programs, inputs, _ = programs(*IN_LINE[0])
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 2):
             site.run({run: inputs})
         before = [device.compiled for device in site.devices.values()]
@@ -122,9 +122,9 @@ def test_another_plan_version_learns_anew():
 
 @pytest.mark.parametrize("checked", ["header", "whole"])
 def test_tagged_frames_are_those_of_python(checked):
-    made, inputs, _ = programs(*IN_LINE[0])
-    expected = run_together(made, inputs)
-    with Site(made) as site:
+    bound_programs, inputs, _ = programs(*IN_LINE[0])
+    expected = run_together(bound_programs, inputs)
+    with Site(bound_programs) as site:
         one, other = site.devices.values()
         one.key = other.key = FrameKey(bytes(range(32)), checked)
         for run in range(1, LEARNING + 3):
@@ -135,9 +135,9 @@ def test_tagged_frames_are_those_of_python(checked):
 
 @pytest.mark.parametrize(("family", "name"), IN_LINE)
 def test_a_run_may_end_before_any_row(family, name):
-    made, inputs, pools = programs(family, name)
-    expected = run_together(made, inputs)
-    with Site(made) as site:
+    bound_programs, inputs, pools = programs(family, name)
+    expected = run_together(bound_programs, inputs)
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 1):
             site.run({run: inputs})
         stop_everywhere(pools)
@@ -175,12 +175,12 @@ def test_a_run_goes_on_in_other_programs_from_a_block_on(name, often):
     parts = device_programs(spec, before, shape)
     block = len(models.graph(spec, shape).blocks) - 3
     handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
-    made = {d: bound({d: part}, tensors(spec), pools[d])[d] for d, part in parts.items()}
+    bound_programs = {d: bound({d: part}, tensors(spec), pools[d])[d] for d, part in parts.items()}
     heirs = {
         d: replace(bound({d: each.program}, tensors(spec), pools[d])[d], taken=each.taken) for d, each in handed.items()
     }
     expected = models.reference(spec, tensors(spec), inputs, shape)[1]
-    with Site(made) as site:
+    with Site(bound_programs) as site:
         for steps in range(1, 7):
             if often and steps > LEARNING:
                 stop_everywhere(pools)
@@ -191,9 +191,9 @@ def test_a_run_goes_on_in_other_programs_from_a_block_on(name, often):
 
 @compiled_only
 def test_a_frame_of_which_a_part_is_sent_follows_whole(monkeypatch):
-    made, inputs, pools = programs("bert-embedding", "megatron", lengths=(20,) * 64)
-    expected = run_together(made, inputs)
-    with Site(made) as site:
+    bound_programs, inputs, pools = programs("bert-embedding", "megatron", lengths=(20,) * 64)
+    expected = run_together(bound_programs, inputs)
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 1):
             site.run({run: inputs})
         parts = []
@@ -211,8 +211,8 @@ def test_a_frame_of_which_a_part_is_sent_follows_whole(monkeypatch):
 
 
 def test_a_peer_that_leaves_is_noticed_within_a_run():
-    made, inputs, _ = programs(*IN_LINE[0])
-    with Site(made) as site:
+    bound_programs, inputs, _ = programs(*IN_LINE[0])
+    with Site(bound_programs) as site:
         for run in range(1, LEARNING + 2):
             site.run({run: inputs})
         one, other = site.devices.values()

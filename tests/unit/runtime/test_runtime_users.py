@@ -1,4 +1,4 @@
-"""Several users' texts on a virtual clock: each has its share, and one who leaves leaves nothing behind."""
+"""Texts of several users on a virtual clock: fair shares, and no sessions left after a cancel."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Site(Swarm):
 
     def __init__(self, devices: int = 1, **options) -> None:
         hosts = {f"d{i}": (1e9, 1 << 30) for i in range(devices)}
-        made = plan(SPEC, ("single", {}) if devices == 1 else ("decoder", {}), (1.0,) * devices)
+        chosen = plan(SPEC, ("single", {}) if devices == 1 else ("decoder", {}), (1.0,) * devices)
         self.rows: dict[int, int] = {}  # by run
-        super().__init__(SPEC, TENSORS, hosts, decider=always(made), batching=Batching(), **options)
+        super().__init__(SPEC, TENSORS, hosts, decider=always(chosen), batching=Batching(), **options)
         self.run(20, until=lambda: plan_of(self) is not None)
 
     def _planner_command(self, command) -> None:
@@ -44,7 +44,7 @@ class Site(Swarm):
         return 1e-5 * max(self.rows.get(run_id, 1), 4)
 
     def ask(self, client: str, number: int, prompt: int, most: int) -> str:
-        """Let a user ask for a text behind a prompt that begins like no other."""
+        """Let a user request a text with a unique prompt."""
         name = f"{client}-{number}"
         ids = np.random.default_rng([*name.encode()]).integers(0, SPEC.text.vocab, prompt)
         self.generate(name, SPEC, ids.astype(np.int32), most, client)
@@ -60,7 +60,7 @@ class Site(Swarm):
         self.tell_planner(interface.RequestCancelled(RequestKey(MODEL, name.partition("-")[0], name)))
 
     @property
-    def held(self) -> set[tuple[int, int]]:
+    def sessions_held(self) -> set[tuple[int, int]]:
         """Return the sessions that devices hold, and for how many rows."""
         return {(host.session.runs.open_sessions, host.session.runs.session_rows) for host in self.hosts.values()}
 
@@ -71,19 +71,19 @@ def test_no_user_has_less_than_half_of_a_fair_share():
     for user in range(1, USERS):
         site.ask(f"u{user}", 0, 8, 400)
     site.has("u1-0", 2)
-    begun, asked = {name: len(known) for name, known in site.tokens.items()}, 0
+    begun, count = {name: len(tokens) for name, tokens in site.tokens.items()}, 0
     started_s, took_s = site.now, list[float]()
     while len(took_s) < 2:
-        name = site.ask("u0", asked, LONG, 2)
+        name = site.ask("u0", count, LONG, 2)
         site.run(60, until=lambda name=name: name in site.answers)
-        asked += 1
+        count += 1
         took_s.append(site.now - started_s)
     served = {user: len(site.tokens[f"u{user}-0"]) - begun.get(f"u{user}-0", 0) for user in range(1, USERS)}
-    served[0] = asked * (LONG + 2)
+    served[0] = count * (LONG + 2)
     fair = sum(served.values()) / USERS
     assert min(served.values()) >= fair / 2, (served, took_s)
     assert not site.errors
-    assert len(site.answers) == asked, "all wrote all the time"
+    assert len(site.answers) == count, "the other texts did not end"
 
 
 @pytest.mark.parametrize("others", [0, 2])
@@ -101,8 +101,8 @@ def test_one_who_leaves_frees_what_devices_hold(others, prompt):
     site.run(0.1)
     runs = site.planner.groups.default(MODEL).runs.values()
     assert all(item.request.reply_context != name for run in runs for item in run.items)
-    assert {sessions for sessions, _ in site.held} == {others}
-    assert others or site.held == {(0, 0)}
+    assert {sessions for sessions, _ in site.sessions_held} == {others}
+    assert others or site.sessions_held == {(0, 0)}
     version = plan_of(site).version
     site.run(60, until=lambda: len(site.answers) == others)
     assert reserved_rows(site.planner.groups.default(MODEL), version) == 0

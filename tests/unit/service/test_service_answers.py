@@ -53,11 +53,7 @@ from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
 
 TOPICS = Topics("home")
-
-
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-
-
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 
 
@@ -77,11 +73,11 @@ def desk(checkpoints, forecasts):
 
 
 def foreseen(forecasts, answer):
-    """Return an Answer whose runs' forecasts are made."""
-    made = []
-    forecasts.call_when_ready(answer.stats, lambda: made.append(True))
+    """Return an Answer after the forecasts of its runs are ready."""
+    ready = []
+    forecasts.call_when_ready(answer.stats, lambda: ready.append(True))
     assert forecasts.step()
-    assert made
+    assert ready
     return answer
 
 
@@ -90,7 +86,7 @@ def ask(desk, data, model="bert", client="me", now=100.0):
     return desk.read_request(RawRequest(model, client, payload), now)
 
 
-def told(reply):
+def answer_of(reply):
     assert isinstance(reply, Reply)
     return json.loads(reply.payload)
 
@@ -101,7 +97,7 @@ def plan_for(checkpoint, number=1):
 
 
 def finish(job, checkpoint, outputs=None, plans=None, begun_s=100.0):
-    """Return the Answer of a job whose runs all ended."""
+    """Return the Answer of a request after all of its runs."""
     for place, chunk in enumerate(job.batches):
         plan = plans[place] if plans else plan_for(checkpoint)
         run = Run(
@@ -137,7 +133,7 @@ def test_a_bare_text_is_the_same_request_and_its_answers_have_one_topic(desk, ch
     bare = desk.read_request(RawRequest("bert", "me", text.encode(), bare=True), 100.0)
     assert np.array_equal(bare.batches[0].inputs, ask(desk, {"text": text}).batches[0].inputs)
     reply = desk.encode_answer(finish(bare, checkpoints["bert"]), 100.1)
-    assert (reply.topic, told(reply)["ok"]) == (TOPICS.text_response("bert", "me"), True)
+    assert (reply.topic, answer_of(reply)["ok"]) == (TOPICS.text_response("bert", "me"), True)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +150,8 @@ def test_a_bare_text_is_the_same_request_and_its_answers_have_one_topic(desk, ch
 def test_a_bare_text_that_is_none_is_refused_on_the_same_topic(desk, payload, word):
     reply = desk.read_request(RawRequest("bert", "me", payload, bare=True), 100.0)
     assert reply.topic == TOPICS.text_response("bert", "me")
-    assert told(reply)["error"]["code"] == "bad_request"
-    assert word in told(reply)["error"]["message"]
+    assert answer_of(reply)["error"]["code"] == "bad_request"
+    assert word in answer_of(reply)["error"]["message"]
 
 
 def test_a_name_is_made_only_where_it_is_needed(desk):
@@ -177,8 +173,8 @@ def test_an_embedding_is_told_to_the_last_bit_in_nine_digits(desk, checkpoints, 
     checkpoint = checkpoints["bert"]
     job = ask(desk, {"text": "hello"})
     reply = desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, [row[None]])), now=100.5)
-    found = told(reply)["result"]["embedding"]
-    assert np.array(found, np.float32).tolist() == row.tolist()
+    embedding = answer_of(reply)["result"]["embedding"]
+    assert np.array(embedding, np.float32).tolist() == row.tolist()
     assert b"0.100000001," in reply.payload
 
 
@@ -187,7 +183,7 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     job = ask(desk, {"texts": ["hello world", "more"], "id": "q1"})
     reply = desk.encode_answer(foreseen(forecasts, finish(job, checkpoint)), now=100.5)
     assert reply.topic == TOPICS.response("bert", "me", "q1")
-    data = told(reply)
+    data = answer_of(reply)
     plan, shape = plan_for(checkpoint), job.batches[0].shape
     assert missing_answer_key(data) is None
     assert data["ok"] is True
@@ -231,7 +227,9 @@ def test_an_answer_tells_with_how_many_others_it_ran_and_what_the_run_took(desk,
     run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     for job in jobs:
         job.outputs[0] = np.ones((1, 32), np.float32)
-        told_of = told(desk.encode_answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5))
+        told_of = answer_of(
+            desk.encode_answer(foreseen(forecasts, AnswerRequest(job, run.plan, (run.stats(),))), now=100.5)
+        )
         assert told_of["batched_with"] == 1
         assert told_of["tokens"] == job.batches[0].shape.size
         assert told_of["compute_ms"] == {"a": 2.0, "b": 1.0}
@@ -245,7 +243,7 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
     job = ask(desk, {"ids": [[1] * limit, [2] * 4]})
     assert len(job.batches) == 2
     plans = [plan_for(checkpoint, 1), replace(plan_for(checkpoint, 2), shares={"rows": (1.0, 1.0)})]
-    data = told(desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
+    data = answer_of(desk.encode_answer(foreseen(forecasts, finish(job, checkpoint, plans=plans)), now=101.0))
     exact = sum(
         sent_bytes(TopicNames("home", "bert"), checkpoint.spec, c.shape, device_programs(checkpoint.spec, p, c.shape))
         for p, c in zip(plans, job.batches, strict=True)
@@ -257,12 +255,12 @@ def test_runs_under_several_plans_are_each_foretold_under_their_own(desk, checkp
 
 
 def test_a_prediction_has_what_the_planner_itself_took_of_late(desk, checkpoints, forecasts):
-    checkpoint, found = checkpoints["bert"], []
+    checkpoint, predicted_ms = checkpoints["bert"], []
     for number, begun_s in enumerate((100.03, 100.02, 100.5, 100.0)):  # the third one has waited for others
         job = ask(desk, {"text": "hello", "id": f"q{number}"})
         answer = foreseen(forecasts, finish(job, checkpoint, begun_s=begun_s))
-        found.append(told(desk.encode_answer(answer, now=101.0))["predicted_ms"])
-    assert [ms - found[3] for ms in found] == pytest.approx([30.0, 20.0, 20.0, 0.0])
+        predicted_ms.append(answer_of(desk.encode_answer(answer, now=101.0))["predicted_ms"])
+    assert [ms - predicted_ms[3] for ms in predicted_ms] == pytest.approx([30.0, 20.0, 20.0, 0.0])
 
 
 def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, checkpoints, forecasts):
@@ -271,10 +269,10 @@ def test_an_answer_tells_what_was_expected_after_what_runs_had_taught(desk, chec
     taught = replace(
         answer, stats=tuple(replace(stats, expectation=Expectation(1.5, 1.2, 1.8)) for stats in answer.stats)
     )
-    data = told(desk.encode_answer(taught, now=101.0))
+    data = answer_of(desk.encode_answer(taught, now=101.0))
     alone_ms = data["predicted_ms"] - 20.0
-    found = [data[f"{name}_ms"] - 20.0 for name in ("predicted_p10", "expected", "predicted_p90")]
-    assert found == pytest.approx([1.2 * alone_ms, 1.5 * alone_ms, 1.8 * alone_ms])
+    estimates_ms = [data[f"{name}_ms"] - 20.0 for name in ("predicted_p10", "expected", "predicted_p90")]
+    assert estimates_ms == pytest.approx([1.2 * alone_ms, 1.5 * alone_ms, 1.8 * alone_ms])
 
 
 def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, forecasts):
@@ -283,7 +281,7 @@ def test_a_request_for_the_plan_alone_is_told_the_forecast(desk, checkpoints, fo
     assert not job.wants_result
     plan, shape = plan_for(checkpoint), job.batches[0].shape
     answer = AnswerRequest(job, plan, (RunStats(plan, CLUSTER, shape, {}, {}, {}, 0),))
-    data = told(desk.encode_answer(foreseen(forecasts, answer), now=100.5))
+    data = answer_of(desk.encode_answer(foreseen(forecasts, answer), now=100.5))
     parts = device_programs(checkpoint.spec, plan, shape)
     assert (
         data["predicted_ms"]
@@ -303,7 +301,7 @@ def test_the_same_request_again_gets_the_same_answer(desk, checkpoints):
 
 def test_a_request_nested_deeply_under_an_id_is_an_error(desk):
     deep = b'{"id": "q", "text": ' + b"[" * 990 + b"]" * 990 + b"}"
-    assert told(ask(desk, deep))["error"]["code"] == "bad_request"
+    assert answer_of(ask(desk, deep))["error"]["code"] == "bad_request"
 
 
 @pytest.mark.parametrize(
@@ -321,8 +319,8 @@ def test_a_request_nested_deeply_under_an_id_is_an_error(desk):
 def test_errors_are_answered_under_the_requests_id(desk, wrong):
     reply = ask(desk, {"id": "q", **wrong})
     assert reply.topic == TOPICS.response("bert", "me", "q")
-    assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q", "bad_request")
-    assert list(wrong)[-1] in told(reply)["error"]["message"]
+    assert (answer_of(reply)["id"], answer_of(reply)["error"]["code"]) == ("q", "bad_request")
+    assert list(wrong)[-1] in answer_of(reply)["error"]["message"]
 
 
 def test_reply_to_is_honoured(desk, checkpoints):
@@ -336,7 +334,7 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
     limit = checkpoint.spec.max_tokens
     job = ask(desk, {"ids": [[1] * limit, [2] * 3], "want": "hidden"})
     values = np.arange((limit + 3) * 32, dtype=np.float32).reshape(-1, 32)
-    data = told(desk.encode_answer(finish(job, checkpoint, outputs=[values[:limit], values[limit:]]), now=101.0))
+    data = answer_of(desk.encode_answer(finish(job, checkpoint, outputs=[values[:limit], values[limit:]]), now=101.0))
     assert data["result"]["shape"] == [limit + 3, 32]
     np.testing.assert_array_equal(
         np.frombuffer(base64.b64decode(data["result"]["base64"]), "<f4").reshape(-1, 32), values
@@ -346,11 +344,11 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
 @pytest.mark.parametrize("output", [np.ones((7, 3), np.float32), np.full((1, 32), np.nan, np.float32)])
 def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints, output):
     job = ask(desk, {"text": "hello", "id": "q1"})
-    data = told(desk.encode_answer(finish(job, checkpoints["bert"], outputs=[output]), now=101.0))
+    data = answer_of(desk.encode_answer(finish(job, checkpoints["bert"], outputs=[output]), now=101.0))
     assert data["ok"] is False
     job = ask(desk, {"ids": [[1] * checkpoints["bert"].spec.max_tokens, [2]], "id": "q2"})
     odd = [np.ones((1, 32), np.float32), np.ones((1, 31), np.float32)]
-    data = told(desk.encode_answer(finish(job, checkpoints["bert"], outputs=odd), now=101.0))
+    data = answer_of(desk.encode_answer(finish(job, checkpoints["bert"], outputs=odd), now=101.0))
     assert data["error"]["code"] == RemoteError.code
 
 
@@ -361,7 +359,7 @@ def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, mo
     job = ask(desk, {"text": "hello"})
     desk.request_forecast(job)
     plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
-    data = told(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
+    data = answer_of(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert data["forecast"] == "estimated"
     assert data["predicted_ms"] == pytest.approx(2.0)
     assert data["predicted_bytes"] == 500
@@ -372,7 +370,7 @@ def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts, mo
 def test_a_request_that_is_too_large_to_be_read_is_refused_under_its_id(desk, request_of):
     # Quotes within a text are escaped: what stands there is no id.
     reply = ask(desk, request_of.format('\\"id\\": \\"no\\" ' * 1_500_000).encode())
-    assert (told(reply)["id"], told(reply)["error"]["code"]) == ("q7", "bad_request")
+    assert (answer_of(reply)["id"], answer_of(reply)["error"]["code"]) == ("q7", "bad_request")
     assert reply.topic.endswith("/q7")
 
 
@@ -381,7 +379,7 @@ def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same
     long = Reply(TOPICS.response("bert", "me", "q"), payload, RequestKey("bert", "me", "q"))
     short = long.too_large(PacketLimitError("raise max_packet_size"))
     assert short.topic == long.topic
-    assert told(short) == {
+    assert answer_of(short) == {
         "id": "q",
         "ok": False,
         "error": {"code": "packet_limit", "message": "raise max_packet_size"},
@@ -391,7 +389,7 @@ def test_an_answer_that_the_broker_does_not_take_becomes_an_error_under_the_same
 def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, monkeypatch):
     desk._quota = MemoryQuota(100)
     first = ask(desk, {"ids": [7] * 20})
-    assert told(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
+    assert answer_of(ask(desk, {"ids": [7] * 20}))["error"]["code"] == "overloaded"
     assert isinstance(ask(desk, {"ids": [7] * 5}), Request)
     answer = finish(first, checkpoints["bert"])
     desk.encode_answer(answer, 101.0)
@@ -404,7 +402,7 @@ def test_what_waits_is_bounded_in_total_until_it_is_answered(desk, checkpoints, 
 def test_an_operator_may_forbid_pins(checkpoints, forecasts, pin):
     desk = RequestHandler("home", {"bert": OpenModel("bert", checkpoints["bert"], Pins())}, forecasts, "none")
     assert isinstance(ask(desk, {"text": "hello"}), Request)
-    assert told(ask(desk, {"text": "hello", **pin}))["error"]["code"] == "bad_request"
+    assert answer_of(ask(desk, {"text": "hello", **pin}))["error"]["code"] == "bad_request"
 
 
 TOPIC = "hepti/v1/home/infer/m/req/me"
@@ -437,24 +435,24 @@ class Site:
     """The post of a planner that is not connected, and what it does. settled: packet ids of acknowledged requests."""
 
     def __init__(self, place, monkeypatch):
-        self.answers, self.asked, self.settled = Answers(), [], []
+        self.answers, self.requests, self.settled = Answers(), [], []
         url, decoder = BrokerUrl.parse("mqtt://127.0.0.1:1"), MessageDecoder("home")
-        self.post = RequestChannel(url, "p", place, self.answers, decoder, self.asked.append, lambda _state: None)
+        self.post = RequestChannel(url, "p", place, self.answers, decoder, self.requests.append, lambda _state: None)
         self.counters = decoder.counters
         monkeypatch.setattr(self.post._requests, "acknowledge", lambda receipt: self.settled.append(receipt.packet))
 
     def answer(self, packet, payload=b"{}", client="me"):
         """Answer a request that the broker keeps."""
-        asked = RawRequest("m", client, b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        self.post.send(Reply("res", payload, RequestKey("m", client, f"q{packet}")), [asked])
+        request = RawRequest("m", client, b"{}", Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
+        self.post.send(Reply("res", payload, RequestKey("m", client, f"q{packet}")), [request])
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    made = Site(tmp_path / "requests", monkeypatch)
-    monkeypatch.setattr(made.post, "_probe_at_s", float("inf"))
-    yield made
-    made.post.close()
+    new_site = Site(tmp_path / "requests", monkeypatch)
+    monkeypatch.setattr(new_site.post, "_probe_at_s", float("inf"))
+    yield new_site
+    new_site.post.close()
 
 
 @pytest.fixture
@@ -467,20 +465,20 @@ def post_clock(monkeypatch):
         def monotonic(self):
             return self.now
 
-    made = Clock()
-    monkeypatch.setattr(post_module, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(post_module, "time", clock)
+    return clock
 
 
 def test_a_request_that_the_broker_retains_is_acknowledged_and_not_computed(site, caplog):
     """It would be computed again at every start and reconnection."""
     for packet, topic in enumerate((TOPIC, TOPIC, f"{TOPIC}2")):
         site.post.handle_delivery(Delivery(topic, b"{}", Receipt(1, packet), repeated=False, retained=True))
-    assert (site.asked, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
+    assert (site.requests, site.settled, site.counters["retained"]) == ([], [0, 1, 2], 3)
     assert len(caplog.records) == 2, "once of each topic"
     assert all(topic in record.getMessage() for topic, record in zip((TOPIC, f"{TOPIC}2"), caplog.records, strict=True))
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 3), repeated=False))
-    assert (len(site.asked), site.settled) == (1, [0, 1, 2])
+    assert (len(site.requests), site.settled) == (1, [0, 1, 2])
     for n in range(MAX_SUBJECTS + 10):
         site.post.handle_delivery(Delivery(f"{TOPIC}{n}", b"{}", None, repeated=False, retained=True))
     assert len(caplog.records) == MAX_SUBJECTS, "they do not fill the log"
@@ -491,8 +489,8 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     key, counted = RequestKey("m", "me", "q"), "unacknowledged"
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
-        site.post.begin(site.asked[-1])
-    site.post.journal.record_waiting(site.asked[0], Asked(key, b""))
+        site.post.begin(site.requests[-1])
+    site.post.journal.record_waiting(site.requests[0], Asked(key, b""))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
     post_clock.now += 2 * post_module.LOST_S
@@ -506,8 +504,8 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
 def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
     """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
-    site.post.begin(site.asked[-1])
-    site.post.journal.record_waiting(site.asked[0], Asked(KEY, b""))
+    site.post.begin(site.requests[-1])
+    site.post.journal.record_waiting(site.requests[0], Asked(KEY, b""))
     post_clock.now += 2 * post_module.LOST_S
     site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))
     site.post.resend_due(post_clock.now)
@@ -529,7 +527,7 @@ def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
 def test_a_request_under_a_name_that_cannot_be_is_refused_where_its_sender_reads(site, caplog, topic, to):
     for packet in range(3):
         site.post.handle_delivery(Delivery(topic, b'{"id": "q1", "text": "a"}', Receipt(1, packet), repeated=False))
-    assert (site.asked, site.settled) == ([], [0, 1, 2])
+    assert (site.requests, site.settled) == ([], [0, 1, 2])
     assert [sent_to for sent_to, _, _ in site.answers.sent] == [to] * 3
     answer = json.loads(site.answers.taken(heard=True)[0])
     assert (answer["id"], answer["error"]["code"]) == ("q1", "bad_name")
@@ -721,9 +719,9 @@ class _Yielding(OrderedDict):
     """Lets other threads run between a look and what follows from it."""
 
     def __contains__(self, key):
-        found = super().__contains__(key)
+        contains = super().__contains__(key)
         os.sched_yield()
-        return found
+        return contains
 
 
 def test_several_desk_threads_use_it_at_once(live, tmp_path):
@@ -782,7 +780,7 @@ def test_another_request_under_a_remembered_id_is_an_error(desk, checkpoints):
     first = desk.encode_answer(finish(ask(desk, {"text": "hello", "id": "q1"}), checkpoints["bert"]), now=101.0)
     for other in ({"text": "other"}, {"text": "hello", "top_k": 3}, {"text": "hello", "wire": "f16"}):
         reply = ask(desk, {**other, "id": "q1"})
-        assert (reply.topic, told(reply)["error"]["code"]) == (first.topic, "id_in_use")
+        assert (reply.topic, answer_of(reply)["error"]["code"]) == (first.topic, "id_in_use")
     again = {"reply_to": TOPICS.response("bert", "me", "there"), "deadline_ms": 9, "id": "q1", "text": "hello"}
     assert ask(desk, again) == Reply(again["reply_to"], first.payload, first.key), "when and where is not what is asked"
 
@@ -796,7 +794,7 @@ def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
     monkeypatch.setattr(desk_module, "MAX_CACHED_BYTES", 10)
     desk.encode_answer(finish(ask(desk, {"text": "hello", "id": "q4"}), checkpoints["bert"]), now=101.0)
     assert isinstance(ask(desk, {"text": "hello", "id": "q3"}), Request)
-    refused = told(
+    refused = answer_of(
         desk.encode_refusal(RefuseRequest(ask(desk, {"text": "hello", "id": "q5"}), OverloadedError("too much")))
     )
     assert refused == {"id": "q5", "ok": False, "error": {"code": "overloaded", "message": "too much"}}
@@ -806,10 +804,10 @@ def test_few_answers_are_kept_and_no_refusal(desk, checkpoints, monkeypatch):
 def test_what_has_no_id_or_no_model_is_answered_too(desk):
     reply = ask(desk, b"{broken")
     assert reply.topic.startswith(TOPICS.responses("me", "bert").removesuffix("+"))
-    assert (told(reply)["id"], told(reply)["error"]["code"]) == (None, "bad_request")
+    assert (answer_of(reply)["id"], answer_of(reply)["error"]["code"]) == (None, "bad_request")
     reply = ask(desk, {"text": "x", "id": "q"}, model="nothing")
     assert reply.topic == TOPICS.response("nothing", "me", "q")
-    assert told(reply)["error"]["code"] == "unknown_model"
+    assert answer_of(reply)["error"]["code"] == "unknown_model"
 
 
 def test_a_part_that_finds_no_room_and_what_comes_after_the_end_are_not_kept(site, post_clock):

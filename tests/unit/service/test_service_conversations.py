@@ -19,12 +19,12 @@ TOOL = {"type": "function", "function": {"name": "open"}}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    made = {}
+    directories = {}
     for name, template in {"plain": WORDS, "thinks": THINKS, "tools": TOOLS}.items():
         directory: Path = make_model("tiny-llama", tmp_path_factory.mktemp("chat") / name, seed=1)
         (directory / "chat_template.jinja").write_text(template)
-        made[name] = Checkpoint.open(directory)
-    return made
+        directories[name] = Checkpoint.open(directory)
+    return directories
 
 
 def read(model: Checkpoint, **options: object) -> ModelInput:

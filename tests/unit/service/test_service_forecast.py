@@ -1,4 +1,4 @@
-"""Forecasts: made on a thread of their own, told at once."""
+"""Forecasts: computed on a thread of their own, looked up without waiting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,8 @@ from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
 
 PATIENCE_S = 20.0
-
-
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
-
-
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
-
-
 SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 
@@ -56,8 +50,8 @@ def forecasts(spec, clock):
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """The (epoch, shape) of every forecast, in the order in which they are made."""
+def simulated(monkeypatch):
+    """The (plan number, shape) of every forecast, in order of simulation."""
     keys = []
     monkeypatch.setattr(
         module, "device_programs", lambda *a: keys.append((a[1].version.number, a[2])) or device_programs(*a)
@@ -81,83 +75,83 @@ def make_all(forecasts):
         continue
 
 
-def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, made):
+def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, simulated):
     one = standing(spec)
     forecasts.set_plans((one,))
     for shape in SHAPES:
         forecasts.request("bert", [shape])
     forecasts.request("bert", SHAPES[:1])
     make_all(forecasts)
-    assert made == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
+    assert simulated == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
     exact = sent_bytes(TopicNames("home", "bert"), spec, SHAPES[1], device_programs(spec, one.plan, SHAPES[1]))
-    told = forecasts.lookup(one.plan, SHAPES[1])
-    assert (told.nbytes, told.tokens, told.simulated) == (exact, 6, True)
+    forecast = forecasts.lookup(one.plan, SHAPES[1])
+    assert (forecast.nbytes, forecast.tokens, forecast.simulated) == (exact, 6, True)
 
 
-def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, made):
+def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, simulated):
     one, shape = standing(spec), TokenBatch((5, 6))
     forecasts.set_plans((one,))
     first = run_of(one, shape)
     forecasts.record_batched_run(first)
     forecasts.record_batched_run(first)  # by another request of the same run
     make_all(forecasts)
-    assert not made
+    assert not simulated
     assert not forecasts.lookup(one.plan, shape).simulated
     forecasts.record_batched_run(run_of(one, shape))
     make_all(forecasts)
-    assert made == [(1, shape)]
+    assert simulated == [(1, shape)]
     exact = sent_bytes(TopicNames("home", "bert"), spec, shape, device_programs(spec, one.plan, shape))
     assert (forecasts.lookup(one.plan, shape).nbytes, forecasts.lookup(one.plan, shape).simulated) == (exact, True)
 
 
-def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, made):
+def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, simulated):
     forecasts.request("bert", SHAPES)
     make_all(forecasts)
-    assert not made, "there is no plan yet"
+    assert not simulated, "there is no plan yet"
     forecasts.set_plans((standing(spec, 1),))
     make_all(forecasts)
     forecasts.set_plans((standing(spec, 1), standing(spec, 2)))
     make_all(forecasts)
-    assert made == [(number, shape) for number in (1, 2) for shape in SHAPES]
+    assert simulated == [(number, shape) for number in (1, 2) for shape in SHAPES]
 
 
-def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, made):
+def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, simulated):
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES[:1])
     make_all(forecasts)
     before = forecasts.lookup(one.plan, SHAPES[0])
     slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
-    anew = PlanSnapshot(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
-    forecasts.set_plans((anew,))
-    assert not forecasts.lookup(anew.plan, SHAPES[0]).simulated
+    repriced = PlanSnapshot(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
+    forecasts.set_plans((repriced,))
+    assert not forecasts.lookup(repriced.plan, SHAPES[0]).simulated
     make_all(forecasts)
-    assert made == [(1, SHAPES[0])] * 2
-    assert forecasts.lookup(anew.plan, SHAPES[0]).seconds > before.seconds
-    forecasts.set_plans((anew,))
+    assert simulated == [(1, SHAPES[0])] * 2
+    assert forecasts.lookup(repriced.plan, SHAPES[0]).seconds > before.seconds
+    forecasts.set_plans((repriced,))
     make_all(forecasts)
-    assert len(made) == 2, "nothing has changed since"
+    assert len(simulated) == 2, "nothing has changed since"
 
 
-def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, made):
+def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, simulated):
     one, other = standing(spec), standing(spec, 2)
     simulation = simulate(
         TopicNames("home", "bert"), spec, SHAPES[0], device_programs(spec, one.plan, SHAPES[0]), CLUSTER
     )
     forecasts.request("bert", SHAPES[:2])
     forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
-    told = forecasts.lookup(one.plan, SHAPES[0])
+    forecast = forecasts.lookup(one.plan, SHAPES[0])
     assert not forecasts.lookup(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
     make_all(forecasts)
-    assert sorted(made, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
-    anew = replace(one, cluster=replace(CLUSTER))
-    forecasts.set_plans((anew,))
+    assert sorted(simulated, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
+    same_plan = replace(one, cluster=replace(CLUSTER))
+    forecasts.set_plans((same_plan,))
     assert not forecasts.lookup(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
     make_all(forecasts)
-    assert forecasts.lookup(one.plan, SHAPES[0]) == told
+    assert forecasts.lookup(one.plan, SHAPES[0]) == forecast
 
 
-def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, made, clock):
+def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, simulated, clock):
     forecasts.set_plans((standing(spec),))
     for shape in SHAPES[:2]:
         forecasts.request("bert", [shape])
@@ -171,10 +165,10 @@ def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, m
     assert forecasts.step()
     forecasts.set_busy_models(frozenset({"other"}))
     assert forecasts.step()
-    assert made == [(1, SHAPES[1]), (1, SHAPES[0])]
+    assert simulated == [(1, SHAPES[1]), (1, SHAPES[0])]
 
 
-def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made, clock):
+def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, simulated, clock):
     forecasts.set_plans((standing(spec),))
     forecasts.set_busy_models(frozenset({"bert"}))
     for _ in range(round(2.5 * UNPAUSED_S)):
@@ -182,40 +176,40 @@ def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, made
         clock.now += 1
         while forecasts.step():
             continue
-    assert made == [(1, SHAPES[2]), (1, SHAPES[1])]
+    assert simulated == [(1, SHAPES[2]), (1, SHAPES[1])]
 
 
-def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, made):
+def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):
     one = standing(spec)
     forecasts.set_plans((standing(spec, 2),))
     forecasts.request("bert", SHAPES)
     forecasts.set_plans((one,))
     forecasts.set_busy_models(frozenset({"bert"}))
-    forecasts.call_when_ready([run_of(one, TokenBatch((9,)))], lambda: made.append("answered"))
+    forecasts.call_when_ready([run_of(one, TokenBatch((9,)))], lambda: simulated.append("answered"))
     assert forecasts.step()
-    assert made == [(1, TokenBatch((9,))), "answered"], "and comes before what is only foreseen"
+    assert simulated == [(1, TokenBatch((9,))), "answered"], "and comes before what is only foreseen"
     forecasts.set_busy_models(frozenset())
     make_all(forecasts)
-    assert {number for number, _ in made[2:]} == {1}, "the other plan is gone"
+    assert {number for number, _ in simulated[2:]} == {1}, "the other plan is gone"
 
 
 def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
     forecasts._clock = time.monotonic
-    made, work = threading.Event(), forecasts._make
-    forecasts._make = lambda one: (work(one), made.set())
+    done, work = threading.Event(), forecasts._make
+    forecasts._make = lambda one: (work(one), done.set())
     forecasts.set_plans((standing(spec),))
     forecasts.set_busy_models(frozenset({"bert"}))
     thread = threading.Thread(target=forecasts.run)
     thread.start()
     forecasts.request("bert", SHAPES[:1])
     forecasts.set_busy_models(frozenset())
-    assert made.wait(PATIENCE_S)
+    assert done.wait(PATIENCE_S)
     forecasts.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
-def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypatch):
+def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING", 2)
     monkeypatch.setattr(module, "KEPT", 1)
     monkeypatch.setattr(module, "LATE", 1)
@@ -223,11 +217,11 @@ def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, made, monkeypat
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES)
     make_all(forecasts)
-    assert made == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
+    assert simulated == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
     assert not forecasts.lookup(one.plan, SHAPES[2]).simulated
     forecasts.set_plans((one, standing(spec, 2)))
     make_all(forecasts)
-    assert made[2:] == [(2, SHAPES[2])]
+    assert simulated[2:] == [(2, SHAPES[2])]
 
 
 def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, spec):
@@ -237,10 +231,10 @@ def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, 
     assert shares([first]) == {"a": 0.75, "b": 0.25}
     forecasts.call_when_ready([run_of(one, TokenBatch((n,))) for n in (5, 20)], lambda: None)
     assert forecasts.step()
-    known = forecasts.lookup(one.plan, TokenBatch((5,)))
+    forecast = forecasts.lookup(one.plan, TokenBatch((5,)))
     near = forecasts.lookup(one.plan, TokenBatch((6,)))
-    assert near.nbytes == pytest.approx(1.2 * known.nbytes)
-    assert known.seconds < near.seconds < 1.2 * known.seconds, "ops and frames cost as much"
+    assert near.nbytes == pytest.approx(1.2 * forecast.nbytes)
+    assert forecast.seconds < near.seconds < 1.2 * forecast.seconds, "ops and frames cost as much"
     other = standing(spec, 2)
     assert forecasts.lookup(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
 

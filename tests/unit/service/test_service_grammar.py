@@ -24,20 +24,20 @@ PADDED = 5  # rows of the logits that are no token
 
 def byte_level() -> Tokenizer:
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '{"', '":', "true", "\u0120{", "}}"]
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    made.add_special_tokens(["<|end|>"])
-    return made
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
 
 
 def sentence_piece() -> Tokenizer:
     pieces = ["<s>", "<|end|>", "\u2581", '{"', "\u2581{", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<s>"))
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<s>"))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(steps)
-    made.add_special_tokens(["<s>", "<|end|>"])
-    return made
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<s>", "<|end|>"])
+    return tokenizer
 
 
 def opened(tokenizer: Tokenizer) -> Any:
@@ -57,8 +57,8 @@ FUNCTIONS = [{"name": "open", "parameters": DOOR}, {"name": "stop", "parameters"
 
 
 def is_door(value: Any) -> bool:
-    known = {"door": ("front", "back"), "open": (True, False), "for": (1, 2, None)}
-    return {"door", "open"} <= value.keys() and all(one in known[key] for key, one in value.items())
+    values = {"door": ("front", "back"), "open": (True, False), "for": (1, 2, None)}
+    return {"door", "open"} <= value.keys() and all(one in values[key] for key, one in value.items())
 
 
 def is_call(value: Any) -> bool:
@@ -88,8 +88,8 @@ def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema
             assert len(tokens) < 400
         assert fits(json.loads(checkpoint.tokenizer.decode(tokens)))
         for most, why in ((len(tokens), "stop"), (len(tokens) - 1, "length")):
-            asked = ModelInput(TokenBatch((1,)), np.zeros(2), False, 0, new_tokens=most, rules=rules)
-            assert decode_output(checkpoint, asked, np.array(tokens[:most]))["finish"] == why
+            prepared = ModelInput(TokenBatch((1,)), np.zeros(2), False, 0, new_tokens=most, rules=rules)
+            assert decode_output(checkpoint, prepared, np.array(tokens[:most]))["finish"] == why
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from hepti_mqtt.transport.url import BrokerUrl
 
 @pytest.fixture
 def inbox():
-    made = HeartbeatInbox(BrokerUrl.parse("mqtt://127.0.0.1:1"), "beats", "dev/+/hb", lambda _state: None)
-    yield made
-    made.close()
+    new_inbox = HeartbeatInbox(BrokerUrl.parse("mqtt://127.0.0.1:1"), "beats", "dev/+/hb", lambda _state: None)
+    yield new_inbox
+    new_inbox.close()
 
 
 def test_a_flood_of_one_device_leaves_one_heartbeat(inbox):

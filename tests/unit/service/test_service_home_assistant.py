@@ -88,12 +88,12 @@ class Broker:
 
     def __init__(self, session: HomeAssistantSession) -> None:
         self.session, self.kept = session, dict[str, bytes]()
-        self.seen: list[str] = []
+        self.topics: list[str] = []
 
     def take(self, messages: Any) -> None:
         for message in messages:
             assert message.retain
-            self.seen.append(message.topic)
+            self.topics.append(message.topic)
             if message.payload:
                 self.kept[message.topic] = message.payload
             else:
@@ -106,8 +106,8 @@ class Broker:
         return {name: json.loads(body) for name, body in self.kept.items() if name.endswith("/config")}
 
     def state(self, kind: Any, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
-        return found
+        state_of_entity: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
+        return state_of_entity
 
 
 def started(tasks: dict[str, str] = TASKS) -> Broker:
@@ -125,9 +125,9 @@ def beat(cpu: float = 0.25, temperature: float | None = 48.5) -> bytes:
 
 
 def record(devices: tuple[str, ...], weights: tuple[float, ...]) -> bytes:
-    told = a_record()
+    fields = a_record()
     plan = {"strategy": "row", "devices": list(devices), "weights": {"rows": list(weights)}, "reason": "why " * 100}
-    payload: bytes = msgpack.packb({**told, "active": {**A_PLAN, **plan}, "preparing": None})
+    payload: bytes = msgpack.packb({**fields, "active": {**A_PLAN, **plan}, "preparing": None})
     return payload
 
 
@@ -158,11 +158,11 @@ def test_devices_that_are_forgotten_leave_nothing(names: list[str], kept: int) -
 def test_a_birth_message_brings_everything_again() -> None:
     broker = started()
     online("pi-1", broker)
-    broker.seen.clear()
+    broker.topics.clear()
     broker.hear("homeassistant/status", b"offline")
-    assert not broker.seen
+    assert not broker.topics
     broker.hear("homeassistant/status", b"online")
-    assert set(broker.seen) == set(broker.kept)
+    assert set(broker.topics) == set(broker.kept)
 
 
 def test_what_an_earlier_planner_left_is_cleared_and_nothing_else() -> None:
@@ -215,7 +215,7 @@ def test_heartbeats_are_passed_on_slowly() -> None:
     online("a", broker)
     for second in range(100):
         broker.hear(TOPICS.heartbeat("a"), beat(cpu=second / 100), float(second))
-    assert broker.seen.count(TOPICS.home("device", "a")) <= 2 + 100 / STATE_S
+    assert broker.topics.count(TOPICS.home("device", "a")) <= 2 + 100 / STATE_S
 
 
 def test_labels_and_long_texts() -> None:

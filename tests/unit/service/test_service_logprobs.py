@@ -14,18 +14,18 @@ from hepti_mqtt.service.logprobs import described, piece
 
 def byte_level() -> Tokenizer:
     vocab = {one: place for place, one in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "is", "Ġis"])}
-    made = Tokenizer(models.BPE(vocab, [("i", "s"), ("Ġ", "is")]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE(vocab, [("i", "s"), ("Ġ", "is")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
 
 
 def sentencepiece() -> Tokenizer:
     vocab = {**{f"<0x{i:02X}>": i for i in range(256)}, "▁": 256, "i": 257, "s": 258, "is": 259, "▁is": 260}
-    made = Tokenizer(models.BPE(vocab, [("i", "s"), ("▁", "is")], byte_fallback=True))
-    made.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer = Tokenizer(models.BPE(vocab, [("i", "s"), ("▁", "is")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(parts)
-    return made
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -40,7 +40,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(make: Any) -> None:
     assert pieces[-1]["token"] == "<|end|>"
     assert any("bytes" in one for one in pieces)
     ids = [tokenizer.token_to_id("is"), 5, 9999]
-    told = described(checkpoint, [Likely(token, -0.123456789) for token in ids])
-    assert (told["id"], told["token"], told["logprob"]) == (ids[0], "is", -0.123457)
-    assert [one["id"] for one in told["top"]] == ids[1:]
-    assert told["top"][1]["token"] == "", "a vocabulary may be larger than its tokenizer"
+    tokens = described(checkpoint, [Likely(token, -0.123456789) for token in ids])
+    assert (tokens["id"], tokens["token"], tokens["logprob"]) == (ids[0], "is", -0.123457)
+    assert [one["id"] for one in tokens["top"]] == ids[1:]
+    assert tokens["top"][1]["token"] == "", "a vocabulary may be larger than its tokenizer"

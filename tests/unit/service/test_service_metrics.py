@@ -101,9 +101,9 @@ def test_dashboard_and_alerts_ask_for_what_there_is(planner: PlannerMetrics) -> 
     labels: dict[str, set[str]] = {}
     for name, pairs in samples:
         labels.setdefault(name, set()).update(key for key, _ in pairs)
-    asked = queries()
-    assert len(asked) > 20
-    for query in asked:
+    metrics = queries()
+    assert len(metrics) > 20
+    for query in metrics:
         names = re.findall(r"hepti_\w+", query)
         assert names, query
         for name in names:

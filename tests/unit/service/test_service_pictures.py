@@ -221,8 +221,8 @@ def test_scans_of_a_picture_are_bounded(kind, more, vision):
     progressive = io.BytesIO()
     noise(8, 8).save(progressive, kind, progressive=True, **more)
     assert read_input(vision, {"image": base64.b64encode(progressive.getvalue()).decode()})
-    before, end, behind = progressive.getvalue().partition(b"\xff\xd9")
-    scans = before + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100 + end + behind
+    before, end, rest = progressive.getvalue().partition(b"\xff\xd9")
+    scans = before + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00" * 100 + end + rest
     with pytest.raises(RequestError):
         read_input(vision, {"image": base64.b64encode(scans).decode()})
 
@@ -238,9 +238,9 @@ def values_of(width, height):
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
-    found = {kind: Checkpoint.open(make_model(kind, root / kind)) for kind in ("tiny-resnet", "tiny-yolo")}
-    yield found
-    for checkpoint in found.values():
+    opened_models = {kind: Checkpoint.open(make_model(kind, root / kind)) for kind in ("tiny-resnet", "tiny-yolo")}
+    yield opened_models
+    for checkpoint in opened_models.values():
         checkpoint.close()
 
 

@@ -136,11 +136,11 @@ def test_devices_together_answer_as_the_reference(case, strategy, options, golde
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    root, found = tmp_path_factory.mktemp("models"), {}
+    root, checkpoints = tmp_path_factory.mktemp("models"), {}
     for kind in ("bert-classifier", "bert-ranker", "bert-entities", "bert-answers", "minilm", "vit", "gpt2", "albert"):
-        found[kind] = Checkpoint.open(make_model(f"tiny-{kind}", root / kind, seed=1))
-    yield found
-    for checkpoint in found.values():
+        checkpoints[kind] = Checkpoint.open(make_model(f"tiny-{kind}", root / kind, seed=1))
+    yield checkpoints
+    for checkpoint in checkpoints.values():
         checkpoint.close()
 
 

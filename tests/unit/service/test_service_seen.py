@@ -127,14 +127,14 @@ def test_what_is_not_understood_is_refused(case, desk, request_):
 def test_a_picture_has_its_place_in_messages(case, desk):
     image = {"type": "image", "image": PICTURE}
     text = {"type": "text", "text": "what is in the room"}
-    first, beside = (
+    first, second = (
         sent(desk, messages=[{"role": "user", "content": content}], **more)
         for content, more in (([image, text], {}), ("what is in the room", {"image": PICTURE}))
     )
     last = sent(desk, messages=[{"role": "user", "content": [text, image]}])
     low = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}", "detail": "low"}}
     whole = sent(desk, messages=[{"role": "user", "content": [low, text]}])
-    assert (len(first.batches), len(beside.batches), len(last.batches), len(whole.batches)) == (5, 5, 5, 1)
+    assert (len(first.batches), len(second.batches), len(last.batches), len(whole.batches)) == (5, 5, 5, 1)
 
 
 @pytest.mark.parametrize("case", CASES[:1])

@@ -57,8 +57,8 @@ def heard(file: bytes) -> np.ndarray:
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("channels", [1, 2])
 def test_samples_of_every_width(width: int, channels: int) -> None:
-    found = heard(wav(tone(440, 0.3), width=width, channels=channels))
-    np.testing.assert_allclose(found, tone(440, 0.3), atol=2.0 ** (2 - 8 * width) + 1e-6)
+    samples = heard(wav(tone(440, 0.3), width=width, channels=channels))
+    np.testing.assert_allclose(samples, tone(440, 0.3), atol=2.0 ** (2 - 8 * width) + 1e-6)
 
 
 def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
@@ -70,9 +70,9 @@ def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 44_101, 48_000])
 def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
-    found = heard(wav(tone(1000, 1.0, rate), rate=rate))
-    assert len(found) == 16_000
-    np.testing.assert_allclose(found[200:-200], tone(1000, 1.0)[200:-200], atol=1e-3)
+    samples = heard(wav(tone(1000, 1.0, rate), rate=rate))
+    assert len(samples) == 16_000
+    np.testing.assert_allclose(samples[200:-200], tone(1000, 1.0)[200:-200], atol=1e-3)
     if rate > 20_000:
         above = heard(wav(tone(9000, 1.0, rate), rate=rate))
         assert np.abs(above[200:-200]).max() < 1e-3, "what is higher is left out, not folded down"
@@ -110,8 +110,8 @@ def test_frames_are_those_of_the_reference() -> None:
     signal = (0.5 * np.sin(2 * np.pi * (300 + 2000 * time) * time)).astype(np.float32)
     frames = log_mel(np.pad(signal, (0, 16_000)), 80)
     assert frames.shape == (200, 80)
-    found = frames[[0, 0, 50, 50, 99, 99, 100, 150], [0, 12, 40, 79, 60, 5, 30, 10]]
-    np.testing.assert_allclose(found, GOLDEN, atol=1e-4)
+    values = frames[[0, 0, 50, 50, 99, 99, 100, 150], [0, 12, 40, 79, 60, 5, 30, 10]]
+    np.testing.assert_allclose(values, GOLDEN, atol=1e-4)
 
 
 GOLDEN = (1.06782, 0.98929, -0.51637, -0.58907, 0.1164, -0.23715, 0.29337, -0.58907)
@@ -137,11 +137,11 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
     whole[:4800] = tone(440, 0.3)
     frames = log_mel(whole, reads.bands)
     np.testing.assert_allclose(prepared.inputs[5:] * STEP, frames.reshape(-1), atol=1e-3)  # 16 bits a sample
-    found = read_input(checkpoint, AUDIO)
-    assert found.inputs[:2].tolist() == [0, tokens.start], "the language ends the prompt"
-    assert found.rules.choices == tuple(tokens.languages.values())
-    assert found.rules.temperatures == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    assert found.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
+    prepared_input = read_input(checkpoint, AUDIO)
+    assert prepared_input.inputs[:2].tolist() == [0, tokens.start], "the language ends the prompt"
+    assert prepared_input.rules.choices == tuple(tokens.languages.values())
+    assert prepared_input.rules.temperatures == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    assert prepared_input.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +154,14 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
 def test_what_was_said_before_comes_before_the_prompt(timed: Checkpoint) -> None:
     reads, tokens = timed.spec.input_spec, timed.speech
     light = timed.tokenizer.token_to_id("light")
-    asked = {**AUDIO, "language": "en", "timestamps": True, "prompt": ["light", tokens.plain + 3, "light"]}
-    found = read_input(timed, asked)
+    request = {**AUDIO, "language": "en", "timestamps": True, "prompt": ["light", tokens.plain + 3, "light"]}
+    prepared_input = read_input(timed, request)
     said = [tokens.before, light, tokens.plain + 3, light]
     steering = [tokens.start, tokens.languages["en"], tokens.tasks["transcribe"]]
-    assert found.inputs[: 1 + found.shape.new_rows].tolist() == [0, *said, *steering]
-    assert found.shape == reads.run(7, reads.longest, start=4)
-    assert found.rules.moments == Moments(tokens.plain + 1, tokens.end, tokens.plain, 50)
-    longer = read_input(timed, {**asked, "prompt": [light] * 99})
+    assert prepared_input.inputs[: 1 + prepared_input.shape.new_rows].tolist() == [0, *said, *steering]
+    assert prepared_input.shape == reads.run(7, reads.longest, start=4)
+    assert prepared_input.rules.moments == Moments(tokens.plain + 1, tokens.end, tokens.plain, 50)
+    longer = read_input(timed, {**request, "prompt": [light] * 99})
     assert longer.shape.start == 1 + reads.positions // 2 - 1, "as many as the reference takes"
     unknown = read_input(timed, {**AUDIO, "prompt": "light"})
     assert (unknown.rules.opening, unknown.inputs[1]) == ((tokens.before, light), tokens.start)
@@ -175,27 +175,27 @@ def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
     ids = [first, light, first + 4, first + 5, light, first + 9, tokens.end]
     generation = Transcription(prompt, 8, shape, rules, text=TextSoFar(ids, [-0.1] * 7))
     prepared = ModelInput(shape, np.empty(0), False, 5, new_tokens=8, rules=rules, seconds=0.4)
-    found = decode_output(timed, prepared, np.array(ids), None, generation)
-    assert [(one["start"], one["end"], one["text"]) for one in found["segments"]] == [
+    result = decode_output(timed, prepared, np.array(ids), None, generation)
+    assert [(one["start"], one["end"], one["text"]) for one in result["segments"]] == [
         (0.0, 0.08, "light"),
         (0.1, 0.18, "light"),
     ]
-    assert (found["text"], found["seek"]) == ("light light", 0.4)
+    assert (result["text"], result["seek"]) == ("light light", 0.4)
     generation.beginnings = np.array([0, 2, 6, 6, 8, 9], np.float32)
     timed_words = decode_output(timed, replace(prepared, sound_rows=20), np.array(ids), None, generation)
     assert [one.pop("words") for one in timed_words["segments"]] == [
         [{"word": "light", "start": 0.0, "end": 0.04}],
         [{"word": "light", "start": 0.12, "end": 0.16}],
     ]
-    assert timed_words == found
+    assert timed_words == result
 
 
 def test_times_of_words_are_asked_of_the_rows_with_sound(timed: Checkpoint) -> None:
-    asked = {**AUDIO, "language": "en", "timestamps": "word"}
-    found = read_input(timed, asked)
-    assert found.sound_rows == 15, "0.3 s"
-    assert found.rules.moments is not None
-    assert read_input(timed, {**asked, "timestamps": True}).sound_rows == 0
+    request = {**AUDIO, "language": "en", "timestamps": "word"}
+    prepared_input = read_input(timed, request)
+    assert prepared_input.sound_rows == 15, "0.3 s"
+    assert prepared_input.rules.moments is not None
+    assert read_input(timed, {**request, "timestamps": True}).sound_rows == 0
 
 
 def test_a_model_with_the_alignment_heads_of_its_teacher_has_no_times_of_words(tmp_path) -> None:
@@ -387,6 +387,6 @@ def test_all_moments_together_outweigh_a_word() -> None:
     ],
 )
 def test_segments_lie_between_moments(ids: list[int], parts: list, seek: float) -> None:
-    found, ends = segments_of(ids, Moments(ZERO, END, PLAIN, 2), 0.16)
-    assert [(round(part.start, 6), round(part.end, 6)) for part in found] == parts
+    segments, ends = segments_of(ids, Moments(ZERO, END, PLAIN, 2), 0.16)
+    assert [(round(part.start, 6), round(part.end, 6)) for part in segments] == parts
     assert ends == pytest.approx(seek)

@@ -96,9 +96,9 @@ def test_what_waits_is_bounded_and_nothing_gets_lost(puts):
         assert len(waiting) <= 8
         assert sum(waiting.values()) <= 100
     taken = []
-    while (found := turns.take()) is not None:
-        taken.append(found[1])
-        turns.done(found[0])
+    while (turn := turns.take()) is not None:
+        taken.append(turn[1])
+        turns.done(turn[0])
     assert sorted(taken) == sorted(waiting)
 
 
@@ -137,10 +137,10 @@ def at_once(act):
 
 @pytest.fixture
 def crew():
-    made = FairExecutor("crew", 2, at_once)
-    made.start()
-    yield made
-    made.close()
+    new_crew = FairExecutor("crew", 2, at_once)
+    new_crew.start()
+    yield new_crew
+    new_crew.close()
 
 
 def test_a_client_that_is_busy_holds_nobody_else_up(crew):
@@ -194,14 +194,8 @@ def test_a_small_thing_is_done_at_once_unless_others_wait_or_are_under_way():
 
 
 SPEC = FAMILIES["bert-embedding"]
-
-
 DEVICES = {n: DeviceProfile(n, (Curve(32, 32, ((1, 1e-5), (32, 1e-4))),), 1e9, 1e9, 1e-5, 1e9) for n in ("a", "b")}
-
-
 CLUSTER = Cluster(DEVICES, {n: Link() for n in DEVICES})
-
-
 QUESTION = Question(TopicNames("home", "m"), SPEC, CLUSTER, representative_shape(SPEC, 8), PlanVersion(1, 2))
 
 

@@ -102,18 +102,18 @@ def test_a_tile_that_a_device_requests_again_before_it_has_gone_is_sent_once(ser
 
 
 def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, checkpoints):
-    known = hashes_of(checkpoints["bert"], 1)
-    server, messages = serve([("bert", "a", [bytes(32), *known])], 1)
+    hashes = hashes_of(checkpoints["bert"], 1)
+    server, messages = serve([("bert", "a", [bytes(32), *hashes])], 1)
     assert server.counters["unknown"] == 1
-    assert tile_hash(messages[0][1].body) == known[0]
+    assert tile_hash(messages[0][1].body) == hashes[0]
 
 
 def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashes):
-    told, heard = [], threading.Event()
+    messages, heard = [], threading.Event()
 
     def unreadable(model, device, error):
-        told.append((model, device, type(error)))
-        if len(told) == 2:
+        messages.append((model, device, type(error)))
+        if len(messages) == 2:
             heard.set()
 
     path = make_model("tiny-bert", tmp_path / "model", seed=9)
@@ -128,14 +128,14 @@ def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashe
         assert heard.wait(20)
         server.close()
         thread.join(20)
-    assert sorted(told) == [("cut", "a", ModelError), ("cut", "b", ModelError)]
+    assert sorted(messages) == [("cut", "a", ModelError), ("cut", "b", ModelError)]
 
 
 def test_weights_that_are_others_now_are_told_to_the_planner_alone(tmp_path, kept_hashes):
-    told, heard = [], threading.Event()
+    messages, heard = [], threading.Event()
 
     def changed(error):
-        told.append(type(error))
+        messages.append(type(error))
         heard.set()
 
     path = make_model("tiny-bert", tmp_path / "model", seed=9)
@@ -151,7 +151,7 @@ def test_weights_that_are_others_now_are_told_to_the_planner_alone(tmp_path, kep
         server.close()
         thread.join(20)
     assert came
-    assert told == [WeightsChangedError]
+    assert messages == [WeightsChangedError]
 
 
 def test_close_ends_a_wait_for_a_full_queue(checkpoints):

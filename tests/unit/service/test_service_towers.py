@@ -61,20 +61,20 @@ def answered(desk, towers, request):
 
 
 def result(reply):
-    told = json.loads(reply.payload)
-    assert (told["ok"], told["model"], reply.key.model) == (True, "photos", "photos")
+    answer = json.loads(reply.payload)
+    assert (answer["ok"], answer["model"], reply.key.model) == (True, "photos", "photos")
     assert reply.topic == f"hepti/v1/home/infer/photos/res/me/{reply.key.id}"
-    return told["result"]
+    return answer["result"]
 
 
 def test_one_name_reads_texts_and_pictures_into_one_space(desk, towers):
-    words, seen = sent(desk, text="a red door"), sent(desk, "2", image=picture())
-    assert [request.key.model for request in (words, seen)] == ["photos", "photos.image"]
-    vectors = [result(answered(desk, towers, request))["embedding"] for request in (words, seen)]
+    words, pixels = sent(desk, text="a red door"), sent(desk, "2", image=picture())
+    assert [request.key.model for request in (words, pixels)] == ["photos", "photos.image"]
+    vectors = [result(answered(desk, towers, request))["embedding"] for request in (words, pixels)]
     assert len({*map(len, vectors)}) == 1
     several = sent(desk, "3", images=[picture()] * 2)
-    found = [one["embedding"] for one in result(answered(desk, towers, several))["results"]]
-    np.testing.assert_allclose(found, [vectors[1]] * 2, rtol=1e-6)
+    embeddings = [one["embedding"] for one in result(answered(desk, towers, several))["results"]]
+    np.testing.assert_allclose(embeddings, [vectors[1]] * 2, rtol=1e-6)
 
 
 def test_a_text_is_read_to_its_end(towers):
@@ -106,9 +106,9 @@ def test_labels_of_a_picture(desk, towers):
     both = desk.parts_of(first)
     assert {desk.asked(request).key.model for request in both} == {"photos"}
     assert answered(desk, towers, both[1]) is None  # the vectors of the labels are missing
-    found, want = result(answered(desk, towers, both[0]))["labels"], SCORES[towers[0].spec.family]
-    assert [one["label"] for one in found] == [label for label, _ in want]
-    np.testing.assert_allclose([one["score"] for one in found], [score for _, score in want], rtol=1e-4)
+    labels_of_picture, want = result(answered(desk, towers, both[0]))["labels"], SCORES[towers[0].spec.family]
+    assert [one["label"] for one in labels_of_picture] == [label for label, _ in want]
+    np.testing.assert_allclose([one["score"] for one in labels_of_picture], [score for _, score in want], rtol=1e-4)
     again = sent(desk, image=picture(), candidate_labels=[*LABELS])
     assert isinstance(again, Reply), "an answer is kept for a repetition under its id"
 

@@ -24,17 +24,19 @@ def checkpoint() -> Any:
 @pytest.mark.parametrize(("code", "text"), [(code, text) for code, _, text in TEXTS], ids=str)
 def test_words_are_those_of_the_reference(checkpoint: Any, code: str, text: str) -> None:
     ids = checkpoint.tokenizer.encode(text).ids
-    found = split_words(checkpoint, code, ids)
-    assert [word.text for word in found] == REFERENCE[text]
-    assert [*(word.first for word in found), len(ids)] == [0, *(word.stop for word in found)], "no token is left out"
+    word_list = split_words(checkpoint, code, ids)
+    assert [word.text for word in word_list] == REFERENCE[text]
+    assert [*(word.first for word in word_list), len(ids)] == [0, *(word.stop for word in word_list)], (
+        "no token is left out"
+    )
 
 
 def test_no_word_is_lost_behind_a_broken_character(checkpoint: Any) -> None:
     text = "one \ufffd two"
     ids = checkpoint.tokenizer.encode(text).ids
-    found = split_words(checkpoint, "en", ids)
-    assert found[0].text == "one"
-    assert (found[-1].text[-4:], found[-1].stop) == (" two", len(ids))
+    word_list = split_words(checkpoint, "en", ids)
+    assert word_list[0].text == "one"
+    assert (word_list[-1].text[-4:], word_list[-1].stop) == (" two", len(ids))
 
 
 def test_a_word_lasts_from_its_first_token_to_its_last_one(checkpoint: Any) -> None:

@@ -16,21 +16,21 @@ from hepti_mqtt.service.written import WrittenText
 def byte_level():
     """Return a tokenizer of 256 bytes, some words of them, an added word, and a token that is not shown."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "The", "\u0120hi", "\u00c3\u00a9", "\u00f0\u0141"]
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    made.add_tokens(["\u00e9\U0001f600x"])
-    made.add_special_tokens(["<|end|>"])
-    return made
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    tokenizer.add_tokens(["\u00e9\U0001f600x"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
 
 
 def sentence_piece(decoder):
     """Return a tokenizer of words with their spaces, and of bytes for what is no word."""
     words = ("<s>", "\u2581", "\u2581\u2581", "T", "he", "\u2581The", "\u00e9", "\ufffd")
     pieces = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
-    made.decoder = decoder
-    made.add_special_tokens(["<s>"])
-    return made
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
 
 
 def llama(*last):

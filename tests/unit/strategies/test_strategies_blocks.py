@@ -47,7 +47,7 @@ def test_tied_embeddings_are_the_columns_of_the_head() -> None:
 
 
 def test_what_kernels_do_not_multiply_by_becomes_f32() -> None:
-    """Matrices of one product have one kind, and a stored name says for all layers what is alike in all."""
+    """Matrices of one product have one kind, and one stored name stands for equal layers."""
     assert with_storages(SPEC, dict.fromkeys(STORED, "f16")) == SPEC
     mixed = with_storages(SPEC, STORED | {"layers.3.value.weight": "f16", "layers.5.mlp_up.weight": "q8_0"})
     assert mixed.storage_of("layers.3.query.weight") is None

@@ -35,11 +35,7 @@ SITES = {
     "five, more than heads": (3.0, 1.0, 1.0, 2.0, 0.1),
     "more devices than rows of the shortest": (1.0,) * 7,
 }
-
-
 NAMES = ["-".join([name, *options.values()]) for name, options in METHODS]
-
-
 BATCHES = {"one": (13,), "ragged": (5, 7, 3), "single token": (1,), "cut between sequences": (6, 6)}
 
 
@@ -68,19 +64,19 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method
     chosen = plan(spec, method, division(method, list(SITES)[place % len(SITES)]))
     hosts = dict.fromkeys(chosen.devices, (1e9, 1 << 30))
     swarm = Swarm(spec, tensors(spec), hosts, seed=place, decider=always(chosen), duplicates=0.2, jitter_s=0.01)
-    asked = {}
+    expected = {}
     for turn, (batch, lengths) in enumerate(BATCHES.items()):
         shape, inputs = request(spec, lengths, "hidden" if turn % 2 else "task")
         if shape.tokens > models.largest_shape(spec).tokens:
             continue  # a device refuses it: a run has one picture
-        asked[batch] = shape, models.reference(spec, tensors(spec), inputs, shape)[0 if turn % 2 else 1]
+        expected[batch] = shape, models.reference(spec, tensors(spec), inputs, shape)[0 if turn % 2 else 1]
         swarm.submit(batch, shape, inputs)
-    swarm.run(60, until=lambda: set(asked) <= set(swarm.answers) or bool(swarm.errors))
+    swarm.run(60, until=lambda: set(expected) <= set(swarm.answers) or bool(swarm.errors))
     assert not swarm.errors, [n.text for n in swarm.notes]
     swarm.run(1)
     active = plan_of(swarm)
     assert active is not None
-    for batch, (shape, wanted) in asked.items():
+    for batch, (shape, wanted) in expected.items():
         [(got, stats)] = swarm.answers[batch]
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
         counted = sum(s.dispatch_bytes + sum(s.sent_bytes.values()) for s in stats)
@@ -157,9 +153,9 @@ def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_
     spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
     chosen = plan(spec, method, weights, head=2)
     for length, want in itertools.product((1, 2, 3), ("task", "hidden")):
-        for device, made in device_programs(spec, chosen, request(spec, (length,), want)[0]).items():
-            assert set(made.weights()) <= set(resident_weights(spec, chosen, device))
-            assert set(made.sources()) - {"planner"} <= sources_of(spec, chosen, device)
+        for device, program in device_programs(spec, chosen, request(spec, (length,), want)[0]).items():
+            assert set(program.weights()) <= set(resident_weights(spec, chosen, device))
+            assert set(program.sources()) - {"planner"} <= sources_of(spec, chosen, device)
 
 
 OTHERS = [
@@ -205,19 +201,13 @@ SPECS = {
         *("tiny-convnext", "tiny-efficientnet"),
     )
 }
-
-
 LONG = {"tiny-mobilenet"}
-
-
 ABLE = [
     pytest.param(kind, name, marks=[pytest.mark.nightly] if kind in LONG else [])
     for kind, spec in SPECS.items()
     for name, method in STRATEGIES.items()
     if method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
 ]
-
-
 SHARES = ((1.0,), (1.0, 2.0), (0.0, 1.0, 3.0), (1.0, 0.5, 2.0, 1.0, 1.0))
 
 
@@ -229,11 +219,11 @@ def batches(spec):
 def test_other_families_equal_the_reference(kind, name):
     """Every variant where it is possible first, and one of them in turn wherever devices differ."""
     spec, method = SPECS[kind], STRATEGIES[name]
-    held, seen = tensors(spec), []
+    held, covered = tensors(spec), []
     for turn, weights in enumerate(SHARES[: method.max_devices]):
         variants = method.variants_for(len(weights), models.graph(spec, models.largest_shape(spec)))
-        chosen = [o for place, o in enumerate(variants) if o not in seen or place == turn % len(variants)]
-        seen += chosen
+        chosen = [o for place, o in enumerate(variants) if o not in covered or place == turn % len(variants)]
+        covered += chosen
         for options in chosen:
             want, lengths = ("task", "hidden")[turn % 2], batches(spec)[turn // 2 % len(batches(spec))]
             shape, inputs = request(spec, lengths, want)
@@ -264,8 +254,6 @@ def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
 
 
 GPT = spec_of_kind("tiny-gpt2")
-
-
 CACHING = [n for n, s in STRATEGIES.items() if s.why_unsupported(models.graph(GPT, TokenBatch((1,), cache=64))) is None]
 
 
@@ -324,16 +312,16 @@ def test_all_of_a_run_is_needed_for_its_answer(family, method):
 
 def at_once(program: Program) -> Counter[str]:
     """Return how many frames more than one go to each peer with nothing computed or received between them."""
-    found, run, came = Counter[str](), set[str](), set[int]()
+    published, run, came = Counter[str](), set[str](), set[int]()
     for op in program.ops:
         if isinstance(op, Compute):
             run.clear()
         elif isinstance(op, Recv):
             came.add(program.base(op.slot))
         elif program.base(op.slot) not in came:  # what only passes through leaves when it comes
-            found.update(run.intersection(publish_targets(op)))
+            published.update(run.intersection(publish_targets(op)))
             run.update(publish_targets(op))
-    return found
+    return published
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -352,24 +340,22 @@ def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: st
     assert sending
 
 
+def agrees(family, method, weights, place, **network):
+    """Check a run of a batch by its place against the reference, with frames in any order."""
+    spec, held = FAMILIES[family], tensors(FAMILIES[family])
+    shape, inputs = request(spec, list(BATCHES.values())[place % 4], "hidden" if place % 2 else "task")
+    parts = device_programs(spec, plan(spec, method, weights), shape)
+    expected = models.reference(spec, held, inputs, shape)[0 if place % 2 else 1]
+    np.testing.assert_allclose(run_together(bound(parts, held), inputs, place, **network), expected, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_equals_the_reference_whatever_the_order_of_arrival(family, method):
     """Every method meets every family once, and over the families every site and batch."""
-    spec, held = FAMILIES[family], tensors(FAMILIES[family])
     place = list(FAMILIES).index(family) + METHODS.index(method)
-    site = sites_of(method)[place % len(sites_of(method))]
-    chosen = plan(spec, method, division(method, site))
-    shape, inputs = request(spec, list(BATCHES.values())[place % 4], want := "hidden" if place % 2 else "task")
-    hidden, output = models.reference(spec, held, inputs, shape)
-    got = run_together(bound(device_programs(spec, chosen, shape), held), inputs, place, duplicates=0.2)
-    np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE)
+    agrees(family, method, division(method, sites_of(method)[place % len(sites_of(method))]), place, duplicates=0.2)
 
 
 @pytest.mark.parametrize(("name", "options", "devices"), OTHERS, ids=str)
 def test_variants_that_depend_on_the_number_of_devices_equal_the_reference(name, options, devices):
-    spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
-    shape, inputs = request(spec, (5, 7, 3), "hidden")
-    hidden, _ = models.reference(spec, held, inputs, shape)
-    chosen = plan(spec, (name, options), [1.0 + i % 3 for i in range(devices)])
-    got = run_together(bound(device_programs(spec, chosen, shape), held), inputs)
-    np.testing.assert_allclose(got, hidden, atol=TOLERANCE)
+    agrees("bert-embedding", (name, options), [1.0 + i % 3 for i in range(devices)], place=1)

@@ -35,9 +35,9 @@ def stored(spec: ModelSpec, storage: str) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the spec with words in blocks, and its tensors."""
     given: dict[str, Any] = dict(tensors(spec))
     if storage != "f32":
-        found = models.with_storages(spec, dict.fromkeys((names.WORDS, names.HEAD), storage))
-        assert isinstance(found, ModelSpec)
-        spec, how = found, STORAGES[storage]
+        stored = models.with_storages(spec, dict.fromkeys((names.WORDS, names.HEAD), storage))
+        assert isinstance(stored, ModelSpec)
+        spec, how = stored, STORAGES[storage]
         for name, _ in spec.storages:
             rows = given[name] if name == names.WORDS else given[name].T
             given[name] = StoredRows(how, how.stored(rows))
@@ -87,10 +87,10 @@ def test_the_decoder_of_speech_reads_a_divided_table() -> None:
 def test_each_device_holds_the_rows_of_its_own_words_once(kind: str, storage: str) -> None:
     spec, _ = stored(KINDS[kind], storage)
     weights = (1.0, 2.0, 1.0)
-    made = divided(spec, plan(spec, ("decoder", {}), weights), weights)
-    assert made.ranges[EMBEDDINGS.kind] == made.ranges[WORDS.kind]
-    for device, words in zip(made.devices, made.ranges[WORDS.kind], strict=True):
-        refs = [ref for ref in resident_weights(spec, made, device) if ref.tensor in (names.WORDS, names.HEAD)]
+    divided_plan = divided(spec, plan(spec, ("decoder", {}), weights), weights)
+    assert divided_plan.ranges[EMBEDDINGS.kind] == divided_plan.ranges[WORDS.kind]
+    for device, words in zip(divided_plan.devices, divided_plan.ranges[WORDS.kind], strict=True):
+        refs = [ref for ref in resident_weights(spec, divided_plan, device) if ref.tensor in (names.WORDS, names.HEAD)]
         ranges = [ref.columns if ref.layout == "packed" else ref.rows for ref in refs]
         assert ranges == [words] * (1 if spec.head.tied else 2)
 
@@ -101,11 +101,11 @@ SITES = [("tiny-gpt2", (1.0, 0.0, 3.0)), ("tiny-llama", (2.0, 1.0)), ("tiny-mist
 @pytest.mark.parametrize(("kind", "weights"), SITES)
 def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, weights: tuple[float, ...]) -> None:
     spec = spec_of_kind(kind)
-    made = divided(spec, plan(spec, ("decoder", {}), weights), weights)
-    made = replace(made, layouts={"block": 2})
-    devices = dict.fromkeys(made.devices, (1e9, 1 << 30))
+    divided_plan = divided(spec, plan(spec, ("decoder", {}), weights), weights)
+    divided_plan = replace(divided_plan, layouts={"block": 2})
+    devices = dict.fromkeys(divided_plan.devices, (1e9, 1 << 30))
     swarm = Swarm(
-        spec, tensors(spec), devices, decider=always(made), batching=Batching(), in_flight=3, duplicates=0.2,
+        spec, tensors(spec), devices, decider=always(divided_plan), batching=Batching(), in_flight=3, duplicates=0.2,
         jitter_s=0.01,
     )  # fmt: skip
     prompts = [(5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2), (3,), tuple(range(20, 57))]
@@ -115,7 +115,7 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
         swarm.begin(name, Batch(shape, inputs), generation)
     swarm.run(300, until=lambda: len(swarm.answers) + len(swarm.errors) == len(prompts))
     assert not swarm.errors
-    assert not root_begins(spec, made, shape), "each device reads the tokens"
+    assert not root_begins(spec, divided_plan, shape), "each device reads the tokens"
     for name, prompt in enumerate(prompts):
         assert swarm.answers[name][0][0].tolist() == alone(spec, prompt, 12)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf_writer import converted
 from programs_run import run_programs
-from sites import TOLERANCE, plan, request, tensors
+from sites import TOLERANCE, plan, request
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model, spec_of_kind
@@ -18,18 +18,7 @@ from hepti_mqtt.plan_programs import device_programs, resident_weights
 from hepti_mqtt.program import Compute
 
 MIXTURES = [f"tiny-{name}" for name in ("qwen3-moe", "qwen3-moe-mixed", "mixtral", "olmoe", "granite-moe", "gpt-oss")]
-WEIGHTS = [(1.0,), (1.0, 2.0), (1.0, 3.0, 2.0), (2.0, 1.0, 0.0, 1.0)]
-
-
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("kind", MIXTURES)
-@pytest.mark.parametrize("length", [1, 13])
-def test_devices_with_columns_of_all_experts_are_the_whole_model(kind, weights, length):
-    spec = spec_of_kind(kind)
-    held, (shape, inputs) = tensors(spec), request(spec, (length,))
-    programs = device_programs(spec, plan(spec, ("decoder", {}), weights), shape)
-    got = run_programs(programs, held, inputs)
-    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[1], atol=TOLERANCE)
+WEIGHTS = [(1.0,), (1.0, 2.0), (2.0, 1.0, 0.0, 3.0)]
 
 
 @pytest.mark.parametrize("storage", ["q4_0", "q8_0", "mxfp4"])
@@ -66,11 +55,11 @@ def check_divided(model: Checkpoint, storage: str) -> None:
     spec, held, values = model.spec, model.weights(), model.tensors()
     shape, inputs = request(spec, (9,))
     want = models.reference(spec, values, inputs, shape)[1]
-    for weights in WEIGHTS[:3]:
-        made = plan(spec, ("decoder", {}), weights)
-        got = run_programs(device_programs(spec, made, shape), held, inputs)
+    for weights in WEIGHTS:
+        divided = plan(spec, ("decoder", {}), weights)
+        got = run_programs(device_programs(spec, divided, shape), held, inputs)
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
-        refs = [ref for device in made.devices for ref in resident_weights(spec, made, device)]
+        refs = [ref for device in divided.devices for ref in resident_weights(spec, divided, device)]
         own = [ref for ref in refs if ".experts." in ref.tensor and ref.layout == "packed"]
         assert {ref.weight_dtype for ref in own} == {storage}
 

@@ -35,7 +35,7 @@ def wanted(
 
 
 class Watched(Swarm):
-    """A site whose planner's words to devices are kept.
+    """A site that records the planner's messages to devices.
 
     late_s: delay of work frames; command_s: of commands to devices; root_s: of the root device's reports.
     """
@@ -93,12 +93,12 @@ class Watched(Swarm):
 
 def text(rules: TokenRules = LIKELIEST, prompt: Sequence[int] = PROMPT, most: int = MOST) -> list[int]:
     """Return the text by whole passes of the reference."""
-    found: list[int] = []
-    while len(found) < most and not rules.ends(found):
-        shape, inputs = models.single_sequence(SPEC, np.array([*prompt, *found], np.int32))
+    answer: list[int] = []
+    while len(answer) < most and not rules.ends(answer):
+        shape, inputs = models.single_sequence(SPEC, np.array([*prompt, *answer], np.int32))
         logits = models.reference(SPEC, tensors(SPEC), inputs, shape)[1]
-        found.append(rules.choose(logits, found, rules.temperatures[0])[0])
-    return found
+        answer.append(rules.choose(logits, answer, rules.temperatures[0])[0])
+    return answer
 
 
 DRAWN = TokenRules(temperatures=(0.3,), seed=3, sampling=Sampling(top_k=40, top_p=0.9, min_p=0.01))

@@ -23,14 +23,8 @@ from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.strategies import STRATEGIES
 
 SPEC = spec_of_kind("tiny-gpt2")
-
-
 PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 8).astype(np.int32)
-
-
 MOST = 10
-
-
 SITES = {
     "single": ("single", (1.0,)),
     "one": ("decoder", (1.0,)),
@@ -203,8 +197,8 @@ def test_the_states_of_a_long_text_are_those_of_one_run(monkeypatch):
     shape, inputs = models.single_sequence(SPEC, prompt, "hidden")
     swarm.begin("r", Batch(shape, inputs), Generation(tuple(prompt.tolist()), 0, shape))
     finish(swarm, "r")
-    (found, stats), *_ = swarm.answers["r"]
-    np.testing.assert_allclose(found, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
+    (hidden, stats), *_ = swarm.answers["r"]
+    np.testing.assert_allclose(hidden, models.reference(SPEC, tensors(SPEC), inputs, shape)[0], atol=TOLERANCE)
     assert [s.shape.tokens for s in stats] == [16, 16, 16]
 
 
@@ -217,9 +211,9 @@ def rows_of(swarm: Swarm, name: str) -> int:
     return sum(s.shape.tokens for s in stats)
 
 
-def ask(swarm: Swarm, name: str, *behind: int, most: int = 4) -> list[int]:
-    """Ask for a text behind the beginning and some ids; return the tokens of whole passes."""
-    prompt = np.array([*BEGINNING, *behind], np.int32)
+def ask(swarm: Swarm, name: str, *ending: int, most: int = 4) -> list[int]:
+    """Submit a text with the common beginning and some ids; return the tokens of whole passes."""
+    prompt = np.array([*BEGINNING, *ending], np.int32)
     swarm.generate(name, SPEC, prompt, most)
     return greedy(prompt, most)[0]
 
@@ -237,13 +231,13 @@ def test_a_text_that_begins_alike_computes_the_rest(lost):
         swarm.join("d1", 1e9, 1 << 30)
     texts |= {"again": ask(swarm, "again", 1, 2, 3)}
     finish(swarm, "again")
-    texts |= {"other": ask(swarm, "other", 4, 5), "beside": ask(swarm, "beside", 6)}
-    finish(swarm, "other", "beside")
+    texts |= {"other": ask(swarm, "other", 4, 5), "branch": ask(swarm, "branch", 6)}
+    finish(swarm, "other", "branch")
     for name, text in texts.items():
         assert swarm.answers[name][0][0].tolist() == text
-    again, other, beside = (rows_of(swarm, name) for name in ("again", "other", "beside"))
+    again, other, branch = (rows_of(swarm, name) for name in ("again", "other", "branch"))
     assert (again <= 5) == (lost == "nothing"), "else the prompt is computed again"
-    assert max(other, beside) <= 8, "one goes on in the session, the other one has a copy"
+    assert max(other, branch) <= 8, "one goes on in the session, the other one has a copy"
 
 
 def test_several_users_at_once_each_get_their_own_tokens():
@@ -318,7 +312,7 @@ def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch
     for name, prompt in prompts.items():
         assert swarm.tokens[name] == list(enumerate(greedy(prompt, 50)[0]))
     runs = {name: len(swarm.answers[name][0][1]) for name in prompts}
-    assert runs["r0"] == 50 < max(runs.values()), "the earliest one was never taken back"
+    assert runs["r0"] == 50 < max(runs.values()), "the earliest text was never cancelled"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
@@ -394,5 +388,5 @@ def test_every_position_is_priced_alike_and_sessions_are_in_the_budget(kind, kep
     one, two = (max_live_bytes(spec, chosen, "d0", n) for n in (1, 2))
     columns = spec.kv_heads * spec.head_dim // 2  # of the own half of the heads
     cache = spec.layers * spec.max_tokens * 2 * columns * nbytes
-    beside = max(scratch_bytes(m.compact_program("d0")) for m in lowered_for_longest(spec, chosen, "d0"))
-    assert 2 * one - two == cache + beside, "of a session beside those of the runs in flight, and of one op"
+    scratch = max(scratch_bytes(m.compact_program("d0")) for m in lowered_for_longest(spec, chosen, "d0"))
+    assert 2 * one - two == cache + scratch, "of a session besides those of the runs in flight, and of one op"

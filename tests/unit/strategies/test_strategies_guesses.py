@@ -76,12 +76,12 @@ def test_a_text_is_the_same_with_guesses(name):
 def test_what_candidates_leave_open_is_chosen_by_all_logits(guesses, most, monkeypatch):
     for room in ("transformer", "generation"):
         monkeypatch.setattr(f"hepti_mqtt.models.{room}.CANDIDATES", 4)
-    spec = replace(SPEC, max_tokens=SPEC.max_tokens - 1)  # whose graphs nobody else keeps
+    spec = replace(SPEC, max_tokens=SPEC.max_tokens - 1)  # no other test caches its graphs
     rules = TokenRules(temperatures=(0.9,), seed=7, sampling=Sampling(top_k=most))
     plain, runs = written(rules, spec=spec)
-    found, more = written(rules, guesses and guesses(), want="candidates", spec=spec)
-    assert found == plain
-    assert guesses or more > runs, "some rows were asked for once more"
+    tokens, more = written(rules, guesses and guesses(), want="candidates", spec=spec)
+    assert tokens == plain
+    assert guesses or more > runs, "some rows were requested once more"
     assert written(rules, guesses and guesses(), 9, "candidates", spec)[0] == plain
 
 
@@ -91,7 +91,7 @@ def test_a_lost_device_changes_no_token_of_a_text_with_guesses(after):
 
 
 def foreseen(guesses, *, right, tokens=40):
-    """Let tokens follow, as foreseen or not, in runs without guesses; behind them 1 and 2 were followed by 3 before."""
+    """Let tokens follow, as guessed or not, in runs without guesses; earlier, 3 followed 1 and 2."""
     for i in range(tokens):
         guesses.propose((1, 2, 3, 4), (9, 1, 2), 7, None)
         guesses.record((3,) if i < right * tokens else (5,))
@@ -107,12 +107,12 @@ def test_what_followed_before_is_guessed_and_goes_on_repeating():
     foreseen(guesses, right=1.0)
     assert guesses.propose((1, 2, 3, 4), (9, 1, 2), 7, pace) == (3, 4, 9, 1, 2, 3, 4)
     assert guesses.propose((1, 2, 3, 4), (9, 1, 2), 2, pace) == (3,), "as many as are of use, in a run of few sizes"
-    assert guesses.propose((1, 2, 3, 4), (9,), 7, pace) == (), "tokens that were taken back"
+    assert guesses.propose((1, 2, 3, 4), (9,), 7, pace) == (), "withdrawn tokens"
     assert guesses.propose((8, 8), (8,), 7, pace) == (8,) * 7
 
 
-# Seconds of a product by its rows: of a small board, whose memory is slow for its cores; as in DECODE of a server with
-# fast memory; and of one that computes each row apart.
+# Seconds of a product by its rows: of a small board with slow memory for its cores; as in DECODE of a server with fast
+# memory; and of a device that computes each row apart.
 BOARD, SERVER, APART = ((1, 1.0), (8, 1.3)), ((1, 1.0), (4, 2.8), (8, 4.5)), ((1, 1.0), (8, 8.0))
 
 
@@ -145,11 +145,11 @@ def test_a_run_of_several_rows_is_priced_as_it_is_simulated(kind, devices):
     points = ((1, 200e-6), (8, 300e-6), (128, 3e-3))
     profiles = {name: DeviceProfile(name, (Curve(64, 64, points),), 1e9, 1e10) for name in names}
     cluster = Cluster(profiles, {name: Link() for name in names}, endpoints=frozenset(names))
-    made = plan(spec, ("decoder", {}), (1.0,) * devices)
+    decoder_plan = plan(spec, ("decoder", {}), (1.0,) * devices)
 
     def priced(shape):
-        question = Question(TopicNames("s", "m"), spec, cluster, shape, made.version)
-        return simulate_plan(question, made)
+        question = Question(TopicNames("s", "m"), spec, cluster, shape, decoder_plan.version)
+        return simulate_plan(question, decoder_plan)
 
     step = models.single_sequence(spec, np.array([1], np.int32), "task", 64)[0]
     one = priced(step)
@@ -160,16 +160,20 @@ def test_a_run_of_several_rows_is_priced_as_it_is_simulated(kind, devices):
 
 
 def test_a_prompt_is_priced_from_a_step_as_it_is_simulated():
-    """What ops cost beside their work does not grow with rows; with it prompts were priced too high."""
+    """The overhead of ops does not grow with rows; otherwise prompts are priced too high."""
     spec = spec_of_kind("tiny-llama", layers=24)  # the head computes a row alone
     device = DeviceProfile("d0", (Curve(64, 64, ((1, 20e-6), (8, 30e-6), (128, 300e-6))),), 1e9, 1e10, 1e-4)
-    cluster, made = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
+    cluster, decoder_plan = Cluster({"d0": device}, {"d0": Link()}), plan(spec, ("single", {}), (1.0,))
     one, prompt = (
         simulate_plan(
             Question(
-                TopicNames("s", "m"), spec, cluster, models.single_sequence(spec, ids, "task", 64)[0], made.version
+                TopicNames("s", "m"),
+                spec,
+                cluster,
+                models.single_sequence(spec, ids, "task", 64)[0],
+                decoder_plan.version,
             ),
-            made,
+            decoder_plan,
         )
         for ids in (np.ones(1, np.int32), np.ones(64, np.int32))
     )

@@ -28,11 +28,11 @@ def in_layouts(layouts, rows):
     divide = everyone(("decoder", {}))
 
     def decider(question):
-        found = divide(question)
-        made = found.chosen.plan
-        made = replace(made, layouts=layouts, shares={"rows": rows[: len(made.devices)]})
-        digest = programs_digest(question.spec, made)
-        return replace(found, chosen=replace(found.chosen, plan=made), digest=digest)
+        decision = divide(question)
+        laid_out = decision.chosen.plan
+        laid_out = replace(laid_out, layouts=layouts, shares={"rows": rows[: len(laid_out.devices)]})
+        digest = programs_digest(question.spec, laid_out)
+        return replace(decision, chosen=replace(decision.chosen, plan=laid_out), digest=digest)
 
     return decider
 
@@ -67,15 +67,15 @@ def test_texts_are_the_same_whatever_layouts_their_runs_have(layouts, rows, monk
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", CHUNK)
     devices = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30))
     swarm = Swarm(SPEC, tensors(SPEC), devices, decider=in_layouts(layouts, rows), duplicates=0.2, jitter_s=0.01)
-    prompts = {"first": [*BEGINNING, 1], "other": [*BEGINNING, 4, 8], "beside": [*BEGINNING, 6], "short": [3, 1, 4]}
+    prompts = {"first": [*BEGINNING, 1], "other": [*BEGINNING, 4, 8], "branch": [*BEGINNING, 6], "short": [3, 1, 4]}
     begin(swarm, "first", prompts["first"], 12, Guesses())
     finish(swarm, "first")
     assert plan_of(swarm).layouts == layouts
-    for name in ("other", "beside", "short"):
+    for name in ("other", "branch", "short"):
         begin(swarm, name, prompts[name], 12, Guesses())
-    finish(swarm, "other", "beside")
-    rows_of = {name: sum(s.shape.tokens for s in swarm.answers[name][0][1]) for name in ("first", "other", "beside")}
-    assert max(rows_of["other"], rows_of["beside"]) < 40 <= rows_of["first"], "they go on in the cache of the first"
+    finish(swarm, "other", "branch")
+    rows_of = {name: sum(s.shape.tokens for s in swarm.answers[name][0][1]) for name in ("first", "other", "branch")}
+    assert max(rows_of["other"], rows_of["branch"]) < 40 <= rows_of["first"], "they continue in the first text's cache"
     prompts["lost"] = BEGINNING[::-1]
     before = len(swarm.logits)
     begin(swarm, "lost", prompts["lost"], 12)

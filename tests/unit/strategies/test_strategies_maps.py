@@ -32,8 +32,6 @@ METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
-
-
 STRIDES = net(23, [("stride", 4, 7), ("conv", 4, 1), ("conv", 4, 5), "residual", ("stride", 6, 3), ("conv", 5, 3)])
 
 
@@ -59,32 +57,32 @@ def test_one_to_five_devices_give_the_result_of_one(graph, method):
 def test_tiles_of_several_outputs_are_the_same_ones_wherever_a_map_is_cut(method):
     graph = net(15, [("conv", 32, 3), ("conv", 32, 3), ("conv", 32, 3)])
     held, lanes = tensors(graph), [DeviceResources(1e9, 1e-6, 1e9)] * 3
-    made = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
+    lowered = divided(graph, method, (1.0, 1.1, 0.9), lanes=lanes)
     calls = [
         op
-        for name in made.names
-        for _, _, op in made.compact_builder(name).ops
+        for name in lowered.names
+        for _, _, op in lowered.compact_builder(name).ops
         if getattr(op, "kernel", "") == "conv2d"
     ]
     assert any(op.attrs["origin"][0] % 2 for op in calls)
     assert all(op.attrs["whole"] == (15, 15) for op in calls)
-    np.testing.assert_array_equal(run(made, held), run(divided(graph, "single", (1.0,)), held))
+    np.testing.assert_array_equal(run(lowered, held), run(divided(graph, "single", (1.0,)), held))
 
 
 def test_windows_larger_than_a_share_get_rows_of_several_neighbours():
-    made = divided(VGG, "map_rows", (1.0,) * 5)
-    source = made.tiles["5.pool"]  # six rows on five devices, of which a window of seven sees nearly all
+    lowered = divided(VGG, "map_rows", (1.0,) * 5)
+    source = lowered.tiles["5.pool"]  # six rows on five devices; a window of seven sees nearly all
     assert max(len(message.to) for tile in source for message in tile.messages) >= 3
 
 
 def test_more_devices_than_rows_leave_some_without_work_and_say_who():
     graph = net(6, [("conv", 4, 3), ("conv", 4, 3)], dense=())
-    made, alone = divided(graph, "map_rows", (1.0,) * 8), divided(graph, "single", (1.0,))
-    work = work_factor(made, alone)
+    lowered, alone = divided(graph, "map_rows", (1.0,) * 8), divided(graph, "single", (1.0,))
+    work = work_factor(lowered, alone)
     assert work.idle == ("d6", "d7")
     assert "nothing to do for d6, d7" in work.text()
     assert work.to_dict()["idle"] == ["d6", "d7"]
-    np.testing.assert_allclose(run(made, tensors(graph)), run(alone, tensors(graph)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(lowered, tensors(graph)), run(alone, tensors(graph)), rtol=1e-5, atol=1e-5)
 
 
 def test_bytes_of_halo_and_of_whole_maps_are_counted():
@@ -101,7 +99,7 @@ def test_bytes_of_halo_and_of_whole_maps_are_counted():
 
 def test_cuts_are_where_few_bytes_come_together():
     firsts = [next(unit.op.name for unit in execution_units(VGG) if unit.op.name in after_cut(VGG, n)) for n in (1, 2)]
-    assert firsts == ["2.map", "6.map"]  # behind each pooling
+    assert firsts == ["2.map", "6.map"]  # after each pooling
     residual = net(16, [("conv", 4, 3), ("stride", 8, 3), ("conv", 8, 3), ("conv", 8, 3), "residual"])
     block = after_cut(residual, 1)
     assert "1.map" not in block
@@ -138,46 +136,44 @@ def test_only_cuts_that_a_net_has_are_priced():
 
 
 def test_behind_a_cut_the_head_device_is_alone():
-    made = divided(VGG, "map_rows", (1.0,) * 3, {"cut": "1"}, head=1)
-    owners = {name: {tile.device for tile in made.tiles[name]} for name in ("0.map", "1.pool", "2.map", "fc0")}
+    lowered = divided(VGG, "map_rows", (1.0,) * 3, {"cut": "1"}, head=1)
+    owners = {name: {tile.device for tile in lowered.tiles[name]} for name in ("0.map", "1.pool", "2.map", "fc0")}
     assert owners == {"0.map": {0, 1, 2}, "1.pool": {0, 1, 2}, "2.map": {1}, "fc0": {1}}
 
 
 AHEAD = {"cut": "none", "halo": "ahead"}
-
-
 NET = net(24, [("conv", 4, 3), ("conv", 4, 3), ("conv", 4, 1), ("stride", 6, 5), ("conv", 6, 3)])
 
 
 @pytest.fixture
-def made():
+def lowered():
     return divided(NET, "map_rows", (1.0, 2.0, 1.0), AHEAD)
 
 
-def rows(made, name, device):
-    return [tile.region[0] for tile in made.tiles[name] if tile.device == device]
+def rows(lowered, name, device):
+    return [tile.region[0] for tile in lowered.tiles[name] if tile.device == device]
 
 
-def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(made):
+def test_both_ends_of_a_share_are_one_piece_where_somebody_waits(lowered):
     # A middle begins and ends at an even row.
-    assert rows(made, "0.map", 0) == [((4, 6),), ((0, 4),)]
-    assert rows(made, "0.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
-    # The window of five behind the next map sees two rows above and one below: of those the next one is made.
-    assert rows(made, "2.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
-    assert rows(made, "3.map", 1) == [((3, 4), (8, 9)), ((4, 8),)]
+    assert rows(lowered, "0.map", 0) == [((4, 6),), ((0, 4),)]
+    assert rows(lowered, "0.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
+    # The window of five after the next map sees two rows above and one below.
+    assert rows(lowered, "2.map", 1) == [((6, 8), (16, 18)), ((8, 16),)]
+    assert rows(lowered, "3.map", 1) == [((3, 4), (8, 9)), ((4, 8),)]
     # Its last map goes to all: there is nothing of it that nobody waits for.
-    assert rows(made, "4.map", 1) == [((3, 9),)]
+    assert rows(lowered, "4.map", 1) == [((3, 9),)]
 
 
-def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(made):
-    program = made.full_program("d1")
+def test_ends_are_one_convolution_so_that_weights_are_read_twice_at_most(lowered):
+    program = lowered.full_program("d1")
     calls = defaultdict(list)
     for op in program.ops:
         if isinstance(op, Compute) and op.kernel == "conv2d":
             calls[op.node].append(op)
     assert [len(ops) for ops in calls.values()] == [2, 2, 2, 2, 1]
     first, second = ([op.attrs.get("bands") for op in ops] for ops in list(calls.values())[:2])
-    # Two rows with one above and one below, twice, on a map of which all is there, and of which only these are.
+    # Twice two rows with one above and one below, on a whole map and on a map with these rows only.
     assert first == second == [((0, 4, 0, 0, 6), (4, 8, 0, 0, 16)), None]
 
 
@@ -190,9 +186,11 @@ def test_ends_and_middle_have_the_bits_of_the_whole(halo):
     np.testing.assert_array_equal(got, run(divided(graph, "single", (1.0,)), held))
 
 
-def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo(made):
-    program = made.full_program("d1")
-    first, second = ([op for op in program.ops if op.node == made.graph.by_name[n].index] for n in ("0.map", "1.map"))
+def test_a_device_sends_before_it_computes_the_rest_and_that_needs_no_halo(lowered):
+    program = lowered.full_program("d1")
+    first, second = (
+        [op for op in program.ops if op.node == lowered.graph.by_name[n].index] for n in ("0.map", "1.map")
+    )
     kinds = [op.kernel if isinstance(op, Compute) else type(op).__name__ for op in first]
     assert kinds == ["Recv", "assemble", "conv2d", "Send", "Send", "conv2d", "Recv"]
     heard = {op.slot for op in program.ops if isinstance(op, Recv) and op.source != PLANNER}
@@ -209,9 +207,9 @@ def test_everyone_adds_up_own_rows_of_a_mean_instead_of_sending_them():
         template = Plan("m", PlanVersion(1, 1), "map_rows", ("d0", "d1"), "d0")
         plan = make_plan(spec, template, "map_rows", options, (1.0, 1.0))
         alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
-        found = work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape)).maps
-        assert found is not None
-        return found.gathered
+        map_bytes = work_factor(lower_plan(spec, plan, shape), lower_plan(spec, alone, shape)).maps
+        assert map_bytes is not None
+        return map_bytes.gathered
 
     # The halo of its smallest maps is all of them; the last one is 2 x 2 pixels of 32 channels, half of them sent.
     assert whole_maps({"cut": "none"}) - whole_maps(AHEAD) == 2 * 32 * 4
@@ -232,22 +230,17 @@ def test_norms_of_pixels_and_means_that_scale_maps_are_divided(kind, method, mos
     shape = models.largest_shape(spec)
     devices = tuple(f"d{i}" for i in range(4))
     template = Plan("m", PlanVersion(1, 1), method, devices, "d0")
-    made = lower_plan(spec, make_plan(spec, template, method, {"cut": "none"}, (1.0,) * 4), shape)
+    lowered = lower_plan(spec, make_plan(spec, template, method, {"cut": "none"}, (1.0,) * 4), shape)
     alone = make_plan(spec, Plan("m", PlanVersion(1, 1), "single", ("d0",), "d0"), "single", {}, (1.0,))
-    assert work_factor(made, lower_plan(spec, alone, shape)).total <= most
+    assert work_factor(lowered, lower_plan(spec, alone, shape)).total <= most
 
 
-CASES = [
-    pytest.param("tiny-convnet", SHARES[3:4], id="tiny-convnet on four devices"),
-    *(pytest.param(kind, SHARES, id=kind, marks=pytest.mark.nightly) for kind in SMALL),
-]
-
-
-@pytest.mark.parametrize(("kind", "shares"), CASES)
-def test_answers_are_those_of_one_device(kind, shares):
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", SMALL)
+def test_answers_are_those_of_one_device(kind):
     net = OpaqueOp(spec_of_kind(kind), seeded(spec_of_kind(kind)))
     for name in EXPORTED:
-        for weights in shares:
+        for weights in SHARES:
             for options in variants(net, STRATEGIES[name], len(weights)):
                 assert net.off(name, options, weights) < BAR, (name, options, len(weights))
 

@@ -1,4 +1,4 @@
-"""Solvers for shares: rows of maps, stages of a pipeline and the ring of `galaxy`, against all others."""
+"""Solvers for shares: rows of maps, stages of a pipeline and the ring of `galaxy`, against all alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, Power
+from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link, Power
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape
@@ -33,8 +33,6 @@ from hepti_mqtt.strategies.method import HEADS
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))
-
-
 SLOW = DeviceResources(3e3, 1e-3)
 
 
@@ -56,8 +54,8 @@ def test_heads_follow_speed_and_what_keys_and_values_cost_each_device_that_needs
 ):
     spec = spec_of_kind("tiny-llama")
     spec = replace(spec, heads=heads, block=replace(spec.block, kv_heads=kv_heads))
-    found = HEADS.ranges(graph(spec, TokenBatch((1,), cache=64)), speeds)
-    assert [(stop - start) // spec.head_dim for start, stop in found] == list(expected)
+    result = HEADS.ranges(graph(spec, TokenBatch((1,), cache=64)), speeds)
+    assert [(stop - start) // spec.head_dim for start, stop in result] == list(expected)
 
 
 @given(st.integers(0, 12), st.lists(st.sampled_from((0.0, 0.5, 1.0, 1.7, 4.0)), min_size=1, max_size=4).filter(any))
@@ -78,13 +76,13 @@ def test_greedy_rows_end_as_early_as_any(total, speeds):
 def test_consecutive_ranges_are_the_best_of_all(devices, points, seed):
     costs = np.random.default_rng(seed).random((devices, points + 1, points + 1))
     costs[:, np.tri(points + 1, k=-1, dtype=bool)] = np.inf
-    found = partition_in_order(costs)
+    result = partition_in_order(costs)
     every = [(0, *ends, points) for ends in product(range(points + 1), repeat=devices - 1)]
 
     def cost(ends):
         return max(costs[i, a, z] for i, (a, z) in enumerate(pairwise(ends)))
 
-    assert cost((0, *[z for _, z in found])) == min(map(cost, every))
+    assert cost((0, *[z for _, z in result])) == min(map(cost, every))
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,11 +99,11 @@ def test_linear_programme_against_all_vertices(n, m, seed):
             x = np.linalg.solve(square, limits[list(chosen)])
             if (every @ x >= limits - 1e-9).all():
                 best = min(costs @ x, np.inf if best is None else best)
-    found = minimise(costs, rows, bounds)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert (every @ found >= limits - 1e-7).all()
-        assert costs @ found == pytest.approx(best, abs=1e-7)
+    result = minimise(costs, rows, bounds)
+    assert (result is None) == (best is None)
+    if result is not None:
+        assert (every @ result >= limits - 1e-7).all()
+        assert costs @ result == pytest.approx(best, abs=1e-7)
 
 
 def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) -> Costs:
@@ -114,42 +112,37 @@ def costs(*, compute, halo=0.0, gather=0.0, most=1.0, smallest=0.0, layers=3) ->
     return Costs(np.array([compute] * layers), np.full((layers, n), halo), gathers, np.full(n, most), smallest)
 
 
-def test_shares_are_by_speed_where_links_cost_nothing():
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 2.0, 4.0))), np.array([4, 2, 1]) / 7)
+POWER = (Power(10.0, 0.0), Power(1.0, 0.0))  # the slow device takes 4 J a layer, the fast one 10
 
 
-def test_shares_by_memory_and_by_the_link_to_the_head():
-    fitting = solve_shares(costs(compute=(1.0, 9.0), most=0.6))
-    np.testing.assert_allclose(fitting, [0.6, 0.4])
-    assert solve_shares(costs(compute=(1.0, 1.0), most=0.4)) is None
-    # Bringing the second one's part to the head costs three times what computing it there does.
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0), gather=9.0)), [1.0, 0.0])
-
-
-def test_a_share_is_nothing_or_at_least_the_halo():
-    np.testing.assert_allclose(solve_shares(costs(compute=(1.0, 1.0, 30.0), smallest=0.1)), [0.5, 0.5, 0.0])
-
-
-def test_energy_under_a_deadline():
-    asked = costs(compute=(1.0, 4.0))
-    power = [Power(10.0, 0.0), Power(1.0, 0.0)]  # the slow one takes 4 J a layer, the fast one 10
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=100.0), [0.0, 1.0], atol=1e-9)
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=6.0), [0.5, 0.5])  # 3 layers of 2 s
-    assert solve_shares(asked, power, deadline_s=2.0) is None  # 2.4 s is the least
-
-
-def test_who_saves_energy_but_not_time_enough_alone_gets_help_of_at_least_the_halo():
-    asked = costs(compute=(1.0, 4.0), smallest=0.3)
-    power = [Power(10.0, 0.0), Power(1.0, 0.0)]
-    # Alone it takes 12 s and would be a second late: 0.09 of the rows elsewhere would do, and 0.3 are the least.
-    np.testing.assert_allclose(solve_shares(asked, power, deadline_s=11.0), [0.3, 0.7])
+@pytest.mark.parametrize(
+    ("given", "limits", "expected"),
+    [
+        ({"compute": (1.0, 2.0, 4.0)}, (), (4 / 7, 2 / 7, 1 / 7)),
+        ({"compute": (1.0, 9.0), "most": 0.6}, (), (0.6, 0.4)),
+        ({"compute": (1.0, 1.0), "most": 0.4}, (), None),
+        # Sending the second device's part to the root costs three times as much as computing it there.
+        ({"compute": (1.0, 1.0), "gather": 9.0}, (), (1.0, 0.0)),
+        ({"compute": (1.0, 1.0, 30.0), "smallest": 0.1}, (), (0.5, 0.5, 0.0)),
+        ({"compute": (1.0, 4.0)}, (POWER, 100.0), (0.0, 1.0)),
+        ({"compute": (1.0, 4.0)}, (POWER, 6.0), (0.5, 0.5)),  # 3 layers of 2 s
+        ({"compute": (1.0, 4.0)}, (POWER, 2.0), None),  # the least is 2.4 s
+        # The second device alone takes 12 s: 0.09 of the rows elsewhere would be enough, but 0.3 are the least.
+        ({"compute": (1.0, 4.0), "smallest": 0.3}, (POWER, 11.0), (0.3, 0.7)),
+    ],
+)
+def test_shares_of_least_time_or_of_least_energy_under_a_deadline(given, limits, expected):
+    """By speed, memory and the link to the root; a share is nothing or at least the halo."""
+    shares = solve_shares(costs(**given), *limits)
+    assert (shares is None) == (expected is None)
+    np.testing.assert_allclose(() if shares is None else shares, expected or (), rtol=1e-7, atol=1e-9)
 
 
 def test_the_estimate_of_shares_is_what_the_programme_makes_least():
-    asked = costs(compute=(1.0, 4.0), gather=2.0)
-    found = solve_shares(asked)
-    assert seconds_of(asked, found) == pytest.approx(
-        min(seconds_of(asked, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
+    problem = costs(compute=(1.0, 4.0), gather=2.0)
+    result = solve_shares(problem)
+    assert seconds_of(problem, result) == pytest.approx(
+        min(seconds_of(problem, np.array([x, 1 - x])) for x in np.linspace(0.01, 1, 991)), rel=1e-3
     )
 
 
@@ -171,14 +164,14 @@ def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
     graph = net(8, [("conv", 4, 3), ("conv", 4, 3)], dense=(10,))
-    found = costs_of(graph, (2.0, 1.0), [DeviceResources(100.0, 0.5), DeviceResources(50.0, 0.25)])
+    result = costs_of(graph, (2.0, 1.0), [DeviceResources(100.0, 0.5), DeviceResources(50.0, 0.25)])
     first, second = (2 * 8 * 8 * (9 * c + 1) * 4 + 0 for c in (3, 4))
-    np.testing.assert_allclose(found.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
-    np.testing.assert_allclose(found.compute_s[:, 1], 2 * found.compute_s[:, 0])
+    np.testing.assert_allclose(result.compute_s[:, 1], [first, second], rtol=0.05)  # and the activations
+    np.testing.assert_allclose(result.compute_s[:, 1], 2 * result.compute_s[:, 0])
     row = 8 * 4 * 4
-    np.testing.assert_allclose(found.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
-    np.testing.assert_allclose(found.gather_s, [0, 0.25 + 8 * row / 50])
-    assert found.min_share == 1 / 8
+    np.testing.assert_allclose(result.halo_s, [[0, 0], [0.5 + 2 * row / 100, 0.25 + 2 * row / 50]])
+    np.testing.assert_allclose(result.gather_s, [0, 0.25 + 8 * row / 50])
+    assert result.min_share == 1 / 8
 
 
 def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
@@ -187,8 +180,7 @@ def test_layers_have_shares_of_their_own_and_one_device_where_links_are_slow():
     assert all(len({r for r in ranges if r[0] < r[1]}) > 1 for name, ranges in free.items() if name != "6.map")
     assert free["0.map"] == ((0, 6), (6, 12), (12, 24))
     _, slow = STRATEGIES["edgeflow"].make_shares(VGG, {}, (1e6, 1e6, 2e6), [SLOW] * 3)
-    behind = slow["fc1"]
-    assert len([r for r in behind if r[0] < r[1]]) == 1
+    assert len([r for r in slow["fc1"] if r[0] < r[1]]) == 1
 
 
 def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
@@ -197,7 +189,7 @@ def test_dense_layers_are_shared_by_what_devices_do_with_one_row():
         DeviceResources(row_flops_per_s=3.0),
         DeviceResources(row_flops_per_s=1.0),
     ]
-    for method, first in (("map_rows", 96), ("modnn", 64)):  # in units of 32, of which there are ten
+    for method, first in (("map_rows", 96), ("modnn", 64)):  # in ten units of 32
         _, ranges = STRATEGIES[method].make_shares(VGG, {"cut": "none"}, (9.0, 3.0, 0.0), lanes)
         assert ranges["dense 300"] == ((0, first), (first, 300), (300, 300)), method
     _, ranges = STRATEGIES["edgeflow"].make_shares(VGG, {}, (9.0, 3.0, 0.0), lanes)
@@ -211,9 +203,9 @@ def test_pixels_of_a_net_are_those_of_half_its_work():
 
 
 def test_stages_of_a_pipeline_are_by_work():
-    found = stages_of_units(VGG, (1.0, 1.0), [DeviceResources()] * 2)
+    result = stages_of_units(VGG, (1.0, 1.0), [DeviceResources()] * 2)
     work = [unit.flops * unit.size for unit in execution_units(VGG)]
-    slowest = max(sum(work[a:z]) for a, z in found)
+    slowest = max(sum(work[a:z]) for a, z in result)
     assert slowest == min(max(sum(work[:i]), sum(work[i:])) for i in range(len(work) + 1))
 
 
@@ -256,8 +248,8 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
     lanes = [
         DeviceResources(data.draw(numbers), data.draw(numbers) / 10, data.draw(st.floats(2.0, 60.0))) for _ in speeds
     ]
-    found = stages(chain, speeds, lanes, goal)
-    order = sorted(((i, *parts) for i, parts in enumerate(found) if parts[0] < parts[1]), key=lambda s: s[1])
+    result = stages(chain, speeds, lanes, goal)
+    order = sorted(((i, *parts) for i, parts in enumerate(result) if parts[0] < parts[1]), key=lambda s: s[1])
 
     def fits(stages):
         return all(sum(chain.weights[a:z]) <= lanes[i].memory_bytes for i, a, z in stages)
@@ -273,8 +265,8 @@ def test_no_other_cut_and_no_other_order_costs_less(data, goal):
 
 def test_more_than_eight_devices_keep_the_order_of_the_plan():
     chain = Chain([1.0] * 12, [1.0] * 12, [0.0] * 13)
-    found = stages(chain, [1.0] * 12, [DeviceResources()] * 12, "throughput")
-    assert found == tuple((i, i + 1) for i in range(12))
+    result = stages(chain, [1.0] * 12, [DeviceResources()] * 12, "throughput")
+    assert result == tuple((i, i + 1) for i in range(12))
 
 
 def test_a_layer_is_four_parts_and_a_cut_inside_it_sends_the_residual_too():
@@ -294,54 +286,51 @@ def test_what_is_sent_at_a_cut_inside_a_layer_is_what_the_programme_counts(famil
     shape, _ = request(spec, (10,), "hidden")
     ranges = {"stages": ((0, PARTS + part), (PARTS + part, PARTS * spec.layers))}
     cut = replace(plan(spec, ("pipeline", {}), (1.0, 1.0)), ranges=ranges)
-    made = device_programs(spec, cut, shape)["d0"]
-    sent = sum(prod(made.slots[op.slot].shape) for op in made.ops if isinstance(op, Send) and "d1" in op.to)
+    sender = device_programs(spec, cut, shape)["d0"]
+    sent = sum(prod(sender.slots[op.slot].shape) for op in sender.ops if isinstance(op, Send) and "d1" in op.to)
     assert 4 * sent == chain_of(graph(spec, shape)).cuts[PARTS + part]
 
 
-def site(devices, memory=float("inf")):
-    curve = Curve(1024, 1024, ((64, 1e-3), (256, 4e-3)))
-    names = [f"d{i}" for i in range(devices)]
-    profiles = {n: DeviceProfile(n, (curve,), 1e9, 1e9, memory_bytes=memory) for n in names}
-    return Cluster(profiles, {n: Link() for n in names})
+def cluster(*devices):
+    """Return devices (GFLOP/s, bytes) with good links."""
+    profiles = {
+        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
+        for i, (speed, memory) in enumerate(devices)
+    }
+    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
 
 
-def asked_of(cluster, **pins):
-    return decide(
-        Question(TopicNames("home", "m"), ENCODER, cluster, largest_shape(ENCODER), PlanVersion(1, 1), **pins)
-    )
+def decided(spec, shape, site, strategy, options):
+    """Return the best plan of a method on all devices of a site."""
+    pins = {"strategy": strategy, "options": options, "devices": tuple(site.devices)}
+    return decide(Question(TopicNames("home", "m"), spec, site, shape, PlanVersion(1, 1), **pins)).chosen
 
 
 def test_least_latency_is_one_device_where_memory_does_not_forbid_it():
-    chosen = asked_of(site(3), strategy="pipeline", options={"goal": "latency"}, devices=("d0", "d1", "d2")).chosen.plan
+    site = cluster(*[(30.0, float("inf"))] * 3)
+    chosen = decided(ENCODER, largest_shape(ENCODER), site, "pipeline", {"goal": "latency"}).plan
     assert sorted(chosen.ranges["stages"]) == [(0, 0), (0, 0), (0, PARTS * ENCODER.layers)]
 
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=6)
-
-
 RING = ("galaxy", {"exchange": "ring"})
-
-
 RING_DEVICES, TOKENS, LAYER = 4, 16, 3  # a layer in the middle
-
-
 SHAPE, _ = request(SPEC, (TOKENS,), "hidden")
 
 
 def of_a_layer(kind, method=RING):
     """Return the ops of each device in the middle layer."""
-    found = device_programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
-    return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in found.items()}, found
+    result = device_programs(SPEC, plan(SPEC, method, (1.0,) * RING_DEVICES), SHAPE)
+    return {d: [op for op in p.ops if isinstance(op, kind) and op.layer == LAYER] for d, p in result.items()}, result
 
 
 def test_each_device_sends_to_its_neighbour_alone_what_a_reduce_scatter_and_an_all_gather_are():
-    sends, found = of_a_layer(Send)
-    names = list(found)
+    sends, result = of_a_layer(Send)
+    names = list(result)
     for i, (device, ops) in enumerate(sends.items()):
         assert {op.to for op in ops} == {(names[(i + 1) % RING_DEVICES],)}
         assert len(ops) == 4 * (RING_DEVICES - 1)
-        sizes = {found[device].slots[op.slot].shape for op in ops}
+        sizes = {result[device].slots[op.slot].shape for op in ops}
         assert sizes == {(TOKENS // RING_DEVICES, SPEC.hidden)}
 
 
@@ -353,35 +342,18 @@ def test_a_chunk_of_a_sum_leaves_before_the_matmul_is_done_and_own_rows_come_las
         sent = [i for i, op in enumerate(ops) if isinstance(op, Send) and program.node(op.node) == "3.down"]
         assert len(matmuls) == RING_DEVICES, device
         assert [sum(at < i for at in matmuls) for i in sent] == [1, 2, 3]
-        heard = [i for i, op in enumerate(ops) if isinstance(op, Recv) and program.node(op.node) == "3.down"]
-        assert len(heard) == RING_DEVICES - 1
-
-
-def cluster(*devices):
-    """Return devices (GFLOP/s, bytes) behind good links."""
-    profiles = {
-        f"d{i}": DeviceProfile(f"d{i}", profile_curve(speed * 1e9), speed * 1e8, 4e9, memory_bytes=memory)
-        for i, (speed, memory) in enumerate(devices)
-    }
-    return Cluster(profiles, {name: Link(0.2e-3, 1e8, 1e8) for name in profiles})
-
-
-def planned(site, options):
-    names = tuple(site.devices)
-    asked = Question(
-        TopicNames("home", "m"), SPEC, site, SHAPE, PlanVersion(1, 1), strategy="galaxy", options=options, devices=names
-    )
-    return decide(asked).chosen
+        received = [i for i, op in enumerate(ops) if isinstance(op, Recv) and program.node(op.node) == "3.down"]
+        assert len(received) == RING_DEVICES - 1
 
 
 @pytest.mark.parametrize("options", [{"exchange": "direct"}, {"exchange": "ring"}], ids=str)
 def test_shares_follow_speed_and_what_memory_leaves(options):
-    fast = planned(cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), options)
+    fast = decided(SPEC, SHAPE, cluster((30.0, 1e9), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
     widths = [z - a for a, z in fast.plan.ranges["mlp"]]
     assert widths[0] > widths[1]
     assert dict(fast.plan.options) == options
     room = 0.5 * fast.price.needs["d0"]
-    tight = planned(cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), options)
+    tight = decided(SPEC, SHAPE, cluster((30.0, room), (10.0, 1e9), (10.0, 1e9)), "galaxy", options)
     assert tight.price.feasible
     assert tight.price.needs["d0"] <= room
     assert tight.plan.ranges["mlp"][0] != fast.plan.ranges["mlp"][0]

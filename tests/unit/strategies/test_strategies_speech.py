@@ -1,4 +1,4 @@
-"""Speech: an encoder divided over devices and the decoder behind it, in a session, give what the whole model does."""
+"""Speech: a divided encoder and the decoder after it, in a session, give the answer of the whole model."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ def finish(swarm: Swarm) -> None:
 def test_every_method_gives_the_states_of_one_device(name, options):
     shape = READS.run(len(PROMPT), ROWS, "hidden")
     fixed = plan(SPEC, (name, options), [1.0, 2.0, 1.0][: 1 if STRATEGIES[name].max_devices == 1 else 3])
-    found = run_programs(device_programs(SPEC, fixed, shape), tensors(SPEC), inputs(PROMPT))
+    output = run_programs(device_programs(SPEC, fixed, shape), tensors(SPEC), inputs(PROMPT))
     expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(output, expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "w8a32", "w8a8"])
 def test_the_encoders_weights_may_be_narrow(dtype):
     alone = replace(plan(SPEC, ("single", {}), (1.0,)), weight_dtype=dtype)
     shape = READS.run(len(PROMPT), ROWS, "hidden")
-    found = run_programs(device_programs(SPEC, alone, shape), tensors(SPEC), inputs(PROMPT))
+    output = run_programs(device_programs(SPEC, alone, shape), tensors(SPEC), inputs(PROMPT))
     expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    error = np.linalg.norm(output - expected) / np.linalg.norm(expected)
     assert 0 < error < 0.05
     assert weight_error(SPEC, tensors(SPEC), dtype) < 0.05
 
@@ -192,12 +192,14 @@ def test_the_logits_are_divided_where_links_allow_it(latency_s, parts):
     spec, devices = spec_of_kind("whisper-tiny"), tuple("abcd")
     lanes = [DeviceResources(1e8, latency_s, row_flops_per_s=2e9)] * 4
     template = Plan("m", PlanVersion(1, 1), "row", devices, "b")
-    made = make_plan(spec, template, "row", {"variant": "kv"}, [1.0] * 4, lanes)
-    words = [stop - start for start, stop in made.ranges["words"]]
+    speech_plan = make_plan(spec, template, "row", {"variant": "kv"}, [1.0] * 4, lanes)
+    words = [stop - start for start, stop in speech_plan.ranges["words"]]
     assert (sum(words), sum(map(bool, words)), bool(words[1])) == (51865, parts, True)
-    held = {d: any(ref.tensor == "head.decoder.weight" for ref in resident_weights(spec, made, d)) for d in devices}
+    held = {
+        d: any(ref.tensor == "head.decoder.weight" for ref in resident_weights(spec, speech_plan, d)) for d in devices
+    }
     assert held == {d: bool(n) for d, n in zip(devices, words, strict=True)}
-    step = device_programs(spec, made, spec.input_spec.shape().decode_step(1))
+    step = device_programs(spec, speech_plan, spec.input_spec.shape().decode_step(1))
     assert sum(any(isinstance(op, Compute) for op in program.ops) for program in step.values()) == parts
 
 
@@ -216,9 +218,9 @@ def test_shapes_travel_and_what_no_recording_has_is_refused():
     for tokens, rows, encodes in product((1, 3, READS.positions), (READS.positions, READS.longest), (True, False)):
         shape = SpeechRun(tokens, rows, READS.positions, encodes)
         assert READS.shape_of(shape.plain()) == shape
-    behind = SpeechRun(5, 20, READS.positions, start=2)
-    assert (READS.shape_of(behind.plain()), SPEC.output_shape(behind)[0]) == (behind, 2)
-    assert READS.shape_of(behind.decode_step(1).plain()) == SpeechRun(1, 20, READS.positions, False)
+    after_start = SpeechRun(5, 20, READS.positions, start=2)
+    assert (READS.shape_of(after_start.plain()), SPEC.output_shape(after_start)[0]) == (after_start, 2)
+    assert READS.shape_of(after_start.decode_step(1).plain()) == SpeechRun(1, 20, READS.positions, False)
     too_short = SpeechRun(1, READS.positions - 1, READS.positions)
     for wrong in (too_short, SpeechRun(1, READS.longest + 1, READS.positions)):
         with pytest.raises(ValueError, match="no sound"):
@@ -231,11 +233,11 @@ TEXT_ANSWERS = json.loads(word_cases.ANSWERS.read_text())
 @pytest.fixture(scope="module")
 def word_models(tmp_path_factory) -> dict[str, tuple[SpeechSpec, dict[str, np.ndarray]]]:
     """Return spec and tensors of each kind in `word_cases`."""
-    found = {}
+    output = {}
     for kind in {case.kind for case in word_cases.CASES}:
         with Checkpoint.open(make_model(kind, tmp_path_factory.mktemp("words") / kind)) as checkpoint:
-            found[kind] = checkpoint.spec, dict(checkpoint.tensors())
-    return found
+            output[kind] = checkpoint.spec, dict(checkpoint.tensors())
+    return output
 
 
 def forced(text: tuple[int, ...], vocab: int) -> TokenRules:

@@ -1,4 +1,4 @@
-"""Texts of several users that are made in one run are those that each would have had alone."""
+"""Texts of several users in one run equal the texts that each user gets alone."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
 def test_texts_go_on_when_something_is_lost(fault):
     swarm = site("tiny-gpt2", "decoder", (1.0, 1.0, 1.0), jitter_s=0.01)
     swarm.decider = everyone(("decoder", {}))
-    asked = prompts(swarm.spec, 5)
-    for name, prompt in enumerate(asked):
+    prompts_asked = prompts(swarm.spec, 5)
+    for name, prompt in enumerate(prompts_asked):
         swarm.generate(name, swarm.spec, prompt, 16)
     swarm.run(60, until=lambda: all(len(swarm.tokens.get(name, ())) > 3 for name in range(5)))
     if fault == "a device":
@@ -91,13 +91,13 @@ def test_texts_go_on_when_something_is_lost(fault):
             held.end(session)
     else:
         swarm.tell_planner(RequestCancelled(RequestKey(MODEL, "user", "4")))
-        asked.pop()
-    finish(swarm, list(range(len(asked))))
-    for name, prompt in enumerate(asked):
+        prompts_asked.pop()
+    finish(swarm, list(range(len(prompts_asked))))
+    for name, prompt in enumerate(prompts_asked):
         assert swarm.tokens[name] == list(enumerate(alone(swarm.spec, prompt, 16))), name
-    begun = sum(len(prompt) > 8 for prompt in asked)
-    long = [sum(s.shape.tokens > 8 for s in swarm.answers[name][0][1]) for name in range(len(asked))]
+    begun = sum(len(prompt) > 8 for prompt in prompts_asked)
+    long = [sum(s.shape.tokens > 8 for s in swarm.answers[name][0][1]) for name in range(len(prompts_asked))]
     again = {"a device": 5, "two sessions": 2, "a user leaves": 0}[fault]
     assert sum(long) <= begun + again, "the others keep their rows"
     refused = sum("no rows before" in note.text for note in swarm.notes)
-    assert refused <= (fault == "two sessions"), "what is lost begins again at once"
+    assert refused <= (fault == "two sessions"), "lost texts begin again immediately"

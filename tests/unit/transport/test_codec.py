@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hostile_bytes import run
@@ -15,22 +17,9 @@ from hepti_mqtt.transport.codec import (
     FROM_BROKER,
     FROM_STRANGER,
     FROM_SUBSCRIBER,
-    MAX_LEADS,
-    MAX_LENGTH,
-    MAX_TOPICS,
     STAGE,
-    Connack,
-    Connect,
-    Disconnect,
     Malformed,
-    Pingreq,
-    Pingresp,
-    Puback,
     Publish,
-    Suback,
-    Subscribe,
-    Unsuback,
-    Unsubscribe,
     covers,
     encode,
     is_filter,
@@ -50,7 +39,7 @@ PROPERTIES = st.dictionaries(st.sampled_from([0x24, 0x25, 0x29, 0x2A]), CODES)
 def commands(version):
     """Commands of a version, each with who may send it."""
     properties = PROPERTIES if version == 5 else st.just({})
-    asked = (
+    connect_properties = (
         st.dictionaries(st.just(codec.MAXIMUM_PACKET_SIZE), st.integers(1, 2**32 - 1))
         if version == 5
         else st.just({})
@@ -59,28 +48,27 @@ def commands(version):
     login = st.tuples(TEXTS, st.none() | DATA) | st.just((None, None))
     will = st.none() | st.tuples(TEXTS, DATA)
     connect = st.builds(
-        lambda login, *rest: Connect(version, rest[0], *login, *rest[1:]),
-        login, TEXTS, st.booleans(), st.integers(0, 65_535), will, asked,
+        lambda login, *rest: codec.Connect(version, rest[0], *login, *rest[1:]),
+        login, TEXTS, st.booleans(), st.integers(0, 65_535), will, connect_properties,
     )  # fmt: skip
     codes = st.binary(min_size=1, max_size=20)
     filters = st.lists(st.tuples(TEXTS, st.integers(0, 2)), min_size=1, max_size=5).map(tuple)
     return st.one_of(
         st.tuples(st.just(FROM_STRANGER), connect),
-        st.tuples(st.just(FROM_BROKER), st.builds(Connack, CODES, st.booleans(), properties)),
-        st.tuples(st.just(FROM_BROKER), st.builds(Puback, IDS, code)),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Subscribe, IDS, filters)),
-        st.tuples(st.just(FROM_BROKER), st.builds(Suback, IDS, codes)),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(Unsubscribe, IDS, st.lists(TEXTS, min_size=1).map(tuple))),
-        st.tuples(st.just(FROM_BROKER), st.builds(Unsuback, IDS, codes if version == 5 else st.just(b""))),
-        st.tuples(st.just(FROM_SUBSCRIBER), st.just(Pingreq())),
-        st.tuples(st.just(FROM_BROKER), st.just(Pingresp())),
-        st.tuples(st.just(FROM_BROKER), st.builds(Disconnect, code)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Connack, CODES, st.booleans(), properties)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Puback, IDS, code)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(codec.Subscribe, IDS, filters)),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Suback, IDS, codes)),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.builds(codec.Unsubscribe, IDS, st.lists(TEXTS, min_size=1).map(tuple))),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Unsuback, IDS, codes if version == 5 else st.just(b""))),
+        st.tuples(st.just(FROM_SUBSCRIBER), st.just(codec.Pingreq())),
+        st.tuples(st.just(FROM_BROKER), st.just(codec.Pingresp())),
+        st.tuples(st.just(FROM_BROKER), st.builds(codec.Disconnect, code)),
     )
 
 
 @given(st.sampled_from([4, 5]).flatmap(lambda v: st.tuples(st.just(v), commands(v))))
-def test_what_is_encoded_is_decoded_whole_byte_by_byte_and_never_from_less(case):
-    """The contract of control packets."""
+def test_a_control_packet_survives_whole_and_byte_by_byte_and_no_prefix_is_one(case):
     version, (reads, command) = case
     data = encode(command, version)
     for parts in ([data], [data[i : i + 1] for i in range(len(data))]):
@@ -100,8 +88,7 @@ def test_what_is_encoded_is_decoded_whole_byte_by_byte_and_never_from_less(case)
     st.booleans(),
     st.lists(st.integers(1, 2 * STAGE), max_size=20),
 )
-def test_a_message_is_read_as_it_was_written_however_it_is_cut(version, topic, payload, sent, retain, cuts):
-    """The contract of PUBLISH: qos, packet id, topic and payload, among others like it."""
+def test_a_message_survives_every_division_of_its_stream(version, topic, payload, sent, retain, cuts):
     qos, packet_id = sent
     data = publish_head(topic, len(payload), version, qos=qos, retain=retain, packet_id=packet_id) + payload
     reader, stream = Reader(FROM_BROKER, version=version), data * 3
@@ -114,7 +101,7 @@ def test_a_message_is_read_as_it_was_written_however_it_is_cut(version, topic, p
 
 @given(st.binary(max_size=60), st.sampled_from([FROM_STRANGER, FROM_SUBSCRIBER, FROM_BROKER]), st.sampled_from([4, 5]))
 def test_any_bytes_are_events_or_malformed_and_byte_by_byte_the_same(data, reads, version):
-    found = []
+    outcomes = []
     for parts in ([data], [data[i : i + 1] for i in range(len(data))]):
         reader = Reader(reads, version=version, limit_bytes=1000)
         try:
@@ -122,17 +109,20 @@ def test_any_bytes_are_events_or_malformed_and_byte_by_byte_the_same(data, reads
                 reader.put(part)
         except Malformed:
             reader.broken = True
-        found.append((reader.heard, reader.broken))
-    assert found[0] == found[1]
+        outcomes.append((reader.heard, reader.broken))
+    assert outcomes[0] == outcomes[1]
 
 
-def test_what_is_remembered_of_topics_is_bounded():
+def test_the_caches_of_topics_and_leads_are_bounded(monkeypatch):
+    monkeypatch.setattr(codec, "MAX_TOPICS", 4)
+    monkeypatch.setattr(codec, "MAX_LEADS", 4)
     reader = Reader()
-    for i in range(max(MAX_TOPICS, 2 * MAX_LEADS) + 10):
-        reader.put(publish(f"x/{i}", bytes(i % (2 * MAX_LEADS))))
-        assert len(reader.decoder._leads) <= MAX_LEADS
-        assert len(reader.decoder._topics) <= MAX_TOPICS
-    assert [event.topic for event in reader.heard] == [f"x/{i}" for i in range(len(reader.heard))]
+    for i in [*range(6), 5, 0]:
+        reader.put(publish(f"x/{i}", bytes(i)))
+    *first, last, again = [event.topic for event in reader.heard]
+    assert [*first, last, again] == [*(f"x/{i}" for i in range(6)), "x/5", "x/0"]
+    assert last is first[-1]
+    assert again is not first[0], "the cache has dropped it"
 
 
 STREAM = (
@@ -143,16 +133,16 @@ STREAM = (
     + publish("x/ü", bytes(300) + b"end")
 )
 HEARD = [
-    Connack(0),
-    Suback(1, b"\0"),
+    codec.Connack(0),
+    codec.Suback(1, b"\0"),
     Publish("x/a", b""),
     Publish("x/b", bytes(range(200))),
-    Unsuback(7),
+    codec.Unsuback(7),
     Publish("x/ü", bytes(300) + b"end"),
 ]
 
 
-def test_every_split_is_read_the_same_also_when_it_was_read_before():
+def test_every_split_gives_the_same_events_also_with_cached_leads():
     for at in range(len(STREAM) + 1):
         reader = Reader()
         for data in (STREAM[:at], STREAM[at:], STREAM, STREAM[:at], STREAM[at:]):
@@ -162,25 +152,24 @@ def test_every_split_is_read_the_same_also_when_it_was_read_before():
 
 
 def test_properties_of_a_broker_are_skipped_or_reported():
-    said = b"\x21\0\x14\x27\0\x01\0\0\x12\0\x02id\x26\0\x01k\0\x01v"
-    head = bytes((0x20, 3 + len(said), 1, 0, len(said)))
+    listed = b"\x21\0\x14\x27\0\x01\0\0\x12\0\x02id\x26\0\x01k\0\x01v"
     reader = Reader(FROM_BROKER, version=5)
-    reader.put(head + said)
-    known = {codec.RECEIVE_MAXIMUM: 20, codec.MAXIMUM_PACKET_SIZE: 65_536, codec.ASSIGNED_CLIENT: b"id", 0x26: b"k"}
-    assert reader.heard == [Connack(0, True, known)]
-    for i in range(12):
-        reader.put(b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"[i : i + 1])
-    reader.put(b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"[12:])
+    reader.put(bytes((0x20, 3 + len(listed), 1, 0, len(listed))) + listed)
+    read = {codec.RECEIVE_MAXIMUM: 20, codec.MAXIMUM_PACKET_SIZE: 65_536, codec.ASSIGNED_CLIENT: b"id", 0x26: b"k"}
+    assert reader.heard == [codec.Connack(0, True, read)]
+    message = b"\x32\x14\0\x01t\0\x09\x0b\x01\x01\x26\0\x02kk\0\x02vvpay"
+    for part in (*(message[i : i + 1] for i in range(12)), message[12:]):
+        reader.put(part)
     assert reader.heard[1:] == [Publish("t", b"pay", 1, False, 9)]
 
 
-def test_a_refusal_of_mqtt_5_in_the_words_of_the_version_before_is_understood():
+def test_mqtt_5_may_be_refused_by_a_connack_of_3_1_1():
     reader = Reader(FROM_BROKER, version=5)
     reader.put(b"\x20\x02\0\x01")
-    assert reader.heard == [Connack(1)]
+    assert reader.heard == [codec.Connack(1)]
 
 
-def test_a_lower_limit_holds_for_what_was_read_before():
+def test_a_lower_limit_applies_to_cached_leads():
     reader = Reader()
     reader.put(publish("x/a", bytes(1000)))
     reader.decoder.limit_bytes = 1000
@@ -199,7 +188,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
-def test_what_a_broker_may_not_send(data):
+def test_an_invalid_packet_of_a_broker_is_malformed(data):
     with pytest.raises(Malformed):
         Reader(FROM_BROKER).put(data)
 
@@ -211,10 +200,10 @@ def test_broken_properties_of_a_message(properties):
         Reader(FROM_BROKER, version=5).put(bytes((0x30, len(body))) + body)
 
 
-def test_what_no_packet_can_hold_is_refused_to_its_sender():
-    assert publish_head("t", MAX_LENGTH - 3, 4)
+def test_a_packet_above_mqtts_limit_is_refused_to_its_sender():
+    assert publish_head("t", codec.MAX_LENGTH - 3, 4)
     with pytest.raises(ValueError, match="more than one MQTT packet"):
-        publish_head("t", MAX_LENGTH - 2, 4)
+        publish_head("t", codec.MAX_LENGTH - 2, 4)
     with pytest.raises(ValueError, match="more than one text"):
         publish_head("t" * 65_536, 0, 4)
 
@@ -239,7 +228,7 @@ def test_filters_and_topics():
     assert not covers("a/+", "a/#")
 
 
-def test_a_buffer_is_used_again_when_nobody_refers_to_it():
+def test_a_buffer_is_reused_after_its_last_reference():
     buffers = Buffers()
     first = buffers.take(20_000)
     array = np.frombuffer(first, np.uint8)
@@ -253,14 +242,16 @@ def test_a_buffer_is_used_again_when_nobody_refers_to_it():
     assert (third.ctypes.data, third.nbytes) == (address, 19_999)
 
 
-def test_what_buffers_keep_is_bounded_and_what_is_in_use_lives_on():
+def test_the_memory_of_buffers_is_bounded_and_buffers_in_use_stay():
     buffers = Buffers(limit_bytes=40_000)
     held = buffers.take(16_384)
     held[:] = b"a" * 16_384
+    tracemalloc.start()
     for nbytes in range(1, 1_000_000, 16_384):
         buffers.take(nbytes)[:] = b"b" * nbytes
-        kept = sum(array.nbytes for of_size in buffers._kept.values() for array in of_size)
-        assert kept == buffers._bytes <= max(40_000, nbytes + 16_384)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000, "the sizes add up to 30 MB"
     assert bytes(held) == b"a" * 16_384
 
 

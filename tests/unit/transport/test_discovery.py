@@ -1,4 +1,4 @@
-"""A site and its broker found by mDNS: what announcements are believed, which one is taken, and both over loopback."""
+"""Discovery by mDNS: valid announcements, the choice of a broker, and both over loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOME, ATTIC, LONE = Found("mqtt://a:1883", "home"), Found("mqtts://b:8883", "att
 
 
 @pytest.mark.parametrize(
-    ("found", "site", "taken"),
+    ("brokers", "site", "chosen"),
     [
         ([HOME], None, HOME),
         ([HOME, HOME, LONE], None, HOME),
@@ -45,41 +45,41 @@ HOME, ATTIC, LONE = Found("mqtt://a:1883", "home"), Found("mqtts://b:8883", "att
         ([HOME], "attic", None),
     ],
 )
-def test_one_broker_is_taken_or_none(found: list[Found], site: str | None, taken: Found | None) -> None:
-    if taken is None:
+def test_the_only_broker_is_chosen(brokers: list[Found], site: str | None, chosen: Found | None) -> None:
+    if chosen is None:
         with pytest.raises(ConfigError):
-            choose(found, site)
+            choose(brokers, site)
     else:
-        assert choose(found, site) == taken
+        assert choose(brokers, site) == chosen
 
 
 def announcement(broker: str, site: str = "home") -> Found | None:
     return read_announcement(SITES, ["192.168.1.7"], 0, {b"broker": broker.encode(), b"site": site.encode()})
 
 
-def test_what_cannot_be_used_is_not_believed() -> None:
+def test_an_invalid_announcement_is_ignored() -> None:
     assert announcement("mqtts://hub.lan") == Found("mqtts://hub.lan:8883", "home")
     for broker in ("", "hub.lan", "/etc/passwd", "http://hub.lan", "mqtt://me:secret@hub.lan", "mqtts://h?ca=/etc/x"):
         assert announcement(broker) is None
     assert announcement("mqtt://hub.lan", "No Name") is None
     assert read_announcement(SITES, [], 0, {b"broker": None, b"site": b"\xff"}) is None
     assert read_announcement(BROKERS, ["fd00::7", "192.168.1.7"], 1883, {}) == Found("mqtt://192.168.1.7:1883")
-    assert read_announcement(BROKERS, ["fe80::7%2"], 1883, {}) is None, "an address that holds on one link alone"
+    assert read_announcement(BROKERS, ["fe80::7%2"], 1883, {}) is None, "a link-local address"
     assert read_announcement(BROKERS, ["192.168.1.7"], 0, {}) is None
 
 
-def test_a_site_is_found_while_it_is_announced() -> None:
+def test_an_announced_site_is_discovered() -> None:
     pytest.importorskip("zeroconf")
     broker = BrokerUrl.parse("mqtts://planner:secret@hub.lan:8883")
     with announced("planner", "garden", broker, interfaces=LOOPBACK) as works:
         if not works:
             pytest.skip("loopback carries no multicast here")
         for _ in range(5):  # a question or its answer may get lost
-            if Found("mqtts://hub.lan:8883", "garden") in (found := look(1.0, LOOPBACK)):
+            if Found("mqtts://hub.lan:8883", "garden") in (brokers := look(1.0, LOOPBACK)):
                 break
         else:
-            pytest.fail(f"found {found}")
-    assert not any("secret" in str(one) for one in found)
+            pytest.fail(str(brokers))
+    assert not any("secret" in str(broker) for broker in brokers)
 
 
 @pytest.mark.parametrize(
@@ -107,30 +107,30 @@ def test_an_address_that_changes_is_announced_again(monkeypatch: pytest.MonkeyPa
     with registered(SITES, "Hepti garden planner", 0, {"site": "garden", "broker": "mqtt://hub.lan:1883"}) as works:
         assert not works, "there is no network yet"
         networks.append({LOOPBACK})
-        found: list[Found] = []
+        brokers: list[Found] = []
         for _ in range(10):
-            found = found or look(1.0, LOOPBACK)
-    if not found:
+            brokers = brokers or look(1.0, LOOPBACK)
+    if not brokers:
         pytest.skip("loopback carries no multicast here")
-    assert found == [Found("mqtt://hub.lan:1883", "garden")]
+    assert brokers == [Found("mqtt://hub.lan:1883", "garden")]
 
 
-def test_a_broker_is_found_by_the_address_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
+def test_a_broker_is_announced_with_the_address_of_its_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    services: list[object] = []
 
     @contextlib.contextmanager
-    def registers(*told: object) -> Iterator[bool]:
-        seen.append(told)
+    def registers(*service: object) -> Iterator[bool]:
+        services.append(service)
         yield True
 
     monkeypatch.setattr("hepti_mqtt.discovery.registered", registers)
     for address in ("0.0.0.0", "192.0.2.7", "127.0.0.1"):
         with announced_broker(address, 1883):
             pass
-    assert seen == [(BROKERS, "Hepti broker", 1883, {}, at) for at in (None, ("192.0.2.7",))]
+    assert services == [(BROKERS, "Hepti broker", 1883, {}, at) for at in (None, ("192.0.2.7",))]
 
 
-def test_speech_is_announced_where_home_assistant_looks() -> None:
+def test_speech_is_announced_for_home_assistant() -> None:
     zeroconf = pytest.importorskip("zeroconf")
     with registered(SPEECH, "Hepti garden speech", 10300, {}, LOOPBACK) as works:
         if not works:
@@ -138,7 +138,7 @@ def test_speech_is_announced_where_home_assistant_looks() -> None:
         with zeroconf.Zeroconf(interfaces=list(LOOPBACK)) as network:
             name = f"Hepti garden speech on {socket.gethostname()}"[:63] + f".{SPEECH}"
             infos = (network.get_service_info(SPEECH, name, 3000) for _ in range(5))
-            info = next((one for one in infos if one is not None), None)
+            info = next(filter(None, infos), None)
     assert info is not None
     assert info.port == 10300
 
@@ -148,7 +148,7 @@ def test_a_broker_on_loopback_is_not_announced() -> None:
         assert not works
 
 
-def test_an_agent_without_a_broker_takes_what_is_found(
+def test_an_agent_without_a_broker_takes_the_discovered_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
@@ -165,7 +165,9 @@ def test_an_agent_without_a_broker_takes_what_is_found(
     assert started[1].site == "home"
 
 
-def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_without_the_extra_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     assert main(["agent"]) == 2

@@ -9,7 +9,7 @@ from hepti_mqtt.transport.base import SENDER_BYTES, SENDER_EVENTS, Inbox
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "post", "get"]), st.integers(0, 60)), max_size=80))
-def test_what_peers_offer_is_bounded_and_order_is_kept(operations):
+def test_offered_events_are_bounded_and_stay_in_order(operations):
     inbox = Inbox(limit=10, limit_bytes=100)
     expected, refused = [], 0
     for number, (what, nbytes) in enumerate(operations):
@@ -29,16 +29,15 @@ def test_what_peers_offer_is_bounded_and_order_is_kept(operations):
     assert inbox.overflowed == refused
 
 
-def test_what_one_sender_sends_is_bounded_and_keeps_nobody_else_out():
+def test_each_sender_has_its_own_bound():
     inbox = Inbox(limit=10, limit_bytes=100)
-    taken = sum(inbox.accept("loud", number, 1) for number in range(2 * SENDER_EVENTS))
-    assert taken == SENDER_EVENTS
+    assert sum(inbox.accept("loud", number, 1) for number in range(2 * SENDER_EVENTS)) == SENDER_EVENTS
     assert [inbox.accept("large", number, SENDER_BYTES) for number in range(2)] == [True, False]
-    assert inbox.accept("quiet", "heard", 1)
+    assert inbox.accept("quiet", "small", 1)
     assert inbox.offer("a request", 100)
-    got = [inbox.get() for _ in range(SENDER_EVENTS + 3)]
-    assert got == [*range(SENDER_EVENTS), 0, "heard", "a request"]
-    assert inbox.accept("loud", 1, SENDER_BYTES), "nothing is left in the account"
+    events = [inbox.get() for _ in range(SENDER_EVENTS + 3)]
+    assert events == [*range(SENDER_EVENTS), 0, "small", "a request"]
+    assert inbox.accept("loud", 1, SENDER_BYTES), "its account is empty"
 
 
 def test_many_threads_lose_nothing_and_account_for_everything():
@@ -49,25 +48,21 @@ def test_many_threads_lose_nothing_and_account_for_everything():
     ]
     for thread in threads:
         thread.start()
-    got = [inbox.get() for _ in range(8000)]
+    events = [inbox.get() for _ in range(8000)]
     for thread in threads:
         thread.join()
-    assert inbox.empty()
     for t in range(4):
-        assert [i for owner, i in got if owner == t] == list(range(2000))
-    assert inbox.offer("x", 1 << 40)  # nothing is left in the account
-
-
-def test_waiting_for_an_event_can_end():
+        assert [i for owner, i in events if owner == t] == list(range(2000))
+    assert inbox.offer("x", 1 << 40), "the account is empty"
     with pytest.raises(queue.Empty):
         Inbox().get(timeout_s=0.0)
 
 
-def test_who_waits_elsewhere_is_woken_for_every_event_that_was_put():
+def test_wake_follows_every_accepted_event():
     inbox, woken = Inbox(limit=1), []
     inbox.wake = lambda: woken.append(inbox.empty())
     inbox.post("posted")
     assert not inbox.offer("refused", 1)
     assert inbox.get() == "posted"
     assert inbox.offer("offered", 1)
-    assert woken == [False, False], "when it is there already, and for no event that is not"
+    assert woken == [False, False], "after the event, and only for accepted events"

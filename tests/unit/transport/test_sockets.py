@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def places() -> Iterator[dict[str, tuple[str, int]]]:
-    """Yield addresses: one that accepts, one that refuses, and one that does not answer (its queue is full)."""
+    """Yield addresses that accept, refuse, and do not answer (a full queue)."""
     good, full, gone = (socket.create_server(("127.0.0.1", 0), backlog=n) for n in (8, 0, 1))
     fillers = [socket.socket() for _ in range(4)]
     for filler in fillers:
@@ -28,8 +28,8 @@ def places() -> Iterator[dict[str, tuple[str, int]]]:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    infos = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
 
 
 @pytest.mark.parametrize(
@@ -43,24 +43,22 @@ def test_the_first_address_that_accepts_is_used(places, monkeypatch, order):
         assert sock.gettimeout() == PATIENCE_S
 
 
-def test_where_none_accepts_the_error_is_that_of_the_last(places, monkeypatch):
+def test_without_an_accepting_address_the_last_error_is_raised(places, monkeypatch):
     named(monkeypatch, places["unusable"], places["refused"])
     with pytest.raises(ConnectionRefusedError):
         connect_any("broker", 1883, PATIENCE_S)
     named(monkeypatch, places["dead"])
     with pytest.raises(TimeoutError):
         connect_any("broker", 1883, 0.05)
-
-
-def test_a_name_that_nobody_knows():
+    monkeypatch.undo()
     with pytest.raises(socket.gaierror):
         connect_any("no-such-host.invalid", 1883, 1.0)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="Linux alone")
-def test_what_comes_is_acknowledged_at_once_or_never_mind():
+def test_quick_acknowledgement_is_set_and_a_lost_connection_ignored():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
         acknowledge_soon(ours)
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK) == 1
-    acknowledge_soon(ours)  # it has ended
+    acknowledge_soon(ours)

@@ -1,4 +1,4 @@
-"""A broker that does not answer yet is waited for."""
+"""Waiting for a broker that does not answer yet."""
 
 import threading
 
@@ -9,7 +9,7 @@ from hepti_mqtt.transport.base import SAY_S, wait_for_broker
 
 
 class Site:
-    """A broker that answers from a time on, by a clock that each look advances by a second."""
+    """A broker that answers after `up_s`; each attempt advances the clock by a second."""
 
     def __init__(self, up_s: float) -> None:
         self.now, self.up_s, self.lines = 0.0, up_s, list[str]()
@@ -29,7 +29,7 @@ def no_pause(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.transport.base.Backoff.pause_s", lambda _self: 0.0)
 
 
-def test_it_waits_and_says_so_now_and_then():
+def test_a_wait_is_logged_at_intervals():
     site = Site(up_s=35.0)
     assert wait_for_broker(site.connect, site.lines.append, within_s=100.0, clock=site.clock) == 66.0
     assert len(site.lines) == 1 + 34 // SAY_S
@@ -42,7 +42,7 @@ def test_the_wait_has_an_end():
     assert site.now == 20.0
 
 
-def test_a_broker_that_refuses_is_not_waited_for():
+def test_a_refusal_ends_the_wait():
     def connect(_left_s):
         raise RefusedError("wrong password")
 

@@ -1,4 +1,4 @@
-"""Manifests: tiles cover what is asked for, round trips, and sizes that lie."""
+"""Manifests: tiles cover references exactly, and false sizes are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gather(manifest, ref, tiles):
         r0, c0 = max(place.row0, ref.rows[0]), max(place.column0, ref.columns[0])
         r1 = min(place.row0 + tile.shape[0], ref.rows[1])
         c1 = min(place.column0 + tile.shape[1], ref.columns[1])
-        assert min(r1 - r0, c1 - c0) > 0, "a tile that holds nothing of the reference was asked for"
+        assert min(r1 - r0, c1 - c0) > 0, "the tile has no element of the reference"
         target = out[r0 - ref.rows[0] : r1 - ref.rows[0], c0 - ref.columns[0] : c1 - ref.columns[0]]
         assert np.isnan(target).all()
         target[...] = tile[r0 - place.row0 : r1 - place.row0, c0 - place.column0 : c1 - place.column0]
@@ -120,68 +120,6 @@ def test_tiles_of_a_share_of_a_narrow_quantised_matrix_hold_nothing_else(shape, 
     assert max(tile.nbytes for tile in entry.tiles()) <= TILE * TILE * 4
 
 
-entries = st.builds(
-    lambda name, shape, dtype, flip, seed: TensorEntry(
-        name,
-        shape,
-        dtype,
-        flip and len(shape) == 2,
-        tuple(
-            hashlib.sha256(f"{seed}{i}".encode()).digest()
-            for i in range(int(np.prod(grid(shape, flip and len(shape) == 2))))
-        ),
-    ),
-    st.text(min_size=1, max_size=20),
-    st.lists(st.integers(1, 700), min_size=1, max_size=2).map(tuple),
-    st.sampled_from(["f32", "f16"]),
-    st.booleans(),
-    st.integers(),
-)
-manifests = st.builds(
-    lambda model, some: Manifest(model, tuple(some)),
-    st.from_regex(r"[a-z0-9][a-z0-9_-]{0,9}", fullmatch=True),
-    st.lists(entries, max_size=4, unique_by=lambda e: e.name),
-)
-
-
-@settings(deadline=None)
-@given(manifests)
-def test_decode_is_the_inverse_of_encode(manifest):
-    again = Manifest.decode(manifest.encode())
-    assert again == manifest
-    assert again.digest == manifest.digest == tile_hash(manifest.encode())
-
-
-@settings(deadline=None)
-@given(manifests, st.data())
-def test_every_truncation_is_a_wire_error(manifest, data):
-    encoded = manifest.encode()
-    with pytest.raises(WireError):
-        Manifest.decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
-    with pytest.raises(WireError):
-        Manifest.decode(encoded + b"\x00")
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_a_wire_error(data):
-    with pytest.raises(WireError):
-        Manifest.decode(data)
-
-
-@settings(deadline=None)
-@given(manifests, st.data())
-def test_a_flipped_bit_is_a_wire_error_or_a_valid_manifest(manifest, data):
-    encoded = bytearray(manifest.encode())
-    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        decoded = Manifest.decode(bytes(encoded))
-    except WireError:
-        return
-    for entry in decoded.entries:
-        assert [place.hash for place in entry.tiles()] == list(entry.hashes)
-
-
 GOOD = ["w", [300, 10], "f32", False, b"x" * 64]
 
 HASHES = b"x" * 64
@@ -196,12 +134,12 @@ LIES = (
 
 
 @pytest.mark.parametrize("tensor", LIES)
-def test_sizes_that_lie_are_wire_errors(tensor):
+def test_a_false_size_is_a_wire_error(tensor):
     with pytest.raises(WireError):
         Manifest.decode(msgpack.packb([VERSION, TILE, "m", [tensor]]))
 
 
-def test_what_the_lies_are_made_from_is_accepted_and_twice_is_not():
+def test_a_true_tensor_is_accepted_and_a_repeated_one_is_not():
     assert Manifest.decode(msgpack.packb([VERSION, TILE, "m", [GOOD]])).entries[0].shape == (300, 10)
     twice, other = [VERSION, TILE, "m", [GOOD, GOOD]], [VERSION + 1, TILE, "m", []]
     for fields in (twice, other, [VERSION, 128, "m", []], [VERSION, TILE, "M/#", []]):
@@ -209,23 +147,17 @@ def test_what_the_lies_are_made_from_is_accepted_and_twice_is_not():
             Manifest.decode(msgpack.packb(fields))
 
 
-def test_a_manifest_has_the_bytes_of_the_second_version():
+def test_golden_manifest():
     encoded = Manifest("m", (TensorEntry("b", (3,), "f16", False, (bytes(range(32)),)),)).encode()
     assert encoded == bytes.fromhex("9402cd0100a16d9195a1629103a3663136c2c420") + bytes(range(32))
 
 
-def test_a_short_tile_is_a_wire_error():
-    entry, tiles = cut("w", np.ones((4, 4), "f4"))
-    place = entry.tile_at(0, 0)
-    data = tiles[place.hash]
-    with pytest.raises(WireError):
-        tile_array(place, data[:-1])
-
-
-def test_a_tile_is_a_view_of_its_bytes():
+def test_a_tile_is_a_view_of_its_bytes_and_a_short_tile_a_wire_error():
     entry, tiles = cut("w", np.arange(6, dtype="f4").reshape(2, 3), transposed=True)
     place = entry.tile_at(0, 0)
     data = bytearray(tiles[place.hash])
     tile = tile_array(place, memoryview(data))
     np.frombuffer(data, NUMPY_DTYPE["f32"])[0] = 9
     assert tile[0, 0] == 9
+    with pytest.raises(WireError):
+        tile_array(place, bytes(data[:-1]))

@@ -1,4 +1,4 @@
-"""Which start holds a name, whatever clocks, brokers and restarts do."""
+"""The newest start keeps a name, for any order of statuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def said(start: Start, state: str = "online") -> Status:
 
 
 @given(st.lists(TERMS, min_size=2, max_size=5), st.randoms(use_true_random=False))
-def test_of_all_that_hold_one_name_one_stays_and_it_is_the_newest(terms, pick):
+def test_of_several_starts_with_one_name_only_the_newest_stays(terms, pick):
     boots = pick.sample(range(1, 100), len(terms))
     holders = {boot: NameHolder(Start(term, boot)) for term, boot in zip(terms, boots, strict=True)}
     newest = max(holder.start for holder in holders.values())
@@ -35,27 +35,27 @@ def test_of_all_that_hold_one_name_one_stays_and_it_is_the_newest(terms, pick):
                 del holders[boot]
             elif verdict == "contradict":
                 said_last.append(said(holder.start))
-    assert not said_last, "and they say no more about it"
+    assert not said_last, "the exchange of statuses has ended"
     assert [holder.start for holder in holders.values()] == [newest]
 
 
 def test_single_statuses_of_a_newer_start_do_not_take_the_name():
     holder = NameHolder(Start(3, 10))
     assert holder.handle(said(Start(4, 1)), 0.0) == "contradict"
-    assert holder.handle(said(Start(4, 2)), 1.0) == "contradict", "of another"
-    assert holder.handle(said(Start(4, 2)), 2.0 + INSIST_S) == "contradict", "and it did not insist"
-    assert holder.handle(said(Start(4, 2), "offline"), 3.0 + INSIST_S) == "contradict", "it has left"
+    assert holder.handle(said(Start(4, 2)), 1.0) == "contradict", "of another start"
+    assert holder.handle(said(Start(4, 2)), 2.0 + INSIST_S) == "contradict", "its second status is late"
+    assert holder.handle(said(Start(4, 2), "offline"), 3.0 + INSIST_S) == "contradict", "it has ended"
     assert holder.handle(said(Start(4, 2), "starting"), 4.0 + INSIST_S) == "taken"
 
 
-def test_who_takes_the_connection_too_takes_the_name_at_once():
+def test_a_newer_start_takes_the_name_immediately_after_a_lost_connection():
     holder = NameHolder(Start(3, 10))
     holder.handle_loss(0.0)
     assert holder.handle(said(Start(2, 99)), 1.0) == "contradict", "ours is the newer"
     assert holder.handle(said(Start(4, 1), "offline"), 1.0) == "taken"
 
 
-def test_what_is_not_ours_is_contradicted():
+def test_other_statuses_are_contradicted():
     holder = NameHolder(Start(3, 10))
     assert [holder.handle(said(holder.start, state), 0.0) for state in ("starting", "online")] == ["ours", "ours"]
     for late in (said(holder.start, "offline"), said(Start(2, 99)), said(Start(2, 99), "offline"), QUESTION):
