@@ -74,7 +74,7 @@ _EXTRAS: Final = (
 _DESCRIBED: Final = "config.json"  # how errors of a spec begin
 _ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
-_BANDS_BYTES: Final = 32 << 20  # of rows that tiles are cut from
+BAND_BYTES: Final = 32 << 20  # of rows that tiles are cut from
 
 
 class _Tile(NamedTuple):
@@ -319,7 +319,7 @@ class Checkpoint:
             band = (tensor.raw or tensor.read)(*rows, width)
         if columns[1] < width:
             bands[band_of] = band
-            while len(bands) > 1 and sum(kept.nbytes for kept in bands.values()) > _BANDS_BYTES:
+            while len(bands) > 1 and sum(kept.nbytes for kept in bands.values()) > BAND_BYTES:
                 bands.popitem(last=False)
         storage = self._storage(source)
         first, last = (storage.row_bytes(column) if storage.block > 1 else column for column in columns)
@@ -467,7 +467,7 @@ class _Tensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         source, tensor = self._by_name[name]
         rows, columns = source.matrix_shape
-        if self._banded and 4 * rows * columns > _BANDS_BYTES:
+        if self._banded and rows > 1 and 4 * rows * columns > BAND_BYTES:
             return _Banded(tensor, (rows, columns), source.transposed)
         array = tensor.read(0, rows, columns).astype(np.float32, copy=False)
         return array.T if source.transposed else array.reshape(source.shape)
@@ -501,7 +501,7 @@ class _Bands(_Tensors):
         rows, columns = source.matrix_shape
         bands = _bands(rows, columns)
         if name in (WORDS, HEAD):
-            bands = [(word, word + 1) for word in sorted({word % rows for word in self._words})]
+            bands = [(word, word + 1) for word in sorted({int(word) % rows for word in self._words})]
         for start, stop in bands:
             if tensor.raw is not None and source.transposed:
                 yield StoredRows(STORAGES[tensor.dtype], tensor.raw(start, stop, columns)), 0, start
@@ -514,6 +514,7 @@ class _Banded:
     """A matrix that stays in its file: products from the left and rows read a band at a time."""
 
     __array_ufunc__ = None  # `x @ matrix` calls `__rmatmul__`
+    dtype: Final = np.dtype(np.float32)
 
     def __init__(self, tensor: TensorReader, stored_shape: tuple[int, int], transposed: bool) -> None:
         self._tensor, self._stored_shape, self._transposed = tensor, stored_shape, transposed
@@ -526,21 +527,31 @@ class _Banded:
     def __rmatmul__(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self._transposed:
             return np.concatenate([x @ self._read(*band).T for band in _bands(*self._stored_shape)], axis=-1)
-        products = [x[..., slice(*band)] @ self._read(*band) for band in _bands(*self._stored_shape)]
-        return np.asarray(np.sum(products, axis=0))
+        total = np.zeros((*x.shape[:-1], self._stored_shape[1]), np.result_type(x, np.float32))
+        for start, stop in _bands(*self._stored_shape):
+            total += x[..., start:stop] @ self._read(start, stop)
+        return total
 
-    def __getitem__(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def __len__(self) -> int:
+        return self._stored_shape[int(self._transposed)]
+
+    def __getitem__(self, rows: Any) -> npt.NDArray[Any]:
         if self._transposed:
             raise TypeError("rows of a transposed matrix are not stored together; use a product")
-        return np.concatenate([self._read(row, row + 1) for row in rows.tolist()])
+        return np.concatenate([self._read(row, row + 1) for row in np.arange(len(self))[rows].tolist()])
+
+    def reshape(self, *shape: int) -> npt.NDArray[Any]:
+        """Return the whole matrix in another shape."""
+        whole = self._read(0, self._stored_shape[0])
+        return (whole.T if self._transposed else whole).reshape(*shape)
 
     def _read(self, start: int, stop: int) -> npt.NDArray[Any]:
         return self._tensor.read(start, stop, self._stored_shape[1]).astype(np.float32, copy=False)
 
 
 def _bands(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Return first and last rows of bands that fit into `_BANDS_BYTES` as f32."""
-    height = max(_BANDS_BYTES // (4 * max(columns, 1)), 1)
+    """Return first and last rows of bands that fit into `BAND_BYTES` as f32."""
+    height = max(BAND_BYTES // (4 * max(columns, 1)), 1)
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 

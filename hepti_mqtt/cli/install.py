@@ -203,10 +203,12 @@ def _what_to_install(args: argparse.Namespace, service: Service) -> tuple[Broker
 
 
 def _install(args: argparse.Namespace, service: Service) -> int:
-    """Write login and unit, and start the service; a first installation that fails leaves neither."""
+    """Write login and unit, and start the service; a first installation that fails leaves the files as they were."""
     url, device, command, environment = _what_to_install(args, service)
     login = Path(args.broker).expanduser().read_bytes() if "://" not in args.broker else f"{args.broker}\n".encode()
     is_first = not service.unit.exists()
+    with _writing(service.login):
+        before = service.login.read_bytes() if service.login.exists() else None
     try:
         with _writing(service.login):
             service.login.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -220,7 +222,10 @@ def _install(args: argparse.Namespace, service: Service) -> int:
         # A service that still starts may come online later.
         if is_first and service.systemctl("is-active", NAME, check=False) not in ("active", "activating"):
             service.systemctl("disable", "--now", NAME, check=False)
-            _delete(service, service.unit, service.login)
+            _delete(service, service.unit, *([] if before is not None else [service.login]), check=False)
+            if before is not None:
+                with _writing(service.login):
+                    write_atomically(service.login, before, PRIVATE)
         raise
 
 
@@ -247,7 +252,7 @@ def _uninstall(service: Service) -> int:
     return 0
 
 
-def _delete(service: Service, *paths: Path) -> None:
+def _delete(service: Service, *paths: Path, check: bool = True) -> None:
     """Delete files and directories of a service that has ended, and let systemd forget it."""
     for path in paths:
         with _writing(path), contextlib.suppress(FileNotFoundError):
@@ -257,7 +262,7 @@ def _delete(service: Service, *paths: Path) -> None:
                 path.unlink()
     with contextlib.suppress(OSError):  # others have files there
         service.login.parent.rmdir()
-    service.systemctl("daemon-reload", check=False)
+    service.systemctl("daemon-reload", check=check)
     service.systemctl("reset-failed", NAME, check=False)
 
 

@@ -93,7 +93,7 @@ def loading_overhead_bytes(counts: Mapping[WeightRef, int]) -> int:
     from hepti_mqtt.kernels.weights import BLOCK, PANELS
 
     tables = LOADED_TILE_BYTES * sum(
-        times * -(-(ref.rows[1] - ref.rows[0]) // TILE) * -(-(ref.columns[1] - ref.columns[0]) // TILE)
+        times * (-(-ref.rows[1] // TILE) - ref.rows[0] // TILE) * (-(-ref.columns[1] // TILE) - ref.columns[0] // TILE)
         for ref, times in counts.items()
     )
     if not any(map(loading_bytes, counts)):  # joining ranges takes several times as long

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, site_load
-from hepti_mqtt.cost.memory import matrices, resident_bytes, weights_bytes
+from hepti_mqtt.cost.memory import matrices, resident_bytes, tile_map_bytes, weights_bytes
 from hepti_mqtt.cost.moves import bytes_to_load, held_matrices
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
@@ -439,7 +439,7 @@ def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: 
     for device in devices:
         if active is not None and device in active.plan.devices:
             beside = bytes_to_load(spec, c.plan, device, [active.plan])
-            common = resident_bytes(spec, c.plan, device) - beside
+            common = resident_bytes(spec, c.plan, device) - beside + tile_map_bytes(spec)
             together = c.price.needs[device] + active.price.needs[device] - common
             fits = fits and together <= c.price.memory_bytes[device]
     cached = {device: part.cached_bytes for device, part in load.devices.items()}

@@ -45,11 +45,11 @@ def _places(node: nodes.Window, x: Array, beyond: float) -> Iterator[Array]:
 def _conv(tensors: Tensors, node: nodes.Conv, x: Array) -> Array:
     windows = np.stack([*_places(node, x, 0.0)], axis=2)  # [y, x, ky kx, C]
     weight = tensors[f"{node.name}.weight"]  # [ky kx C/groups, n]
-    by_group = windows.reshape(*windows.shape[:3], node.groups, -1)  # [y, x, ky kx, groups, C/groups]
-    of_group = weight.reshape(windows.shape[2], -1, node.groups, node.channels // node.groups)
     if node.groups == 1:
         total = windows.reshape(*windows.shape[:2], -1) @ weight
     else:
+        by_group = windows.reshape(*windows.shape[:3], node.groups, -1)  # [y, x, ky kx, groups, C/groups]
+        of_group = weight.reshape(windows.shape[2], -1, node.groups, node.channels // node.groups)
         total = np.einsum("yxkgc,kcgn->yxgn", by_group, of_group).reshape(*windows.shape[:2], -1)
     return total + tensors[f"{node.name}.bias"] if node.has_bias else total
 

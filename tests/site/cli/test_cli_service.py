@@ -96,6 +96,7 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
     assert {"enable hepti-agent", "disable --now hepti-agent", "daemon-reload"} <= set(calls)
 
 
+@pytest.mark.parametrize("login", [None, "mqtt://pi-1:secret@127.0.0.1:1\n"])
 @pytest.mark.parametrize(
     ("broken", "url", "code", "said"),
     [
@@ -105,13 +106,18 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
         ("daemon-reload", "mqtt://127.0.0.1:1", 2, "systemctl --user daemon-reload"),
     ],
 )
-def test_an_installation_that_fails_says_so_and_leaves_neither_unit_nor_login(
-    machine: Path, capsys: Any, broken: str, url: str, code: int, said: str
+def test_an_installation_that_fails_says_so_and_leaves_the_files_as_they_were(
+    machine: Path, capsys: Any, broken: str, url: str, code: int, said: str, login: str | None
 ) -> None:
+    place = machine / "config/hepti/agent.login"
+    if login is not None:
+        place.parent.mkdir(parents=True)
+        place.write_text(login)
     tool = machine / "tools/systemctl"
     tool.write_text(tool.read_text() + f'if words[0] == "{broken}":\n    sys.exit(1)\n')
     with start_broker() as broker:
         install = ["agent", "install", "--user", "--broker", url or str(broker.url), "--id", "pi-1"]
         assert main([*install, "--mesh-host", "no-address"]) == code
     assert said in capsys.readouterr().err
-    assert not [path for path in (machine / "config").rglob("*") if path.is_file()]
+    files = {path: path.read_text() for path in (machine / "config").rglob("*") if path.is_file()}
+    assert files == ({} if login is None else {place: login})

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name, safetensors_file, storage
 from hepti_mqtt.errors import BadNameError, ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.models import full_ref, tensor_sources
+from hepti_mqtt.models import full_ref, random_inputs, reference, representative_shape, tensor_sources
 from hepti_mqtt.protocol.manifest import tile_array, tile_hash
 
 
@@ -660,3 +660,21 @@ def test_a_manifest_that_does_not_fit_its_file_is_kept_no_longer(bert, monkeypat
     with Checkpoint.open(bert, "a") as checkpoint:
         assert checkpoint.manifest != before
         read_all(checkpoint, hashes_of(checkpoint))
+
+
+@pytest.mark.parametrize("kind", ["tiny-bert", "tiny-gpt2", "tiny-qwen3", "tiny-vit", "tiny-convnet", "tiny-vgg"])
+def test_a_reference_that_reads_matrices_in_bands_is_the_same(kind, tmp_path, monkeypatch):
+    with Checkpoint.open(make_model(kind, tmp_path / "model", seed=5), "model") as model:
+        spec = model.spec
+        shape = representative_shape(spec, 8).with_want("hidden")
+        inputs = random_inputs(spec, shape, np.random.default_rng(0))
+        whole = reference(spec, model.tensors(), inputs, shape)[0]
+        monkeypatch.setattr(directory, "BAND_BYTES", 256)
+        np.testing.assert_allclose(reference(spec, model.tensors(banded=True), inputs, shape)[0], whole, 1e-4, 1e-5)
+
+
+def test_tiles_of_words_have_places_of_any_size(tmp_path):
+    with Checkpoint.open(make_model("tiny-bert", tmp_path / "model", seed=5), "model") as model:
+        words = [(row, column) for _, row, column in model.tiles(np.array([7, 3], np.int32))["stem.word"]]
+    assert words == [(3, 0), (7, 0)]
+    assert all(isinstance(row, int) for row, _ in words), "an int32 overflows in a file of several GB"
