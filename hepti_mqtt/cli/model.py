@@ -75,6 +75,7 @@ def _listed(options: Mapping[str, float]) -> str:
 
 def _verify(args: argparse.Namespace, part: str) -> None:
     """Run one request through kernels and reference; raises HeptiError if they differ."""
+    from hepti_mqtt.kernels.jit import release_compiler
     from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
 
@@ -86,7 +87,8 @@ def _verify(args: argparse.Namespace, part: str) -> None:
         inputs = models.random_inputs(spec, shape, np.random.default_rng(0))
         expected, _ = models.reference(spec, tensors, inputs, shape)
         alone = make_plan(spec, Plan("model", PlanVersion(1, 1), "single", ("here",), "here"), "single", {}, (1.0,))
-        got = run_local(device_program(spec, alone, shape, "here"), checkpoint.tiles(np.unique(inputs)), inputs)
+        program, tiles = device_program(spec, alone, shape, "here"), checkpoint.tiles(np.unique(inputs))
+        got = run_local(program, tiles, inputs, release=release_compiler)
         quantisation, cosine = checkpoint.quantisation, 0.0
         if quantisation is not None:
             both = (tensors, checkpoint.tensors_as_stored(banded=True))

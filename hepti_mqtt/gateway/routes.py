@@ -91,6 +91,11 @@ class CohereBody(RerankBody):
 class InferBody(Body):
     """One text, or one picture."""
 
+    model_config: ClassVar = {
+        "json_schema_extra": {
+            "oneOf": [{"required": [key], "properties": {key: {"type": "string"}}} for key in ("text", "image")]
+        }
+    }
     model: str | None = None
     text: str | None = None
     image: Picture | None = None

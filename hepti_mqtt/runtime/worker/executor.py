@@ -7,7 +7,7 @@ and stops before any row if the session's thread is interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
 from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
-from hepti_mqtt.kernels.jit import JIT, release_compiler
+from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
 from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.program import (
@@ -564,10 +564,12 @@ def run_local(
     tensors: Mapping[str, NDArray[Any] | StoredRows | Tiles],
     inputs: NDArray[Any],
     workers: Workers | None = None,
+    release: Callable[[], None] = lambda: None,
 ) -> NDArray[Any]:
     """Return the answer of a Program without peers; only the weights of the running op are in memory.
 
-    tensors: as `pack` takes them. Raises ValueError if the Program has peers or sends nothing to the planner.
+    tensors: as `pack` takes them. release: called after each op, to return memory that loading its kernels took.
+    Raises ValueError if the Program has peers or sends nothing to the planner.
     """
     pool, template = workers or Workers(1), make_template(program)
     exchanges = [op for op in program.ops if not isinstance(op, Compute)]
@@ -592,7 +594,7 @@ def run_local(
             arrays: list[Any] = [slots[slot] for slot in stretch.tape.slots]
             stretch.tape.run(arrays, np.empty(stretch.tape.nbytes, np.uint8))
             del stretch  # its weights, before the next op's
-            release_compiler()
+            release()
         for slot in template.effects[place].freed_slots:
             if slot not in states:
                 slots[slot] = None

@@ -193,6 +193,14 @@ def test_a_document_describes_every_route_and_leads_nowhere_else() -> None:
     assert not described["paths"]["/health"]["get"]["security"]
 
 
+@pytest.mark.parametrize(("body", "status"), [({}, 400), ({"text": "a", "image": "eA=="}, 400), ({"text": "a"}, 200)])
+def test_the_document_allows_the_bodies_that_infer_answers(body: dict[str, str], status: int) -> None:
+    http = served(Client())
+    choices = http.get("/openapi.json").json()["components"]["schemas"]["InferBody"]["oneOf"]
+    allowed = [all(isinstance(body.get(key), str) for key in choice["required"]) for choice in choices]
+    assert (http.post("/infer", json=body).status_code, allowed.count(True) == 1) == (status, status == 200)
+
+
 def test_all_states_of_each_text() -> None:
     found = served(Client()).post("/embed_all", json={"inputs": ["a text", "another"]}).json()
     assert np.array_equal(np.array(found[1], np.float32), ROWS[: len(found[1])])
