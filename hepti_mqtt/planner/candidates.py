@@ -466,7 +466,7 @@ def _check_storage(question: Question) -> None:
     if question.weight_dtype not in able:
         raise ConfigError(
             f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(able)}, and "
-            f"{question.weight_dtype} is asked for; leave out the option, or the weights"
+            f"{question.weight_dtype} is pinned; leave out the option, or the weights"
         )
 
 
@@ -487,7 +487,7 @@ def _check_watts(question: Question) -> None:
     dumb = ", ".join(name for name in names if question.cluster.devices[name].power is None)
     if dumb:
         raise ConfigError(
-            f"the least energy of {question.strategy} needs the watts of every device, and none are known of {dumb}; "
+            f"the least energy of {question.strategy} needs the watts of every device, and {dumb} has none; "
             "give compute_watts and link_watts in a site file, for hepti simulate"
         )
 
