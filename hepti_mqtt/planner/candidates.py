@@ -223,7 +223,7 @@ def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, pruned: Sequ
     if fitting:
         parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
     elif pruned:
-        parts.append(f"the next one, {_describe(pruned[0])}, is far pruned: {_time(pruned[0])}")
+        parts.append(f"the next one, {_describe(pruned[0])}, is far behind: {_time(pruned[0])}")
     short = [c for c in others if not c.price.feasible]
     for c in short:
         where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())
@@ -257,15 +257,15 @@ def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[s
     spec = question.spec
     if question.weight_dtype != "f32":
         return
-    ways: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
+    options: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
     if "w8a32" in weight_dtypes(spec):
-        ways.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
+        options.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
     for how, storage in QUANTISED.items():
         with suppress(UnsupportedModelError):
             narrow, of = quantised(spec, how), STORAGES[storage]
             assert isinstance(narrow, ModelSpec)
-            ways.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
-    for name, bits, becomes_narrow in sorted(ways, key=lambda way: -way[1]):
+            options.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
+    for name, bits, becomes_narrow in sorted(options, key=lambda option: -option[1]):
         for c in candidates:
             refs = {device: resident_weights(spec, c.plan, device) for device in c.price.missing}
             wide = {device: weights_bytes(ref for ref in own if becomes_narrow(ref)) for device, own in refs.items()}
@@ -398,8 +398,8 @@ def _measured(question: Question, name: str) -> tuple[float, ...]:
     frames = [device.frame_seconds(1, nbytes, route) for nbytes in (0, FRAME_BYTES) for route in ("broker", "mesh")]
     power = (0.0, 0.0) if device.power is None else device.power
     can = float(name in cluster.endpoints), float(name in cluster.shared_medium)
-    way = link.latency_s + LEAST_S, link.up_bytes_per_s, link.down_bytes_per_s
-    return (*work, *rates, *frames, device.memory_bytes, *power, *can, *way)
+    link_costs = link.latency_s + LEAST_S, link.up_bytes_per_s, link.down_bytes_per_s
+    return (*work, *rates, *frames, device.memory_bytes, *power, *can, *link_costs)
 
 
 def _close(some: Sequence[float], others: Sequence[float]) -> bool:

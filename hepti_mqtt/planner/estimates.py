@@ -699,5 +699,5 @@ class MethodEstimates:
 
     def corrections(self, now: float | None = None) -> Corrections:
         """Return the present corrections, as `price` takes them."""
-        ways = self._divisions.items()
-        return Corrections({k: exp(x.mean) for k, x in ways}, {k: x.sd(now) for k, x in ways})
+        divisions = self._divisions.items()
+        return Corrections({k: exp(x.mean) for k, x in divisions}, {k: x.sd(now) for k, x in divisions})

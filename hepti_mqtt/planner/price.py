@@ -46,7 +46,7 @@ _FEW_ROWS: Final = 8
 
 
 def _no_pause() -> None:
-    """Return at once, without a pause."""
+    """Do nothing."""
 
 
 class Budget:

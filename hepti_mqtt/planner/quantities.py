@@ -316,7 +316,7 @@ class Quantity:
         if max(self._up, self._down) <= ESTIMATOR.threshold:
             return False
         # A stall, or an occasional stall, is not a change. A change needs two similar observations of the judge (or of
-        # a stream that may detect changes alone), and limit observations since then must agree with them.
+        # a stream that may detect changes alone), and most observations since then must agree with them.
         judge, similar = None if alone else self._prior.judge, self._similar()
         since = [one for one in self._recent if one.at_s >= similar[0].at_s]
         alarms = sum(one.score * self._sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in similar)

@@ -256,12 +256,12 @@ def best_route_and_wire(question: Question, c: Candidate) -> Candidate:
     """Return a candidate with its best route and wire; doing so for all candidates would take several times as long."""
     if c.plan.replicas:
         return c  # each replica has its own route and wire
-    ways = [
+    variants = [
         replace(with_route(question, c.plan, r), wire=w)
         for r in _routes(question, c)
         for w in candidate_wires(question, c.plan)
     ]
-    others = [plan for plan in ways if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
+    others = [plan for plan in variants if (plan.route, plan.wire) != (c.plan.route, c.plan.wire)]
     allowed = (p for p in others if fits_packet_limit(question, p))
     priced = (replace(c, plan=p, price=price(question, p, memory=_memory_as(question, c, p))) for p in allowed)
     return min((c, *(p for p in priced if p.price.feasible)), key=lambda candidate: candidate.price.cost)

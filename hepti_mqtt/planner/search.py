@@ -616,8 +616,8 @@ def _guess(question: Question, method: Method, options: Options, speeds: Mapping
     active, names = question.active, tuple(speeds)
     stays = active is not None and set(active.devices) == set(names)
     devices = as_chain(names) if method.order_matters and not stays else names
-    head = active.root if active is not None and stays else names[0]
-    return _template(question, method.name, options, devices, head, tuple(speeds[d] for d in devices))
+    root = active.root if active is not None and stays else names[0]
+    return _template(question, method.name, options, devices, root, tuple(speeds[d] for d in devices))
 
 
 def _template(
