@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Return strategy and variant, e.g. strategy/variant."""
+        """Return strategy and variant, e.g. voltage/uneven."""
         return self.plan.method
 
 
@@ -110,7 +110,7 @@ def device_costs(question: Question, devices: Sequence[str]) -> list[DeviceResou
 
 
 def relayed(question: Question, devices: Sequence[str]) -> tuple[DevicePair, ...]:
-    """Return the (source, target) among devices that only the broker connects."""
+    """Return the pairs (source, target) of devices that only the broker connects."""
     endpoints = question.cluster.endpoints
     if not question.relayed_pairs and endpoints.issuperset(devices):
         return ()

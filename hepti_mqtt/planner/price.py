@@ -106,7 +106,7 @@ class Question:
     errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
     #: Measured error of the answer by narrow weights.
     weight_error: float | None = None
-    #: Refine the best candidate of every strategy and variant, even if it cannot be the best plan.
+    #: Compare the best candidate of every strategy and variant, even if it cannot be the best plan.
     is_exhaustive: bool = True
     #: The active plan: plans on the same devices keep its order and its root.
     active: Plan | None = None

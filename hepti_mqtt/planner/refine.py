@@ -40,7 +40,7 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """Return strategy and variant, e.g. strategy/variant."""
+        """Return strategy and variant, e.g. voltage/uneven."""
         return self.plan.method
 
     @property

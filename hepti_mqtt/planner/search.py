@@ -86,9 +86,9 @@ _Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
 def candidates(question: Question) -> Iterator[Candidate]:
     """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
 
-    First plans without a load: the active plan at present prices, the same with moved rows, plans with loaded weights,
+    First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded weights,
     the best device alone. Then all others by price, in the order of their lower bounds. Then refinements of the best.
-    The plans without a load, and one feasible plan, are yielded even without a budget. Raises as `decide` does, except
+    The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide` does, except
     PlanError: if no plan fits, nothing is yielded.
     """
     return Search(question).candidates()
@@ -102,7 +102,7 @@ class Search:
         self.question = question
         #: Feasible candidates.
         self.feasible: list[Candidate] = []
-        #: Feasible candidates that need no search: the active plan, plans with loaded weights, one device alone.
+        #: Feasible standing plans: the active plan and its variants, plans with loaded weights, one device alone.
         self.standing: list[Candidate] = []
         #: Drafts that do not fit into memory.
         self.oversized: list[Draft] = []
@@ -138,7 +138,7 @@ class Search:
     def _best_s(self) -> float:
         return min((c.price.expected_s for c in self.feasible), default=inf)
 
-    # -- plans without a load -------------------------------------------------------------------------------------
+    # -- standing plans -------------------------------------------------------------------------------------------
 
     def _stand(self, queue: Sequence[_Step], floor: LowerBound) -> Iterator[Candidate]:
         question, active = self.question, self.question.active
@@ -426,7 +426,7 @@ class Search:
 
 
 def decide(question: Question, *, chosen_only: bool = False) -> Decision:
-    """Return the best feasible plan; chosen_only: as of `Search.decision`.
+    """Return the best feasible plan; chosen_only: as in `Search.decision`.
 
     Raises ConfigError for an unknown strategy or device, PlanError with the missing memory of each device if no plan
     is feasible, PacketLimitError if every plan, or the weights, need packets beyond the broker's limit.
@@ -438,7 +438,7 @@ def decide(question: Question, *, chosen_only: bool = False) -> Decision:
 
 
 def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
-    """Return the best plan without a search, or else the first feasible one, for requests that wait without a plan.
+    """Return the best standing plan, or else the first feasible plan, for requests that wait without a plan.
 
     last: the previous plan, which may have lost devices. A finite budget of the question is used. Errors of narrow
     wires are not measured.
