@@ -1,4 +1,4 @@
-"""Search over strategies, device subsets and shares, what measurements say, and the rule that moves a model."""
+"""The planner: search over strategies, devices and shares, estimates from measurements, and the rule for moves."""
 
 from __future__ import annotations
 

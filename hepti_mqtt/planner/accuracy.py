@@ -1,7 +1,7 @@
-"""How far an answer moves when exchanges or weights are narrow: the Programs, run here once per dtype.
+"""Errors of answers by narrow exchanges or weights, measured by running the Programs in NumPy once per dtype.
 
-Plain NumPy (the kernels' references, sums in float64) and not the compiled kernels: a planner need not compile them, no
-weight is packed, and nothing but the wire makes the answers differ. The answers are those of seeded requests.
+It uses the kernels' NumPy references with sums in float64 instead of compiled kernels. So a planner compiles nothing,
+no weight is packed, and answers differ by the dtype only. The requests have seeded random inputs.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ LEAST_INPUTS: Final = 3
 MOST_INPUTS: Final = 8
 WEIGHT_TOKENS: Final = 16
 WEIGHT_INPUTS: Final = 2
-INT8_ROWS: Final = 256  # of k that share a scale: `BLOCK` of the kernels, which a planner imports late
-AGREE: Final = 1.3  # the largest error over the smallest, up to which more inputs would say nothing new
+INT8_ROWS: Final = 256  #: rows of k with one scale: `BLOCK` of the kernels, which a planner imports late
+AGREE: Final = 1.3  #: largest over smallest error of the inputs, up to which no more inputs are needed
 WANTS: Final[tuple[Want, ...]] = ("task", "hidden")
-# Of weights, in float64: all devices, wires and inputs use a layer's at about the same time.
+#: Cache of weights in float64: all devices, wires and inputs use a layer's weights at about the same time.
 KEPT_BYTES: Final = 128 << 20
 
 Array = NDArray[Any]
 Measure = Callable[[Plan], Mapping[WireDtype, float]]
 
 
-def decide_within_accuracy(question: Question, known: dict[WireErrorKey, float], measure: Measure) -> Decision:
-    """Return the best feasible plan whose narrow wire is known to keep the answer within the question's budget.
+def decide_within_accuracy(question: Question, measured: dict[WireErrorKey, float], measure: Measure) -> Decision:
+    """Return the best feasible plan with a measured error of its wire within the question's budget.
 
-    known: errors found so far, to which those of plans that a search would choose are added. Raises as `decide` does.
+    measured: errors so far; the errors of each plan that a search chooses are added. Raises as `decide` does.
     """
     if question.accuracy is None:
         return decide(question)
     while True:
-        decision = decide(replace(question, errors=dict(known)))
+        decision = decide(replace(question, errors=dict(measured)))
         narrow = [run for run in decision.chosen.plan.executables if run.wire != EXACT]
-        if all(wire_error_key(run) in known for run in narrow):
+        if all(wire_error_key(run) in measured for run in narrow):
             return decision
         for run in narrow:
-            if wire_error_key(run) not in known:  # replicas that are alike have one error
-                errors = measure(run)
-                known.update({wire_error_key(run, wire): errors[wire] for wire in NARROW_WIRE_DTYPES})
+            if wire_error_key(run) not in measured:  # equal replicas have one error
+                new_errors = measure(run)
+                measured.update({wire_error_key(run, wire): new_errors[wire] for wire in NARROW_WIRE_DTYPES})
 
 
 def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[WireDtype, float]:
-    """Return by narrow dtype |answer - answer with f32| / |answer with f32|, the largest that was found.
+    """Return max |answer - answer with f32| / |answer with f32| by narrow dtype.
 
-    Of the task and of hidden states, for inputs until they agree. Infinity where a value is not finite. tensors:
-    canonical ones [in, out] or [n], read when they are asked for. Of plans with narrow weights only the wire's part is
-    found: the weights here are those of the checkpoint. Raises ValueError for replicas, each of which has its own wire.
+    The maximum is over the task's answer and hidden states, for inputs until their errors agree; infinity if a value is
+    not finite. tensors: canonical tensors [in, out] or [n], read on demand. Weights have the checkpoint's dtype, so
+    narrow weights of the plan do not count. Raises ValueError for replicas, because each has its own wire.
     """
     if plan.replicas:
-        raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them one by one")
-    plan = covering_plans(spec, plan)[0]  # a device that has no row of so short a request would exchange nothing
+        raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them separately")
+    plan = covering_plans(spec, plan)[0]  # a device without a row of so short a request would exchange nothing
     weights = _Weights(tensors)
-    found = dict.fromkeys(NARROW_WIRE_DTYPES, 0.0)
+    largest = dict.fromkeys(NARROW_WIRE_DTYPES, 0.0)
     for want in WANTS:
         shape = _sample(spec, want)
         parts = [device_programs(spec, replace(plan, wire=wire), shape) for wire in ("f32", *NARROW_WIRE_DTYPES)]
@@ -83,17 +83,16 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
                     tried[wire].append(_relative(other, exact))
             if all(max(errors) <= AGREE * min(errors) for errors in tried.values()):
                 break
-        found = {wire: max(found[wire], *errors) for wire, errors in tried.items()}
-    return found
+        largest = {wire: max(largest[wire], *errors) for wire, errors in tried.items()}
+    return largest
 
 
 def weight_error(
     spec: Spec, tensors: Mapping[str, Array], weight_dtype: WeightDtype, originals: Mapping[str, Array] | None = None
 ) -> float:
-    """Return |answer - answer with f32 weights| / |answer with f32 weights| on one device, the largest of some inputs.
+    """Return max |answer - answer with f32 weights| / |answer with f32 weights| over some inputs, on one device.
 
-    Infinity where a value is not finite. tensors: as for `wire_errors`. originals: what they were before they were
-    quantised.
+    Infinity if a value is not finite. tensors: as for `wire_errors`. originals: the tensors before quantisation.
     """
     plan = Plan("model", PlanVersion(1, 1), "single", ("device",), "device")
     shape = _sample(spec, "task", WEIGHT_TOKENS, WEIGHT_INPUTS)
@@ -106,31 +105,28 @@ def weight_error(
 
 
 def narrowed(weight: Array, weight_dtype: WeightDtype | BlockStorage) -> Array:
-    """Return what a matrix [k, n] stands for when it is kept in a narrow dtype, as kernels keep it.
-
-    In blocks it is what it was read from.
-    """
+    """Return a matrix [k, n] after conversion to a narrow dtype, as kernels store it; blocks do not change it."""
     if weight_dtype in BLOCK_STORAGES:
         return weight
     if weight_dtype == "f16":
         return weight.astype(np.float16).astype(weight.dtype)
-    found = np.empty_like(weight)
+    out = np.empty_like(weight)
     for start in range(0, len(weight), INT8_ROWS):
         rows = slice(start, start + INT8_ROWS)
         steps = np.abs(weight[rows]).max(axis=0) / 127
-        found[rows] = np.rint(weight[rows] / np.where(steps > 0, steps, 1)) * steps
-    return found
+        out[rows] = np.rint(weight[rows] / np.where(steps > 0, steps, 1)) * steps
+    return out
 
 
 def rounded(x: Array) -> Array:
-    """Return what activations [m, k] become under `w8a8`: 254 steps from the least to the largest value of a block."""
-    found = np.empty_like(x)
+    """Return activations [m, k] quantised for `w8a8`: 254 steps between the extremes of a block."""
+    out = np.empty_like(x)
     for start in range(0, x.shape[1], INT8_ROWS):
         block = x[:, start : start + INT8_ROWS]
         low, high = np.minimum(block.min(axis=1), 0)[:, None], np.maximum(block.max(axis=1), 0)[:, None]
         step = (high - low) / 254
-        found[:, start : start + INT8_ROWS] = np.rint(block / np.where(step > 0, step, 1)) * step
-    return found
+        out[:, start : start + INT8_ROWS] = np.rint(block / np.where(step > 0, step, 1)) * step
+    return out
 
 
 def _sample(spec: Spec, want: Want, tokens: int = SAMPLE_TOKENS, sequences: int = 1) -> RequestShape:
@@ -140,24 +136,24 @@ def _sample(spec: Spec, want: Want, tokens: int = SAMPLE_TOKENS, sequences: int 
     return shape.decode_step(min(tokens, shape.session_rows)) if is_step else shape
 
 
-def _relative(found: Array, exact: Array) -> float:
-    if not (np.isfinite(found).all() and np.isfinite(exact).all()):
+def _relative(answer: Array, exact: Array) -> float:
+    if not (np.isfinite(answer).all() and np.isfinite(exact).all()):
         return float("inf")
-    return float(np.linalg.norm(found - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
+    return float(np.linalg.norm(answer - exact)) / max(float(np.linalg.norm(exact)), 1e-30)
 
 
 def _answers(
     wires: Sequence[Mapping[str, Program]], inputs: Sequence[Array], weights: Sequence[_Weights]
 ) -> list[list[Array]]:
-    """Return for each of the inputs the answers of all Programs, each with its weights, layer by layer side by side."""
+    """Return the answers of all Programs for each input; the runs advance together, layer by layer."""
     runs = [[_ReferenceRun(parts, x, own) for parts, own in zip(wires, weights, strict=True)] for x in inputs]
-    while sum(run.advance() for alike in runs for run in alike):
+    while sum(run.advance() for of_input in runs for run in of_input):
         pass
-    return [[run.answer() for run in alike] for alike in runs]
+    return [[run.answer() for run in of_input] for of_input in runs]
 
 
 class _Weights:
-    """Ranges of tensors, of which the last ones are kept."""
+    """Ranges of tensors, with a cache of the last ones."""
 
     def __init__(self, tensors: Mapping[str, Array]) -> None:
         self._tensors = tensors
@@ -182,17 +178,17 @@ class _Weights:
 
 
 class _ReferenceRun:
-    """One request under one plan: exchanges are handed over as they are sent."""
+    """One request under one plan; exchanges are delivered immediately."""
 
     def __init__(self, parts: Mapping[str, Program], inputs: Array, weights: _Weights) -> None:
         self._devices = {name: _ReferenceDevice(program, inputs, weights) for name, program in parts.items()}
         self._parts: list[tuple[int, Array]] = []
         devices = list(self._devices.values())
-        for task in devices[0].tasks:  # leased: in turn, since each device would compute them alike
+        for task in devices[0].tasks:  # leases go to devices in turn: all of them compute equal results
             devices[task % len(devices)].lease(task, inputs)
 
     def advance(self) -> bool:
-        """Run each device in turn until it waits for another; return whether there was anything to do."""
+        """Run each device in turn until it waits for another; return whether a device ran."""
         return sum(self._run(device) for device in self._devices.values()) > 0
 
     def _run(self, device: _ReferenceDevice) -> bool:
@@ -208,16 +204,16 @@ class _ReferenceRun:
         return moved
 
     def answer(self) -> Array:
-        """Return what the planner would get, in float64; raises ValueError if a device waits for what nobody sends."""
+        """Return the answer in float64; raises ValueError if a device waits for an exchange without a sender."""
         waiting = [name for name, device in self._devices.items() if device.left]
         if waiting or not self._parts:
-            raise ValueError(f"{', '.join(waiting) or 'everyone'} waits for what nobody sends")
+            raise ValueError(f"{', '.join(waiting) or 'the planner'} waits for an exchange without a sender")
         self._parts.sort(key=lambda part: part[0])
         return np.concatenate([part for _, part in self._parts]).astype(np.float64)
 
 
 class _ReferenceDevice:
-    """The part of one device, on the run machine that executor and simulator have too."""
+    """The part of one device, on the same run machine as executor and simulator."""
 
     def __init__(self, program: Program, inputs: Array, weights: _Weights) -> None:
         self.name, self._program, self._weights = program.device, program, weights
@@ -233,44 +229,44 @@ class _ReferenceDevice:
 
     @property
     def left(self) -> int:
-        """Return how many ops have not run."""
+        """Return the number of ops that have not run."""
         return self._work.ops_left
 
     @property
     def tasks(self) -> Iterable[int]:
-        """Return the tasks that may be leased to it."""
+        """Return the tasks that the device may lease."""
         return self._work.template.task_inputs
 
     def lease(self, task: int, inputs: Array) -> None:
-        """Take a task."""
+        """Start a leased task."""
         for key in self._work.start_task(task):
             self.fill(key, inputs)
 
     def fill(self, key: ExchangeKey, array: Array) -> None:
-        """Take what was sent."""
+        """Receive an exchange."""
         slot = self._work.template.slot_of_exchange[key]
         if self._machine.fill_slot(self._work, slot):
             self._arrays[slot] = array
 
     def step(self) -> tuple[tuple[Send, Array], ...] | None:
-        """Run the next op, and return what it sends; None if there is none that could run."""
-        if (found := self._machine.next_op()) is None:
+        """Run the next op and return its sends; None if no op is ready."""
+        if (ready := self._machine.next_op()) is None:
             return None
-        op = self._program.ops[found[1]]
+        op = self._program.ops[ready[1]]
         sent: tuple[tuple[Send, Array], ...] = ()
         if isinstance(op, Send):
             sent = ((op, self._read(op.slot)),)
         elif isinstance(op, Compute):
-            from hepti_mqtt.kernels import KERNELS  # here: Numba takes longer to import than the rest of a planner
+            from hepti_mqtt.kernels import KERNELS  # late: Numba takes longer to import than the rest of a planner
 
             for step in op.kernels:
                 reads, weights = [self._read(slot) for slot in step.reads], [self._weights[ref] for ref in step.weights]
                 if any(ref.weight_dtype == "w8a8" for ref in step.weights):
                     reads[0] = rounded(reads[0])
-                with np.errstate(over="ignore", invalid="ignore"):  # what f16 cannot say becomes an error of infinity
+                with np.errstate(over="ignore", invalid="ignore"):  # a value beyond f16 becomes an infinite error
                     results = KERNELS[step.kernel].reference(step, self._program.slots, reads, weights)
                 self._arrays.update(zip(step.writes, results, strict=True))
-        for slot in self._machine.finish_op(self._work, found[1]):
+        for slot in self._machine.finish_op(self._work, ready[1]):
             self._arrays.pop(slot, None)
         return sent
 

@@ -1,4 +1,4 @@
-"""What a search finds: a plan, and the candidates that it was chosen from."""
+"""Candidates and decisions; which routes, wires and sets of devices to try; checks, explanations and lower bounds."""
 
 from __future__ import annotations
 
@@ -30,39 +30,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan with its price and the share weights that it came from.
-
-    fits_beside: whether every device has room for it beside the active plan.
-    """
+    """A plan with its price."""
 
     plan: Plan
     price: Price
+    #: Share weights.
     shares: tuple[float, ...]
-    load_bytes: Mapping[str, int] = field(default_factory=dict)  #: weights that each device would load, if worked out
-    cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: the part of them that its cache has
-    hub_bytes: int = 0  #: the part that no device of the plan has: it leaves the planner's machine once
+    #: Bytes of weights that each device would load; empty until `with_loads` has computed them.
+    load_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: Part of load_bytes from the device's own cache.
+    cached_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: Bytes that no device of the plan has: the planner's machine sends them once.
+    hub_bytes: int = 0
+    #: Every device has room for the plan next to the active plan.
     fits_beside: bool = True
 
     @property
     def name(self) -> str:
-        """Return strategy and variant, as people write it."""
+        """Return strategy and variant, e.g. voltage/uneven."""
         return self.plan.method
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen plan, and the best candidate of every (strategy, variant) for comparison, best first.
-
-    `reason` says in one sentence why the plan was chosen, `cluster` is what devices and links were when it was.
-    `digest`: `plan_programs.programs_digest` of the plan. `pruned`: strategies and variants that the question did not
-    compare, each by the first price that showed it to be too slow, without its memory.
-    """
+    """The chosen plan and its alternatives."""
 
     chosen: Candidate
+    #: The best candidate of every strategy and variant, the best first.
     ranking: tuple[Candidate, ...]
+    #: One sentence on the choice.
     reason: str
+    #: Devices and links at the time of the choice.
     cluster: Cluster
+    #: `plan_programs.programs_digest` of the plan.
     digest: bytes
+    #: The first candidate of each strategy and variant that is too slow; their prices have no memory needs.
     pruned: tuple[Candidate, ...] = ()
 
     @property
@@ -71,59 +73,58 @@ class Decision:
         return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
 
     def simulation_of(self, run: Plan) -> SimulatedRequest | None:
-        """Return the search's own simulation of the chosen plan, or of one of its replicas; None if it has none."""
+        """Return the simulation of the chosen plan, or of one of its replicas; None without a full simulation."""
         devices = set(run.devices)
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
 
 
 class Recalled(NamedTuple):
-    """A plan that has served, and the bytes that it needs by device; it was priced then.
-
-    boots: of the starts of devices that have kept its weights, as far as they are known.
-    """
+    """A plan from an earlier start of the planner."""
 
     plan: Plan
+    #: Bytes that the plan needs by device.
     needs: Mapping[str, int]
+    #: Boot number by device with the plan's weights; unknown devices are missing.
     boots: Mapping[str, int] = MappingProxyType({})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What methods that solve for shares know of devices beside their speed.
+# Resources of devices besides speed, for methods that solve for shares.
 
 
 def device_costs(question: Question, devices: Sequence[str]) -> list[DeviceResources]:
-    """Return the lanes of devices, in their order."""
-    found = []
+    """Return the resources of devices, in their order."""
+    resources = []
     for device in devices:
-        link, known = question.cluster.links[device], question.cluster.devices[device]
+        link, profile = question.cluster.links[device], question.cluster.devices[device]
         rate = min(link.up_bytes_per_s, link.down_bytes_per_s)
-        lane = DeviceResources(
-            rate, link.latency_s, known.memory_bytes, known.speed(1), known.power, question.cluster.deadline_s
+        resource = DeviceResources(
+            rate, link.latency_s, profile.memory_bytes, profile.speed(1), profile.power, question.cluster.deadline_s
         )
-        found.append(lane)
-    return found
+        resources.append(resource)
+    return resources
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# By which route the exchanges of a plan can go: the same division over the broker, or over mesh.
+# The route of a plan's exchanges: over the broker or over mesh.
 
 
 def relayed(question: Question, devices: Sequence[str]) -> tuple[DevicePair, ...]:
-    """Return the (source, target) among devices that only the broker connects."""
-    can = question.cluster.endpoints
-    if not question.relayed_pairs and can.issuperset(devices):
+    """Return the pairs (source, target) of devices that only the broker connects."""
+    endpoints = question.cluster.endpoints
+    if not question.relayed_pairs and endpoints.issuperset(devices):
         return ()
     return tuple(
         pair
         for pair in permutations(sorted(devices), 2)
-        if pair in question.relayed_pairs or pair[0] not in can or pair[1] not in can
+        if pair in question.relayed_pairs or pair[0] not in endpoints or pair[1] not in endpoints
     )
 
 
 def candidate_routes(question: Question, devices: Sequence[str]) -> tuple[Route, ...]:
-    """Return the routes to price against each other, first the one that is faster nearly always.
+    """Return the routes to compare, or the pinned route alone; the first is nearly always the fastest.
 
-    What is pinned is alone. Mesh is one of them where all devices have an endpoint and some two can connect.
+    Mesh is possible if all devices have an endpoint and at least one pair can connect.
     """
     if len(devices) == 1:
         return ("broker",)
@@ -135,42 +136,40 @@ def candidate_routes(question: Question, devices: Sequence[str]) -> tuple[Route,
 
 
 def with_route(question: Question, plan: Plan, route: Route) -> Plan:
-    """Return a plan with its exchanges on a route; those of pairs that cannot connect stay on the broker."""
+    """Return a plan on a route; pairs that cannot connect exchange over the broker."""
     replicas = tuple(with_route(question, replica, route) for replica in plan.replicas)
     apart = relayed(question, plan.devices) if route == "mesh" else ()
     return replace(plan, route=route, relayed_pairs=apart, replicas=replicas)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# In which numbers the exchanges of a plan may go: what is pinned, or what keeps the answer within an accuracy budget.
+# The wire dtype of a plan's exchanges: the pinned one, or any that keeps the answer within the accuracy budget.
 #
-# How far an answer moves depends on what is exchanged and how often: on the method, its variant and the number of
-# devices, and hardly on their shares. So an error is known by these, and is measured (`planner.accuracy`) once for
-# each
-# that the search would choose; measuring all of them at load would take a run of the model for each, most of which no
-# search ever chooses.
+# The error of an answer depends on the method, its variant and the number of devices, and hardly on their shares. It is
+# measured (`planner.accuracy`) once for each combination that the search would choose. Measuring all combinations would
+# need a run of the model for each, and most are never chosen.
 
 
 EXACT: Final[WireDtype] = "f32"
-# Another input's answer may move further than those of the inputs that were measured. Over seeds and lengths of small
-# seeded models they differ by up to 1.4 times for transformers; for three logits of a convolutional network by 9 with
-# i8, and the most of eight inputs is what counts there.
+#: Factor on measured errors, because other inputs may have larger ones. Over seeds and lengths of small seeded models
+#: they differ by up to 1.4 times for transformers; for three logits of a convolutional network by 9 times with i8, but
+#: there the maximum of eight inputs counts.
 MARGIN: Final = 2.0
-# The methods of one model differ by up to 8 times, most of them by less than 3: a dtype that is further than this from
-# the budget under one is not measured under the others.
+#: A wire with an error beyond this factor of the budget under one method is not measured under other methods. The
+#: methods of one model differ by up to 8 times, most of them by less than 3.
 FAR: Final = 4.0
 
-# What an error belongs to: method with its variant, number of devices, wire.
+#: Method with its variant, number of devices, wire.
 WireErrorKey = tuple[str, int, WireDtype]
 
 
 def wire_error_key(plan: Plan, wire: WireDtype | None = None) -> WireErrorKey:
-    """Return what the error of a plan belongs to; wire: another one than the plan's own."""
+    """Return the key of a plan's error; wire: instead of the plan's own."""
     return plan.method, len(plan.devices), wire or plan.wire
 
 
 def candidate_wires(question: Question, plan: Plan) -> tuple[WireDtype, ...]:
-    """Return the dtypes to price against each other for a plan, the narrowest first; what is pinned is alone."""
+    """Return the wire dtypes to compare for a plan, the narrowest first, or the pinned one alone."""
     if question.accuracy is None:
         return (question.wire,)
     if len(plan.devices) == 1:
@@ -182,7 +181,7 @@ def candidate_wires(question: Question, plan: Plan) -> tuple[WireDtype, ...]:
 
 
 def _may(accuracy: float, errors: Mapping[WireErrorKey, float], key: WireErrorKey) -> bool:
-    """Return whether an error is within the budget, or may be as far as is known."""
+    """Return whether an error is within the budget, or may be if it is not measured."""
     if key in errors:
         return errors[key] * MARGIN <= accuracy
     elsewhere = [error for (_, _, wire), error in errors.items() if wire == key[2]]
@@ -190,10 +189,10 @@ def _may(accuracy: float, errors: Mapping[WireErrorKey, float], key: WireErrorKe
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a search says: why a plan was chosen, and what is missing where none fits.
+# Explanations: the reason of a choice, and the missing memory if no plan fits.
 
 
-_WORTH_SAYING: Final = 0.05  # by how much experience differs from the simulator
+_WORTH_SAYING: Final = 0.05  # least difference between correction and simulator that is mentioned
 
 
 def _describe(c: Candidate) -> str:
@@ -202,7 +201,7 @@ def _describe(c: Candidate) -> str:
 
 
 def _does(c: Candidate) -> str:
-    """Return what a plan does by the objective that it was compared by."""
+    """Return the predictions of a plan for the objective of its price."""
     if c.price.objective == "throughput" and c.price.load is not None:
         return f"answer {c.price.load.requests_per_s:.3g} requests/s, each in {_time(c)} alone,"
     if c.price.objective == "memory":
@@ -215,16 +214,16 @@ def _time(c: Candidate) -> str:
     return f"{c.price.seconds * 1e3:.1f} ms{off}"
 
 
-def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequence[Candidate] = ()) -> str:
-    """Return in one sentence why a plan was chosen; behind: what was found too slow before it was worked out."""
+def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, pruned: Sequence[Candidate] = ()) -> str:
+    """Return the reason of a choice as one sentence; pruned: candidates that were too slow to refine."""
     tokens = chosen.plan.predicted_tokens
     parts = [f"{_describe(chosen)} is predicted to {_does(chosen)} for {tokens} token{'s' * (tokens > 1)}"]
     others = [c for c in ranking if c is not chosen]
     fitting = [c for c in others if c.price.feasible]
     if fitting:
         parts.append(f"the next best, {_describe(fitting[0])}, {_time(fitting[0])}")
-    elif behind:
-        parts.append(f"the next one, {_describe(behind[0])}, is far behind: {_time(behind[0])}")
+    elif pruned:
+        parts.append(f"the next one, {_describe(pruned[0])}, is far behind: {_time(pruned[0])}")
     short = [c for c in others if not c.price.feasible]
     for c in short:
         where = ", ".join(f"{d} lacks {b / 2**20:.0f} MiB" for d, b in c.price.missing.items())
@@ -233,17 +232,17 @@ def explain_choice(ranking: Sequence[Candidate], chosen: Candidate, behind: Sequ
 
 
 def no_fit(question: Question, ranking: Sequence[Candidate]) -> PlanError:
-    """Return the error that says what the candidate lacks that lacks least; its detail is a line for each one."""
+    """Return the error with the missing memory of the closest candidate; its detail has a line for each candidate."""
     closest = sorted((c for c in ranking if c.price.missing), key=lambda c: sum(c.price.missing.values()))
     lines = tuple(f"{_describe(c)}: {_lacks(question, c)}" for c in closest)
     changes = [*_narrower(question, closest)]
     if largest_shape(question.spec).session_rows > ROWS_IN_FLIGHT:
         changes.append("take shorter texts (model_max_length in tokenizer_config.json)")
     changes.append(_another_device(question, closest[0]) if closest else "add devices")
-    found = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
+    nearest = f"the closest is {lines[0]}" if lines else "there is no candidate for these devices"
     helpful = "; ".join(changes)
     return PlanError(
-        f"no strategy fits {question.naming.model} into the devices' memory; {found}. What would help: {helpful}; or "
+        f"no strategy fits {question.naming.model} into the devices' memory; {nearest}. What would help: {helpful}; or "
         f"raise --memory on the agents, or choose a smaller model (--explain lists all {len(lines)} candidates)",
         lines,
     )
@@ -254,19 +253,19 @@ def _in_blocks(spec: ModelSpec, ref: WeightRef) -> bool:
 
 
 def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[str]:
-    """Yield the setting of the widest weights by which one of the candidates would fit, if there is one."""
+    """Yield the option for the widest weights with which a candidate would fit, if there are any."""
     spec = question.spec
     if question.weight_dtype != "f32":
         return
-    ways: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
+    options: list[tuple[str, float, Callable[[WeightRef], bool]]] = []
     if "w8a32" in weight_dtypes(spec):
-        ways.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
+        options.append(("w8a32", 8.5, lambda ref: narrow_weight(ref, "w8a32") != ref))
     for how, storage in QUANTISED.items():
         with suppress(UnsupportedModelError):
             narrow, of = quantised(spec, how), STORAGES[storage]
             assert isinstance(narrow, ModelSpec)
-            ways.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
-    for name, bits, becomes_narrow in sorted(ways, key=lambda way: -way[1]):
+            options.append((how, 8 * of.block_bytes / of.block, partial(_in_blocks, narrow)))
+    for name, bits, becomes_narrow in sorted(options, key=lambda option: -option[1]):
         for c in candidates:
             refs = {device: resident_weights(spec, c.plan, device) for device in c.price.missing}
             wide = {device: weights_bytes(ref for ref in own if becomes_narrow(ref)) for device, own in refs.items()}
@@ -276,7 +275,7 @@ def _narrower(question: Question, candidates: Sequence[Candidate]) -> Iterator[s
 
 
 def _another_device(question: Question, closest: Candidate) -> str:
-    """Say how much memory another device needs: what the others lack, and what a device has beside weights."""
+    """Return the memory of another device that would help: the missing bytes, and its bytes besides weights."""
     price, plan = closest.price, closest.plan
     rest = min(price.needs[d] - resident_bytes(question.spec, plan, d) for d in price.missing)
     return f"add a device with {(sum(price.missing.values()) + rest) / 2**20:.0f} MiB"
@@ -291,36 +290,36 @@ def _lacks(question: Question, c: Candidate) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which devices of a site are tried together.
+# The sets of devices to try.
 
 
-EXHAUSTIVE: Final = 4  # up to so many devices every subset is tried
-# Up to so many devices every number of them is tried, and all but each one. The price of a set grows with the square of
-# its size, and that of all sets but one with the cube.
+EXHAUSTIVE: Final = 4  #: largest number of devices with a search over all subsets
+#: Largest number of devices with a search over every number of them, and over every set without one device. The price
+#: of a set takes time in proportion to the square of its size; for all sets without one device it is the cube.
 THOROUGH: Final = 8
-FRAME_BYTES: Final = 1 << 15  # by which links are compared: about what a device sends to another one in a layer
-LEAST_S: Final = 1e-5  # links on which that takes less are alike
+FRAME_BYTES: Final = 1 << 15  #: frame by which links are compared: about one exchange of a layer
+LEAST_S: Final = 1e-5  #: links with a shorter time for that frame count as equal
 
 
 def subsets(question: Question, by_speed: Sequence[str], pinned: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the subsets of devices, fastest first, that are tried; of those that differ in names alone the first one.
+    """Yield the sets of devices to try, fastest first, one of several sets with interchangeable devices.
 
-    pinned: all devices, and no other subset.
+    pinned: only the set of all devices.
     """
     if pinned:
         yield tuple(by_speed)
         return
     alike = interchangeable(question, by_speed)
-    seen = set()
+    kinds = set()
     for subset in (*_active_set(question, by_speed), *_tried(by_speed, _by_link(question, by_speed))):
         kind = tuple(alike[device] for device in subset)
-        if kind not in seen:
-            seen.add(kind)
+        if kind not in kinds:
+            kinds.add(kind)
             yield subset
 
 
 def _active_set(question: Question, by_speed: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the devices of the active plan, which stand for others that are like them; nothing if one is gone."""
+    """Return the active plan's devices if all are online: they are tried before interchangeable devices."""
     active = () if question.active is None else question.active.devices
     return [tuple(d for d in by_speed if d in active)] if active and set(active) <= set(by_speed) else []
 
@@ -341,7 +340,7 @@ def _tried(by_speed: Sequence[str], by_link: Sequence[str]) -> Iterator[tuple[st
 
 
 def _sizes(n: int) -> Iterator[int]:
-    """Yield how many of n devices are tried together: every number of few, then twelve, sixteen and so on, and all."""
+    """Yield the sizes of sets to try among n devices: 2 to 8, then 12, 16, 24, 32 and so on, and n."""
     yield from range(2, min(n, THOROUGH) + 1)
     size = THOROUGH
     while size < n:
@@ -352,7 +351,7 @@ def _sizes(n: int) -> Iterator[int]:
 
 
 def _by_link(question: Question, by_speed: Sequence[str]) -> list[str]:
-    """Return devices with the best links first; of links that are about as good, the fastest device."""
+    """Return devices with the best links first; among similar links, the fastest device first."""
 
     def frame_s(device: str) -> float:
         link = question.cluster.links[device]
@@ -362,17 +361,17 @@ def _by_link(question: Question, by_speed: Sequence[str]) -> list[str]:
 
 
 def as_chain(by_speed: Sequence[str]) -> tuple[str, ...]:
-    """Return devices with the fastest in the middle and the slowest at the ends, where they have one neighbour."""
+    """Return devices with the fastest in the middle; the slowest are at the ends, with one neighbour."""
     return (*by_speed[1::2][::-1], *by_speed[::2])
 
 
-CLOSE: Final = 1.05  # measurements of equal devices differ by so much
+CLOSE: Final = 1.05  #: largest ratio between measurements of equal devices
 
 
 def in_order(question: Question, devices: Sequence[str], by_speed: Sequence[str]) -> tuple[str, ...]:
-    """Return devices in the order of a plan: that of the active plan of the same ones, else the fastest kind first.
+    """Return devices in a plan's order: that of the active plan on the same devices, else the fastest kind first.
 
-    Devices of a kind follow each other by name, so that noise in what they measure changes no plan.
+    Devices of one kind are ordered by name, so noise in their measurements does not change the plan.
     """
     if question.active is not None and set(question.active.devices) == set(devices):
         return question.active.devices
@@ -381,34 +380,34 @@ def in_order(question: Question, devices: Sequence[str], by_speed: Sequence[str]
 
 
 def interchangeable(question: Question, names: Sequence[str]) -> dict[str, str]:
-    """Return for each device the first one that can stand in its place."""
-    known = {name: _measured(question, name) for name in names}
-    found: dict[str, str] = {}
+    """Return for each device the first device that is interchangeable with it."""
+    measured = {name: _measured(question, name) for name in names}
+    first: dict[str, str] = {}
     for name in names:
-        kinds = dict.fromkeys(found.values())
-        alike = (k for k in kinds if _close(known[k], known[name]) and _see_the_same(question, k, name))
-        found[name] = next(alike, name)
-    return found
+        kinds = dict.fromkeys(first.values())
+        alike = (k for k in kinds if _close(measured[k], measured[name]) and _has_same_links(question, k, name))
+        first[name] = next(alike, name)
+    return first
 
 
 def _measured(question: Question, name: str) -> tuple[float, ...]:
-    """Return what a device and its link are."""
+    """Return the measurements of a device and its link."""
     device, link, cluster = question.cluster.devices[name], question.cluster.links[name], question.cluster
     work = [device.speed(rows) for rows in (1, 32, 512)]
     rates = [device.attention_flops_per_s / device.slowdown, device.rowwise_bytes_per_s / device.slowdown]
     frames = [device.frame_seconds(1, nbytes, route) for nbytes in (0, FRAME_BYTES) for route in ("broker", "mesh")]
     power = (0.0, 0.0) if device.power is None else device.power
     can = float(name in cluster.endpoints), float(name in cluster.shared_medium)
-    way = link.latency_s + LEAST_S, link.up_bytes_per_s, link.down_bytes_per_s
-    return (*work, *rates, *frames, device.memory_bytes, *power, *can, *way)
+    link_costs = link.latency_s + LEAST_S, link.up_bytes_per_s, link.down_bytes_per_s
+    return (*work, *rates, *frames, device.memory_bytes, *power, *can, *link_costs)
 
 
 def _close(some: Sequence[float], others: Sequence[float]) -> bool:
     return all(a == b or max(a, b) <= CLOSE * min(a, b) for a, b in zip(some, others, strict=True))
 
 
-def _see_the_same(question: Question, a: str, b: str) -> bool:
-    """Return whether two devices have the same ways to all others, and to each other."""
+def _has_same_links(question: Question, a: str, b: str) -> bool:
+    """Return whether two devices have similar links to all others, and in both directions between them."""
     links, apart = question.cluster.peer_links, question.relayed_pairs
     if not links and not apart:
         return True
@@ -427,16 +426,16 @@ def _alike_links(a: PeerLink | None, b: PeerLink | None) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether what a question pins exists.
+# Checks of a question's pinned values.
 
 
-_LISTED: Final = 8  # options that an error names
-_CUT: Final = 80  # characters of what was given
-_MANY: Final = 64  # devices, for which a method whose variants depend on their number has others than for one
+_LISTED: Final = 8  # most options in an error
+_CUT: Final = 80  # most characters of a quoted option
+_MANY: Final = 64  # a number of devices for comparing variants with those for one device
 
 
 def check_question(question: Question) -> None:
-    """Raise ConfigError for a method or options that there are not, PlanError for devices that are not online."""
+    """Raise ConfigError for an unknown method or options, PlanError for devices that are not online."""
     if question.strategy is not None and question.strategy not in STRATEGIES:
         raise ConfigError(f"unknown strategy {question.strategy!r}; there are: {', '.join(STRATEGIES)}")
     if question.options:
@@ -454,7 +453,7 @@ def check_question(question: Question) -> None:
 
 
 def _check_storage(question: Question) -> None:
-    """Raise ConfigError for weights in another storage than the model, or the pinned variant, can multiply by."""
+    """Raise ConfigError if the model or the pinned variant does not support the weight dtype."""
     able = weight_dtypes(question.spec)
     if question.weight_dtype not in able:
         raise ConfigError(
@@ -467,12 +466,12 @@ def _check_storage(question: Question) -> None:
     if question.weight_dtype not in able:
         raise ConfigError(
             f"{question.strategy} with {_words([question.options])} needs weights in {' or '.join(able)}, and "
-            f"{question.weight_dtype} is asked for; leave out the option, or the weights"
+            f"{question.weight_dtype} is pinned; leave out the option, or the weights"
         )
 
 
 def _check_count(question: Question) -> None:
-    """Raise ConfigError for more devices than the method that is pinned can use."""
+    """Raise ConfigError for more devices than the pinned method can use."""
     most = None if question.strategy is None else STRATEGIES[question.strategy].max_devices
     given = question.devices or ()
     if most is not None and len(given) > most:
@@ -483,20 +482,20 @@ def _check_count(question: Question) -> None:
 
 
 def _check_watts(question: Question) -> None:
-    """Raise ConfigError if it is not known of every device what it draws."""
+    """Raise ConfigError if the power of a device is unknown."""
     names = question.devices or tuple(question.cluster.devices)
     dumb = ", ".join(name for name in names if question.cluster.devices[name].power is None)
     if dumb:
         raise ConfigError(
-            f"the least energy of {question.strategy} needs the watts of every device, and none are known of {dumb}; "
+            f"the least energy of {question.strategy} needs the watts of every device, and {dumb} has none; "
             "give compute_watts and link_watts in a site file, for hepti simulate"
         )
 
 
 def options_error(strategy: str | None, options: Options) -> str | None:
-    """Return what is wrong with options that a method has on no number of devices, None if nothing is.
+    """Return the error of options that a method has for no number of devices, None if they are valid.
 
-    strategy: None means that any method may have them.
+    strategy: None: the options of any method are valid.
     """
     if not options or any(m.accepts(options) for m in STRATEGIES.values() if strategy in {None, m.name}):
         return None
@@ -504,13 +503,13 @@ def options_error(strategy: str | None, options: Options) -> str | None:
     if strategy is None:
         return f"no strategy has the option {given}; name the strategy too, and one of its own options"
     method = STRATEGIES[strategy]
-    known = [o for o in method.all_variants().values() if o]
+    valid = [o for o in method.all_variants().values() if o]
     more = " and so on, as the number of devices allows" if _varies(method) else ""
-    return f"{strategy} has no option {given}; it has {_words(known[:_LISTED]) or 'none'}{more}"
+    return f"{strategy} has no option {given}; it has {_words(valid[:_LISTED]) or 'none'}{more}"
 
 
 def _check_options(question: Question) -> None:
-    """Raise ConfigError for options that the method does not have, or not on so many devices."""
+    """Raise ConfigError for options that the method does not have on the given number of devices."""
     method = None if question.strategy is None else STRATEGIES[question.strategy]
     if method is None or not _varies(method):
         if (error := options_error(question.strategy, question.options)) is not None:
@@ -519,8 +518,8 @@ def _check_options(question: Question) -> None:
     count = len(question.devices or question.cluster.devices)
     sizes = (count,) if question.devices else range(1, count + 1)
     if not any(dict(question.options) == dict(o) for n in sizes for o in method.variants_for(n)):
-        given, here = _words([question.options]), _words(method.variants_for(count)) or "none"
-        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {here}")
+        given, available = _words([question.options]), _words(method.variants_for(count)) or "none"
+        raise ConfigError(f"{method.name} has no option {given} on {count} devices; there it has {available}")
 
 
 def _varies(method: Method) -> bool:
@@ -533,82 +532,82 @@ def _words(options: Iterable[Options]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a plan may come down to at the best, from what devices take alone and what its method took on others of them.
+# Lower bounds of a plan's seconds, from its devices' times alone and its method's overhead on other devices.
 #
-# A division takes what its devices need for the work, and more: exchanges, what is computed twice, waiting. What it
-# takes
-# more differs little from one set of devices to another with links as good. Refining a plan takes away a part of it.
+# A division takes the ideal time of its devices plus an overhead: exchanges, repeated work, waiting. The overhead
+# differs little between sets of devices with similar links. A refinement saves a part of it.
 
 
-# Devices together are no faster than the sum of their speeds alone, but for what smaller matrices gain in caches.
+#: Least time of several devices relative to the ideal, i.e. to the sum of their speeds: smaller matrices fit caches.
 SPEEDUP_SLACK: Final = 0.8
-# Of what a division takes more, at least so much stays on other devices with links as good; and so much when shares,
-# route and wire are refined. Measured over random sites, not proved: docs/decisions/0005-search.md.
+#: Least part of the overhead on other devices with similar links. Measured over random sites, not proved:
+#: docs/decisions/0005-search.md.
 OVERHEAD_SLACK: Final = 0.6
+#: Least part of the overhead after a refinement of shares, route and wire; measured likewise.
 REFINEMENT_SLACK: Final = 0.5
-# The best price is not refined either, and with equal layers once, it may be a little less than that of the whole.
+#: Factor on the best price: it is not refined either, and may be slightly low because equal layers are simulated once.
 PRICE_SLACK: Final = 1.1
 
 
 class LowerBound:
-    """What plans may come down to; alone: seconds of the whole model by device, of those where that is known."""
+    """Lower bounds of plans' seconds; alone: seconds of the whole model on one device, unknown devices are missing."""
 
     def __init__(self, question: Question, alone: Mapping[str, float]) -> None:
         self._question, self._alone = question, alone
-        self._ways = Paths(question.cluster)
-        self._seen: dict[str, list[Seen]] = {}  # by name
+        self._links = Paths(question.cluster)
+        self._overheads: dict[str, list[Overhead]] = {}  # by name
         self._paths: dict[tuple[Route, tuple[str, ...]], Slowest] = {}
 
     def ideal_s(self, devices: Sequence[str]) -> float | None:
-        """Return the seconds of devices that divide all work by speed and exchange nothing; None if not known."""
+        """Return the seconds of devices that divide all work by speed without exchanges; None if unknown."""
         if not all(d in self._alone for d in devices):
             return None
         return 1 / sum(1 / self._alone[d] for d in devices)
 
     def observe(self, c: Candidate) -> None:
-        """Take the price of a plan: others of its method on as many devices, or more, take no less beside the work."""
-        together = self.ideal_s(c.plan.devices)
-        if together is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
-            more = max(c.price.seconds - together, 0.0)
-            seen = Seen(len(c.plan.devices), more, self._slowest_path(c.plan.devices, c.plan.route))
-            self._seen.setdefault(c.name, []).append(seen)
+        """Learn the overhead of a priced plan: it bounds plans of its method on at least as many devices."""
+        ideal_s = self.ideal_s(c.plan.devices)
+        if ideal_s is not None and len(c.plan.devices) > 1 and not c.plan.replicas:
+            more = max(c.price.seconds - ideal_s, 0.0)
+            overhead = Overhead(len(c.plan.devices), more, self._slowest_path(c.plan.devices, c.plan.route))
+            self._overheads.setdefault(c.name, []).append(overhead)
 
     def is_pruned(self, plan: Plan, priced_s: float | None, best_s: float) -> bool:
-        """Return whether a plan is not expected to beat another; priced_s: its price, None if it has none."""
+        """Return whether a plan cannot be expected to beat the best; priced_s: its price, None without a price."""
         if priced_s is None:
             return self.bound_unpriced(plan) >= best_s
         return self.bound_refined(plan, priced_s) >= PRICE_SLACK * best_s
 
     def bound_unpriced(self, plan: Plan) -> float:
-        """Return what a plan that is not priced is expected to take at the least, in seconds; 0 if nothing is known."""
-        together = self.ideal_s(plan.devices)
-        if together is None or plan.replicas:
+        """Return the lower bound of an unpriced plan in seconds; 0 without evidence."""
+        ideal_s = self.ideal_s(plan.devices)
+        if ideal_s is None or plan.replicas:
             return 0.0
-        # Where a method chooses another graph, more devices may compute less twice than few.
+        # If a method rewrites the graph, more devices may repeat less work than few.
         fewest = 1 if STRATEGIES[plan.strategy].rewrite is None else len(plan.devices)
-        seen = [s for s in self._seen.get(plan.method, ()) if fewest <= s.devices <= len(plan.devices)]
-        if not seen:
-            return SPEEDUP_SLACK * together * self._factor(plan)
-        ways = self._paths_by_route(plan)
-        nearest = max(s.devices for s in seen)
-        more = min(s.more_s * _better(ways, s.path) for s in seen if s.devices == nearest)
-        return (together + OVERHEAD_SLACK * more) * self._factor(plan)
+        overheads = [s for s in self._overheads.get(plan.method, ()) if fewest <= s.devices <= len(plan.devices)]
+        if not overheads:
+            return SPEEDUP_SLACK * ideal_s * self._factor(plan)
+        paths = self._paths_by_route(plan)
+        nearest = max(s.devices for s in overheads)
+        more = min(s.more_s * _better(paths, s.path) for s in overheads if s.devices == nearest)
+        return (ideal_s + OVERHEAD_SLACK * more) * self._factor(plan)
 
     def bound_refined(self, plan: Plan, priced_s: float) -> float:
-        """Return what a plan of a known price is expected to take at the least when it is refined, in seconds."""
-        together = self.ideal_s(plan.devices)
-        if together is None or len(plan.devices) == 1 or plan.replicas:
+        """Return the lower bound of a priced plan after refinement, in seconds."""
+        ideal_s = self.ideal_s(plan.devices)
+        if ideal_s is None or len(plan.devices) == 1 or plan.replicas:
             return 0.0
         path = self._slowest_path(plan.devices, plan.route)
-        more = (priced_s - together) * _better(self._paths_by_route(plan), path)
-        return (together + REFINEMENT_SLACK * more) * self._factor(plan)
+        more = (priced_s - ideal_s) * _better(self._paths_by_route(plan), path)
+        return (ideal_s + REFINEMENT_SLACK * more) * self._factor(plan)
 
     def _paths_by_route(self, plan: Plan) -> list[Slowest]:
-        """Return the way of a plan by each of its routes."""
+        """Return the slowest path of a plan for each of its routes."""
         return [self._slowest_path(plan.devices, r) for r in candidate_routes(self._question, plan.devices)]
 
     def _factor(self, plan: Plan) -> float:
-        """Return what runs have taught of a plan, by the route of which they have taught the best."""
+        """Return the smallest correction of a plan over its routes."""
         learned = self._question.learned
         if not learned.factors:
             return 1.0
@@ -616,7 +615,7 @@ class LowerBound:
         return min(map(learned.factor, by_route))
 
     def _slowest_path(self, devices: tuple[str, ...], route: Route) -> Slowest:
-        """Return the slowest way between devices; it looks at every two of them, once."""
+        """Return the slowest path between devices; every set of devices is computed once."""
         if (route, devices) not in self._paths:
             self._paths[route, devices] = self._work_out(devices, route)
         return self._paths[route, devices]
@@ -632,29 +631,32 @@ class LowerBound:
             rates = iter((links[source].up_bytes_per_s, links[target].down_bytes_per_s))
             after = links[source].latency_s + links[target].latency_s
             if (source, target) not in apart:
-                way = self._ways.between(source, target)
-                rates = iter((way.bytes_per_s, way.up_bytes_per_s, way.down_bytes_per_s))
-                after = way.latency_s
+                path = self._links.between(source, target)
+                rates = iter((path.bytes_per_s, path.up_bytes_per_s, path.down_bytes_per_s))
+                after = path.latency_s
             latency, byte = max(latency, after), max(byte, 1 / min(*rates, inf))
         return Slowest(latency, byte)
 
 
 class Slowest(NamedTuple):
-    """The slowest way between devices: seconds, and seconds per byte."""
+    """The slowest path between devices: seconds, and seconds per byte."""
 
     latency_s: float
     byte_s: float
 
 
-class Seen(NamedTuple):
-    """What a plan on a number of devices took beyond their part of the work, and by what way."""
+class Overhead(NamedTuple):
+    """The overhead of a priced plan."""
 
+    #: Number of devices.
     devices: int
+    #: Beyond the ideal time.
     more_s: float
+    #: The slowest path between the devices.
     path: Slowest
 
 
-def _better(ways: Sequence[Slowest], known: Slowest) -> float:
-    """Return what exchanges may take by the best of some ways, as a part (0 to 1) of what a known way takes."""
-    latency_s, byte_s = max(known.latency_s, 1e-9), max(known.byte_s, 1e-15)
-    return min(1.0, *(min(way.latency_s / latency_s, way.byte_s / byte_s) for way in ways))
+def _better(paths: Sequence[Slowest], other: Slowest) -> float:
+    """Return the time of exchanges on the best of some paths, as a part (0 to 1) of the time on another path."""
+    latency_s, byte_s = max(other.latency_s, 1e-9), max(other.byte_s, 1e-15)
+    return min(1.0, *(min(path.latency_s / latency_s, path.byte_s / byte_s) for path in paths))

@@ -1,8 +1,8 @@
-"""The one rule by which a model moves from its plan to another, tries one, or stays.
+"""The rule by which a model moves to another plan, tries another plan, or stays.
 
-All plans are priced under the same draws of what is believed of devices, links and methods. A plan is worth a move if
-it is surely better, by enough, for as long as the situation is expected to last, and pays for the move. One of which
-too little is known may be worth a trial: what is learned counts. Where nothing serves, waiting is the cost.
+All plans are priced under the same draws from the posteriors of devices, links and methods. A move needs a sure and
+large enough gain that pays for the move within the expected duration of the situation. An uncertain plan may be worth a
+trial: the value of information counts. Without an active plan, waiting is the cost.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ class Rule:
     # A move.
     sure: float = 0.95  #: least probability that a plan is better
     least_gain: float = 0.05  #: least expected gain: prices are off by as much
-    cost_factor: float = 2.0  #: costs count so often, because a move that waits can be made later
-    horizon_s: float = 600.0  #: longest time for which anything is foreseen
+    cost_factor: float = 2.0  #: factor on costs, because a move can be postponed
+    horizon_s: float = 600.0  #: longest time of a forecast
     same_method_sd: float = 0.015  #: standard deviation between prices of two plans of one method
-    activation_s: float = 1.0  #: waiting of running requests for an activation: Programs, frames of two versions
+    activation_s: float = 1.0  #: delay of running requests by an activation: Programs, frames of two versions
     ready_s: float = 0.6  #: from the last loaded byte to the first request: Programs, subscriptions, activation
-    late_requests: int = 3  #: requests before the end of a change is detected
+    late_requests: int = 3  #: requests until the end of a change is detected
     # A load.
-    most_share: float = 0.5  #: of devices and links that a load takes from runs at most: they take twice as long
+    most_share: float = 0.5  #: largest share of devices and links for a load: runs then take twice as long
     # A trial: the value of information.
     known_sd: float = 0.04  #: a method with a smaller standard deviation is not tried
     trial_runs: int = 4  #: runs that measure a method
-    trial_share: float = 0.01  #: of the time of all requests: a trial must win more
+    trial_share: float = 0.01  #: part of the time of all requests that a trial must gain
     tried_s: float = 3600.0  #: least time between two trials of a method
     # A switch inside a request.
-    least_rest_s: float = 1.0  #: a request that ends sooner ends under its plan
-    lead_blocks: int = 2  #: from the farthest block: devices are within one block, and begin another until they hear
-    handover_s: float = 0.1  #: message to all devices, Programs of the rest, frames of the border without their bytes
-    text_left: float = 0.5  #: part of the tokens that a text may still have which is expected
-    # When the rule is asked.
-    judged_s: float = 1.0  #: between two judgements without a change
-    other_site: float = 1.25  #: factor on a device's time beyond what all devices did: a search may gain
-    other_link: float = 2.0  #: factor on a link's rate: surfaces are not made for more
+    least_rest_s: float = 1.0  #: a request with less time left ends under its plan
+    lead_blocks: int = (
+        2  #: after the farthest block: devices differ by one block, and start another before the message arrives
+    )
+    handover_s: float = 0.1  #: message to all devices, Programs of the rest, frames at the border without their bytes
+    text_left: float = 0.5  #: expected part of the tokens that a text may still have
+    # When the rule is evaluated.
+    judged_s: float = 1.0  #: time between two evaluations without a change
+    other_site: float = 1.25  #: factor on a device's time, relative to all devices, at which a search may gain
+    other_link: float = 2.0  #: factor on a link's rate: surfaces are not valid beyond it
     # Requests to come.
-    in_use_s: float = 60.0  #: longest interval between requests: a model that is not in use counts as used so often
-    least_period_s: float = 1e-3  #: shortest interval: of requests that come at once
+    in_use_s: float = 60.0  #: longest interval between requests: an unused model counts as used at this interval
+    least_period_s: float = 1e-3  #: shortest interval, for simultaneous requests
     pace_count: int = 10  #: intervals in the geometric mean
-    held_s: float = 86400.0  #: time in which weights that were loaded ahead are of use
-    # A search beside requests, before any was measured.
+    held_s: float = 86400.0  #: time for which weights loaded ahead are useful
+    # A search during requests, before the first measurement.
     search_s: float = 1.0  #: its time
     beside_search: float = 1.2  #: factor on a request's time
-    search_weight: float = 0.3  #: of the last one in the geometric mean
+    search_weight: float = 0.3  #: of the last search in the geometric mean
 
 
 RULE: Final = Rule()
@@ -78,24 +80,28 @@ Kind = Literal["go", "try", "must"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A plan that may serve, with its cost [draws] in the unit of the objective, and the seconds [draws] of a request.
-
-    before: its cost before the changes of now, nan without any; remaining: of the youngest of those that its devices or
-    the active plan's have. method_sd: how little is known of its method. unheard_s: for how long nothing was heard of a
-    device that had become slower or faster. beside: whether it fits beside the active plan; else requests wait while it
-    loads.
-    """
+    """A plan that may serve."""
 
     candidate: Candidate
+    #: [draws] in the unit of the objective.
     cost: Floats
+    #: [draws] of one request.
     seconds: Floats
+    #: Standard deviation of the logarithm of its method's correction.
     method_sd: float = 0.0
+    #: Cost before the present changes, nan without changes.
     before: float = float("nan")
+    #: Remaining time of the youngest change of its devices or the active plan's.
     remaining: Remaining | None = None
-    load_bytes: int = 0  #: weights that its devices lack
-    load_s: float = 0.0  #: until they have them, if nothing else uses devices and links
-    own_s: float = 0.0  #: the same of devices of the active plan alone: their load slows down runs
+    #: Weights that its devices lack.
+    load_bytes: int = 0
+    #: Time of the load with all of devices and links.
+    load_s: float = 0.0
+    #: The same for devices of the active plan only: their load slows down runs.
+    own_s: float = 0.0
+    #: It fits next to the active plan; otherwise requests wait during its load.
     beside: bool = True
+    #: Time since the last evidence on a device with a changed slowdown.
     unheard_s: float = 0.0
 
     @property
@@ -106,38 +112,41 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The active plan, others that may serve instead, and what requests there are."""
+    """The active plan, its alternatives, and the requests."""
 
     active: Option | None
     options: Sequence[Option]
     period_s: float  #: from one request to the next
-    busy: float = 1.0  #: part of the time in which requests of all models run
-    search_s: float = 0.5  #: until a move begins
-    waiting: int = 0  #: requests without a plan; their clients are expected to ask again when they have the answer
-    may_try: bool = True  #: nothing is on trial, and trials are allowed
-    tried: AbstractSet[StrategyKey] = frozenset()  #: methods that had a trial within the hour
-    #: Devices may be changing, and the next run tells: what slows all of them down shows on one of them first.
+    busy: float = 1.0  #: part of the time with running requests of any model
+    search_s: float = 0.5  #: time until a move begins
+    waiting: int = 0  #: requests without a plan; each client is expected to send another request after its answer
+    may_try: bool = True  #: no trial is running, and trials are allowed
+    tried: AbstractSet[StrategyKey] = frozenset()  #: methods with a trial within the hour
+    #: Devices may be changing, and the next run will decide: a slowdown of all shows on one device first.
     is_unclear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What the rule says of one plan beside the active one, in numbers.
-
-    gain: expected, as a part of the active plan's cost. probability: that it is better. requests: that gain from it
-    until the situation is expected to change. cost_s: of the move, in seconds of requests. value_s: what it wins in
-    all, costs counted twice; kind: what may be done, None: nothing. why: in words.
-    """
+    """The rule's numbers for one plan, compared with the active plan."""
 
     option: Option
+    #: Expected gain, as a part of the active plan's cost.
     gain: float
+    #: That the plan is better.
     probability: float
+    #: Requests that gain from the move until the situation is expected to change.
     requests: float
+    #: Cost of the move in seconds of requests.
     cost_s: float
+    #: Expected value of the move in seconds of requests, with costs counted twice.
     value_s: float
+    #: The possible move, None: stay.
     kind: Kind | None
+    #: The reason, for users.
     why: str
-    share: float = 1.0  #: of devices and links that its load takes from runs
+    #: Share of devices and links for its load.
+    share: float = 1.0
 
     def __str__(self) -> str:
         plan, loads = self.option.plan, self.option.load_bytes / 2**20
@@ -146,7 +155,7 @@ class Assessment:
         return f"{plan.method} on {', '.join(plan.devices)}: {self.why}; {numbers}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for the record of a model's plans."""
+        """Return plain data for JSON, for the record of a model's plans."""
         return {
             "name": self.option.plan.method,
             "devices": list(self.option.plan.devices),
@@ -163,7 +172,7 @@ class Assessment:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The move to make, None: stay; and all that was considered, the best first."""
+    """The move to make, None: stay; and all assessed options, the best first."""
 
     move: Assessment | None
     considered: tuple[Assessment, ...] = ()
@@ -195,9 +204,9 @@ def decide(situation: Situation) -> Verdict:
 def _without_plan(situation: Situation, option: Option, best: Option) -> Assessment:
     """Assess a first plan: requests wait for its load, and it serves until the best plan has loaded too.
 
-    Requests come at the pace of the past, and one after another from each client that waits now: such a client loses
-    the time until the first answer, which counts `cost_factor` times because it may give up, and then the part of each
-    request by which the best plan is faster.
+    Requests arrive at the past pace, and one after another from each waiting client. A waiting client loses the time
+    until the first answer, counted `cost_factor` times because it may give up. After that it loses, in each request,
+    the time by which the best plan is faster.
     """
     cost, least = float(option.cost.mean()), float(best.cost.mean())
     gain = 1 - least / max(cost, 1e-12)
@@ -214,14 +223,14 @@ def _without_plan(situation: Situation, option: Option, best: Option) -> Assessm
 
 
 def _waiting_s(load_s: float, period_s: float) -> float:
-    """Return the seconds that requests wait together which come while a plan is made ready and none serves."""
+    """Return the total waiting seconds of requests that arrive during a load without an active plan."""
     return (load_s + RULE.ready_s) ** 2 / 2 / period_s
 
 
 def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
-    """Assess a plan beside the active one."""
+    """Assess a plan against the active plan."""
     typical = float(active.cost.mean())
-    unit_s = float(active.seconds.mean()) / max(typical, 1e-12)  # of a request, for a gain in the objective's unit
+    unit_s = float(active.seconds.mean()) / max(typical, 1e-12)  # seconds of a request per unit of the objective
     gains = active.cost * (1 + _doubt(active.plan, option.plan, len(active.cost))) - option.cost
     gain, better = float(gains.mean()) / max(typical, 1e-12), float((gains > 0).mean())
     share = load_share(gain)
@@ -229,7 +238,7 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
         option = replace(option, load_s=option.own_s / share)
     requests, later = _requests(situation, option)
     cost_s = _cost_s(situation, active, option, unit_s, share)
-    # When the youngest change ends the better one stays: of this plan and those that need no load then.
+    # After the end of the youngest change the best plan stays: this one, or a plan without a load.
     free = [active.before, *(o.before for o in situation.options if not o.load_bytes)]
     later_s = later * max((1 - RULE.least_gain) * min(free) - option.before, 0.0) * unit_s if later else 0.0
     value_s = requests * float(gains.mean()) * unit_s + later_s - RULE.cost_factor * cost_s
@@ -237,13 +246,13 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     if option.candidate.price.missing:
         why = "it lacks memory"
     elif situation.is_unclear:
-        why = "devices may be changing, and the next run tells"
+        why = "devices may be changing, and the next run will decide"
     elif better >= RULE.sure and gain < RULE.least_gain:
         why = f"it gains less than {RULE.least_gain:.0%}"
     elif better >= RULE.sure:
         kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
     elif (why := _why_not_try(situation, option)) == "":
-        if option.unheard_s and gain <= 0:  # a hope alone: what is not known now is known better after as long again
+        if option.unheard_s and gain <= 0:  # a hope only: the present doubt is expected to last as long again
             requests = min(requests, option.unheard_s / situation.period_s)
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
@@ -253,7 +262,8 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
 def load_share(gain: float) -> float:
     """Return the share of devices and links that a load takes from runs, for a plan with this relative gain.
 
-    w seconds of work done at a share p cost w / (1 - p) of slower runs and w * gain / p of a later gain: least here.
+    The share minimises the loss: w seconds of work at a share p cost w / (1 - p) by slower runs and w * gain / p by the
+    later gain.
     """
     root = sqrt(max(gain, RULE.least_gain))
     return min(root / (1 + root), RULE.most_share)
@@ -267,15 +277,15 @@ def _requests(situation: Situation, option: Option) -> tuple[float, float]:
 
 
 def _lasts_s(remaining: Remaining | None, ready_s: float) -> float:
-    """Return for how many of the seconds that are foreseen things are expected to be as now, from when a plan is ready.
+    """Return the expected seconds, from a plan's readiness to the horizon, until the youngest change ends.
 
-    The mean, not the median: what moves no bytes is worth it for the few changes that last.
+    The mean, not the median: a move without a load pays off for the few changes that last.
     """
     return max(RULE.horizon_s - ready_s, 0.0) if remaining is None else remaining.expected_s(ready_s, RULE.horizon_s)
 
 
 def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
-    """Return by how much two plans of one method differ beyond their prices, [draws] of the same numbers each time."""
+    """Return the error of the price ratio of two plans of one method [draws], with equal numbers at each call."""
     if strategy_key(active) != strategy_key(other):
         return 0.0
     rng = np.random.default_rng(crc32(repr((strategy_key(other), sorted(other.shares.items()))).encode()))
@@ -283,7 +293,7 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
 
 
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float, share: float) -> float:
-    """Return the seconds of requests that a move costs: activation, load, and being wrong when a change ends."""
+    """Return the cost of a move in seconds of requests: activation, load, and late requests after a change ends."""
     cost_s = situation.busy * (RULE.activation_s + option.own_s / (1 - share))
     if not option.beside:
         cost_s += _waiting_s(option.load_s, situation.period_s)
@@ -297,16 +307,16 @@ def _why_not_try(situation: Situation, option: Option) -> str:
     if not situation.may_try:
         return "it is not surely better"
     if not option.beside:
-        return "it is not surely better, and does not fit beside the active plan for a trial"
+        return "it is not surely better, and does not fit next to the active plan for a trial"
     if option.unheard_s:
         return ""
     if option.method_sd < RULE.known_sd:
-        return "it is not surely better, and its method is known"
+        return "it is not surely better, and its method is measured well"
     return "it was tried within the hour" if strategy_key(option.plan) in situation.tried else ""
 
 
 def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: float) -> float:
-    """Return what it wins to know: some runs tell, then the better plan stays."""
+    """Return the value of information in seconds: after some runs the better plan stays."""
     won_s = max(requests - RULE.trial_runs, 0.0) * float(np.maximum(gains_s, 0).mean())
     lost_s = min(RULE.trial_runs, requests) * float(np.maximum(-gains_s, 0).mean())
     back_s = float((gains_s <= 0).mean()) * RULE.activation_s
@@ -314,52 +324,55 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inside a request: whether a run goes on under another plan from a block on, or a text behind a token.
+# Handover inside a request: a run continues under another plan from a block on, a text from a token on.
 
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Where a request might go on under another plan, in steps: blocks of a run's graph, or tokens of a text.
+    """A possible handover of a request to another plan; steps are blocks of a run's graph, or tokens of a text."""
 
-    steps: in all; here: those behind it, at the most; start: the first one under the other plan. moved_s: of what
-    devices send. again: steps take as long as what is computed again. each: part of a price that a step takes.
-    """
-
+    #: All steps of the request.
     steps: float
-    here: int
+    #: Completed steps at most.
+    done: int
+    #: The first step under the other plan.
     start: int
+    #: Part of a price per step.
     each: float
+    #: Time of the frames at the border.
     moved_s: float = 0.0
+    #: Repeated work, in steps.
     again: float = 0.0
 
     @classmethod
-    def of_run(cls, blocks: int, here: int, moved_s: float = 0.0) -> Border:
-        """Return the next border of a run that is in a block by now at the most."""
-        return cls(blocks, here, here + RULE.lead_blocks, 1 / blocks, moved_s)
+    def of_run(cls, blocks: int, block: int, moved_s: float = 0.0) -> Border:
+        """Return the next border of a run; block: the farthest present block."""
+        return cls(blocks, block, block + RULE.lead_blocks, 1 / blocks, moved_s)
 
     @classmethod
     def of_text(cls, tokens: int, most: int, again: float, each: float = 1.0) -> Border:
-        """Return the border behind the tokens of a text that may still have so many."""
+        """Return the border after the tokens of a text; most: tokens that may follow."""
         return cls(tokens + RULE.text_left * most, tokens, tokens, each, again=again)
 
     def __str__(self) -> str:
         again = f", with rows that take as long as {self.again:.0f}" if self.again else ""
-        return f"at {self.here} of {self.steps:.0f}, from {self.start} on{again}"
+        return f"at {self.done} of {self.steps:.0f}, from {self.start} on{again}"
 
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """What the rule says of going on under another plan, in numbers.
-
-    rest_s: expected without it; gain_s: how much less with it, and the probability that it is less. goes: whether it is
-    done. why: not, beside the numbers.
-    """
+    """The rule's numbers for a handover inside a request."""
 
     border: Border
+    #: Expected seconds of the rest under the present plan.
     rest_s: float
+    #: Expected gain in seconds.
     gain_s: float
+    #: That the handover gains.
     probability: float
+    #: The request is handed over.
     goes: bool
+    #: Another reason against the handover.
     why: str = ""
 
     def __str__(self) -> str:
@@ -368,9 +381,9 @@ class GoingOn:
 
 
 def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
-    """Return whether what began under `active` goes on under `other`; both prices are those of the run's shape."""
+    """Return whether to continue a request of plan `active` under `other`; both are priced for the request's shape."""
     each_s = border.each * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
-    left, until = border.steps - border.here, border.start - border.here
+    left, until = border.steps - border.done, border.start - border.done
     stay_s = left * each_s
     moved_s = border.moved_s + RULE.handover_s
     go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + moved_s
@@ -380,9 +393,9 @@ def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
 
 
 def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float) -> bool:
-    """Return whether a second device should load the weights of the only one that serves, ahead of its loss.
+    """Return whether a second device should load the weights of the only serving device, in case that is lost.
 
-    loss_probability: of that one, as long as the weights are held. load_s: of the second one, which runs do not use.
+    loss_probability: of the serving device, while the second one holds the weights. load_s: of the second device.
     """
     return loss_probability * _waiting_s(load_s, period_s) > RULE.cost_factor * busy * RULE.activation_s
 
@@ -397,10 +410,10 @@ def pays_to_search(
     search_s: float,
     search_factor: float,
 ) -> bool:
-    """Return whether a search, and the move that follows, may win more than both cost.
+    """Return whether a search and the following move may gain more than they cost.
 
-    gain: the part of a request's time `run_s` that it may win: a move needs the least gain, and prices are off by as
-    much. remaining: of the youngest change. search_factor: how many times as long a request takes beside a search.
+    gain: possible gain as a part of a request's time `run_s`: a move needs the least gain, and prices have an error of
+    the same size. remaining: of the youngest change. search_factor: on the time of a request during a search.
     """
     requests = _lasts_s(remaining, search_s + RULE.ready_s) / period_s
     cost_s = busy * (search_s * max(search_factor - 1, 0.0) + RULE.activation_s)
@@ -408,13 +421,13 @@ def pays_to_search(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What devices hold already.
+# Loads of candidates.
 
 
 def with_loads(question: Question, decision: Decision, active: Candidate | None) -> Decision:
-    """Return a decision whose feasible candidates say what devices would load, and whether they fit beside the active.
+    """Return a decision with the loads of its feasible candidates, and whether they fit next to the active plan.
 
-    Devices hold the weights of the question's residents, and of the active plan.
+    Devices hold the weights of the question's residents and of the active plan.
     """
     held = [*([] if active is None else [active.plan]), *question.residents]
     ranking = tuple(_with_loads(question, c, held, active) for c in decision.ranking)
@@ -427,7 +440,7 @@ def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: 
     spec, devices, fits = question.spec, c.plan.devices, True
     resident = {device: resident_weights(spec, c.plan, device) for device in devices}
     memory = {device: held_matrices(spec, device, held) for device in devices}
-    shared = question.cluster.endpoints.issuperset(devices)  # devices send each other the tiles that one of them has
+    shared = question.cluster.endpoints.issuperset(devices)  # devices share their tiles
     if question.tiles is not None:
         needs = {d: frozenset(matrices(resident[d], memory[d]).values()) - memory[d] for d in devices}
         load = site_load(question.tiles, needs, question.cached, shared=shared)
@@ -438,8 +451,8 @@ def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: 
         load = SiteLoad(lacks, once if shared else sum(part.fetched_bytes for part in lacks.values()))
     for device in devices:
         if active is not None and device in active.plan.devices:
-            beside = bytes_to_load(spec, c.plan, device, [active.plan])
-            common = resident_bytes(spec, c.plan, device) - beside + tile_map_bytes(spec)
+            new_bytes = bytes_to_load(spec, c.plan, device, [active.plan])
+            common = resident_bytes(spec, c.plan, device) - new_bytes + tile_map_bytes(spec)
             together = c.price.needs[device] + active.price.needs[device] - common
             fits = fits and together <= c.price.memory_bytes[device]
     cached = {device: part.cached_bytes for device, part in load.devices.items()}

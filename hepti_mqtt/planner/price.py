@@ -1,4 +1,4 @@
-"""The price of one candidate plan: predicted time and bytes by simulation, memory by the Programs' own accounting."""
+"""The price of a plan: predicted time and bytes by simulation, memory needs from its Programs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
 
-# Up to this number of rows takes about as long to exchange as one: a frame costs more than its bytes.
+#: Up to this number of rows an exchange takes as long as for one row: the frame costs more than its bytes.
 _FEW_ROWS: Final = 8
 
 
 def _no_pause() -> None:
-    """Pause not at all."""
+    """Do nothing."""
 
 
 class Budget:
-    """What a search may take, in seconds of its processor from when it first asks; clock: says how many it has had.
+    """A limit on the processor seconds of a search, from its first check; clock: the processor seconds so far.
 
-    What is worth knowing first is worked out whatever the budget says.
+    The first steps of a search ignore it.
     """
 
     def __init__(self, seconds: float = inf, clock: Callable[[], float] = float) -> None:
@@ -61,7 +61,7 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether nothing is left."""
+        """Return whether the limit is reached."""
         if self._began_s is None:
             self._began_s = self._clock()
         return self._clock() - self._began_s >= self.seconds
@@ -69,53 +69,62 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned.
-
-    shape: the request to optimise for. in_flight: requests that run at once. strategy, devices, wire, storage, route:
-    what the user pinned. relayed_pairs: (source, target) that have endpoints, but no way except over the broker.
-    packet_bytes: of the largest packet that gets through to a device, by device; those that met no limit are missing.
-    learned: from earlier runs.
-    requests: so many are played for the throughput of the best candidates; 0: none, unless that is the objective.
-    accuracy: how far narrow numbers on the wire may move the answer, relative to f32; the wire is the search's choice
-    then. errors: how far they do; weight_error: how far narrow weights do. is_exhaustive: work out the best of every
-    strategy and variant, also where it cannot be chosen any more. active: the plan that serves now: its order of
-    devices and its head stay where the devices do. residents: other plans of which devices still hold the weights, the
-    last one first. budget: of the search. pause: called some ten times for each price: a search can leave the processor
-    to others there.
-    """
+    """The input of a search for a plan."""
 
     naming: TopicNames
     spec: Spec
     cluster: Cluster
+    #: The request to optimise for.
     shape: RequestShape
     plan_version: PlanVersion
+    #: Number of concurrent requests.
     in_flight: int = 1
+    #: Pinned method, None: any.
     strategy: str | None = None
+    #: Pinned options of the method.
     options: Mapping[str, str] = field(default_factory=dict)
+    #: Pinned devices, None: any.
     devices: tuple[str, ...] | None = None
+    #: Pinned; with an accuracy budget the search chooses.
     wire: WireDtype = "f32"
+    #: Pinned.
     weight_dtype: WeightDtype = "f32"
+    #: Pinned, None: any.
     route: Route | None = None
+    #: (source, target) with endpoints that cannot connect: their exchanges pass the broker.
     relayed_pairs: frozenset[DevicePair] = frozenset()
+    #: Size limit of packets by device; devices without a limit are missing.
     packet_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: From earlier runs.
     learned: Corrections = field(default_factory=Corrections)
+    #: Requests to simulate for the throughput of the best candidates; 0: none, unless that is the objective.
     requests: int = 0
     objective: Objective = "latency"
+    #: Largest error of the answer by narrow wires, relative to f32; None: the wire is pinned.
     accuracy: float | None = None
+    #: Measured errors of the answer by narrow wires.
     errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
+    #: Measured error of the answer by narrow weights.
     weight_error: float | None = None
+    #: Compare the best candidate of every strategy and variant, even if it cannot be the best plan.
     is_exhaustive: bool = True
+    #: The active plan: plans on the same devices keep its order and its root.
     active: Plan | None = None
+    #: Other plans with weights still on devices, the latest first.
     residents: tuple[Plan, ...] = ()
-    coming: Plan | None = None  #: the plan whose load is under way
+    #: The loading plan.
+    coming: Plan | None = None
     budget: Budget = field(default_factory=Budget, compare=False)
-    tiles: TileMap | None = field(default=None, compare=False)  #: of the model's weights, if its manifest is known
-    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
+    #: Tiles of the model's weights, None without a manifest.
+    tiles: TileMap | None = field(default=None, compare=False)
+    #: Tiles in the caches of devices.
+    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)
+    #: Called some ten times per price: a search can yield the processor there.
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
     @property
     def load_requests(self) -> int:
-        """Return how many requests are played for the throughput of a plan that is simulated in full."""
+        """Return the number of requests in a full simulation of a plan's throughput."""
         return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
@@ -127,7 +136,7 @@ class SimulatedRequest(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that a plan needs on each device, and those that are missing there."""
+    """Bytes that a plan needs, and bytes that are missing, by device."""
 
     needs: Mapping[str, int]
     missing: Mapping[str, int]
@@ -135,24 +144,29 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a plan costs: seconds and bytes of one request, bytes needed and missing per device, use of each device.
+    """The predicted time, bytes and memory needs of a plan."""
 
-    correction: how many times as long it took in earlier runs than the simulator says. load: what it does with several
-    requests, where that was asked. period_s: at least so long from one answer to the next when several requests wait,
-    for what devices compute and send. memory_bytes: bytes that each device has. objective: what plans are compared by.
-    simulated: the request under each replica, where all of its layers were simulated.
-    """
-
+    #: Of one request, by simulation.
     seconds: float
+    #: Sent bytes of one request.
     nbytes: int
+    #: Memory bytes by device.
     needs: Mapping[str, int]
+    #: Memory bytes that devices lack, by device.
     missing: Mapping[str, int]
+    #: Work of one request by device.
     use: Mapping[str, DeviceUse]
+    #: Measured over predicted time in earlier runs.
     correction: float = 1.0
+    #: Simulated throughput, None if it was not simulated.
     load: Throughput | None = None
+    #: Least time between answers if requests are waiting, for the busiest device or link.
     period_s: float = 0.0
+    #: Memory of each device.
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    #: The objective by which plans are compared.
     objective: Objective = "latency"
+    #: The request under each replica, if all layers were simulated.
     simulated: tuple[SimulatedRequest, ...] = ()
 
     @property
@@ -162,12 +176,12 @@ class Price:
 
     @property
     def expected_s(self) -> float:
-        """Return the seconds of one request by simulation and experience."""
+        """Return the simulated seconds of one request with the correction."""
         return self.seconds * self.correction
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Return what plans are compared by, the less the better: that of the objective, then the expected seconds."""
+        """Return the cost for comparisons, smaller is better: that of the objective, then the expected seconds."""
         costs = {
             "latency": self.expected_s,
             "throughput": self.expected_period_s,
@@ -177,16 +191,16 @@ class Price:
 
     @property
     def expected_period_s(self) -> float:
-        """Return the expected seconds from one answer to the next; at least so many, if no requests were played."""
+        """Return the expected seconds between answers; a lower bound if throughput was not simulated."""
         return self.correction * (1 / self.load.requests_per_s if self.load else self.period_s)
 
     @property
     def memory_share(self) -> float:
-        """Return the largest share of a device's memory that is needed, 0 where nothing is known."""
+        """Return the largest needed share of a device's memory, 0 without memory needs."""
         return max((n / max(self.memory_bytes[d], 1) for d, n in self.needs.items()), default=0.0)
 
     def joules(self, cluster: Cluster) -> float | None:
-        """Return what devices draw for one request, computing and sending; None if that is not known of all."""
+        """Return the energy of one request in joules, computing and sending; None if a device's power is unknown."""
         total = 0.0
         for device, use in self.use.items():
             if (power := cluster.devices[device].power) is None:
@@ -197,7 +211,7 @@ class Price:
 
     @property
     def parts(self) -> TimeParts:
-        """Return what its seconds are made of."""
+        """Return the parts of its seconds."""
         return TimeParts.of(self.use, self.seconds)
 
     @property
@@ -207,25 +221,27 @@ class Price:
 
 
 def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: int) -> float:
-    """Return the predicted seconds of a run of some rows under a plan that was priced for others."""
-    product, known = usual_product(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
+    """Return the predicted seconds of a run, from a price for another number of rows."""
+    product, priced_rows = usual_product(spec, plan.weight_dtype), max(plan.predicted_tokens, 1)
     factor = partial(rows_factor, cluster, plan.devices, product)
-    return max(plan.predicted_s, 1e-9) * price.parts.length_factor(factor(rows) / factor(known), rows, known)
+    return max(plan.predicted_s, 1e-9) * price.parts.length_factor(
+        factor(rows) / factor(priced_rows), rows, priced_rows
+    )
 
 
 class TimeParts(NamedTuple):
-    """Parts of the seconds of a run: products with weights, what ops cost beside their work, and other work of theirs.
+    """Parts of a run's seconds, 0 to 1; the rest is exchanges."""
 
-    The rest is exchanges.
-    """
-
+    #: Products with weights.
     products: float = 1.0
+    #: Fixed overhead of ops.
     overhead: float = 0.0
+    #: Other work of ops.
     others: float = 0.0
 
     @classmethod
     def of(cls, use: Mapping[str, DeviceUse], seconds: float) -> TimeParts:
-        """Return the parts of a run, whose devices compute in turn or side by side; use: by device."""
+        """Return the parts of a run; its devices compute in turn or in parallel; use: by device."""
         computed_s = sum(one.compute_s for one in use.values())
         if not computed_s:
             return cls()
@@ -235,15 +251,15 @@ class TimeParts(NamedTuple):
         products, overhead = (part * sum(getattr(o, k) for o in use.values()) for k in ("product_s", "overhead_s"))
         return cls(products, overhead, part * computed_s - products - overhead)
 
-    def length_factor(self, products: float, rows: int, known: int) -> float:
-        """Return how many times as long as a run of `known` rows one of other rows takes.
+    def length_factor(self, products: float, rows: int, priced_rows: int) -> float:
+        """Return the factor on a run's time if it has `rows` instead of `priced_rows` rows.
 
-        products: how many times as long those take, of few rows nearly as long as of one. Exchanges of few rows take as
-        long as of one.
+        products: the factor on products, which take nearly as long for few rows as for one. Exchanges of few rows take
+        as long as of one.
         """
         exchanges = 1 - sum(self)
-        work = self.products * products + self.overhead + self.others * rows / known
-        return work + exchanges * max(rows, _FEW_ROWS) / max(known, _FEW_ROWS)
+        work = self.products * products + self.overhead + self.others * rows / priced_rows
+        return work + exchanges * max(rows, _FEW_ROWS) / max(priced_rows, _FEW_ROWS)
 
 
 def needed_bytes(question: Question, plan: Plan, device: str) -> int:
@@ -252,9 +268,9 @@ def needed_bytes(question: Question, plan: Plan, device: str) -> int:
 
 
 def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
-    """Return the resident bytes of a device under a plan: weights, Programs, slots and sessions of requests in flight.
+    """Return the peak bytes of a device under a plan: weights, Programs, slots and sessions of requests in flight.
 
-    While the weights are loaded nothing runs yet, but blocks that are not complete may take more than the slots.
+    During the load no request runs, but incomplete blocks may take more memory than the slots.
     """
     live = max_live_bytes(spec, plan, device, in_flight)
     kept = resident_bytes(spec, plan, device) + programs_bytes(spec, plan, device) + tile_map_bytes(spec)
@@ -262,23 +278,23 @@ def peak_bytes(spec: Spec, plan: Plan, device: str, in_flight: int) -> int:
 
 
 SINGLE: Final = next(method.name for method in STRATEGIES.values() if method.max_devices == 1)
-PLENTY: Final = 2  # a device with room for its part of any plan this many times has room for two plans
-# Its part needs at most so much more than all of the model on it alone: what it receives, and larger Programs.
+PLENTY: Final = 2  #: memory over the bound of any plan's part with which a device has room for two plans
+#: Bound of a device's part of any plan, relative to the whole model on it: received tensors and larger Programs.
 MORE: Final = 1.25
-MORE_BYTES: Final = 64 << 20
+MORE_BYTES: Final = 64 << 20  #: added to that bound
 
 
 def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Memory:
-    """Return what memory a plan needs and lacks, by device.
+    """Return the memory that a plan needs and lacks, by device.
 
-    Not exactly: of a plan of many devices that all have plenty, a search takes a bound.
+    exactly: False: a search uses a bound for plans on many devices with plenty of memory.
     """
     many = len(plan.devices) > THOROUGH and not question.is_exhaustive and question.objective != "memory"
     if many and not exactly:
         whole, rest = _most_bytes(question.spec, question.weight_dtype, question.in_flight)
         memory = [question.cluster.devices[device].memory_bytes for device in plan.devices]
         bounds = dict.fromkeys(plan.devices, whole + rest)
-        if min(memory) < PLENTY * (whole + rest):  # the weights of a part tell more, and take longer
+        if min(memory) < PLENTY * (whole + rest):  # the weights of each part give a closer bound and take longer
             bounds = {d: resident_bytes(question.spec, plan, d) + rest for d in plan.devices}
         if all(most >= PLENTY * need for most, need in zip(memory, bounds.values(), strict=True)):
             return Memory(bounds, {})
@@ -292,7 +308,7 @@ def memory_needs(question: Question, plan: Plan, *, exactly: bool = False) -> Me
 
 @lru_cache(maxsize=8)
 def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> tuple[int, int]:
-    """Return bounds of what a device's part of any plan needs: its weights, and all else."""
+    """Return bounds of the bytes of a device's part of any plan: weights, and everything else."""
     alone = plan_alone(storage)
     weights = resident_bytes(spec, alone, "")
     rest = peak_bytes(spec, alone, "", in_flight) - weights
@@ -300,14 +316,14 @@ def _most_bytes(spec: Spec, storage: WeightDtype, in_flight: int) -> tuple[int, 
 
 
 def plan_alone(storage: WeightDtype) -> Plan:
-    """Return the plan of one device, whatever its name and the model's."""
+    """Return a plan of one device, with empty names of device and model."""
     return Plan("", PlanVersion(0, 0), SINGLE, ("",), "", weight_dtype=storage)
 
 
 def plan_packet(question: Question, plan: Plan) -> int:
-    """Return the bytes of the largest packet to or from the broker that a request of one sequence may need.
+    """Return the bytes of the largest packet to or from the broker for a request of one sequence.
 
-    The output of a batch, or of want="hidden", may be larger: the head device refuses such a request by itself.
+    The output of a batch, or of want="hidden", may be larger: the root device refuses such a request.
     """
     shape = largest_shape(question.spec)
     parts = (compact_programs(question.spec, run, shape) for run in plan.executables)  # inner layers are alike
@@ -315,18 +331,18 @@ def plan_packet(question: Question, plan: Plan) -> int:
 
 
 def packet_limit(question: Question, plan: Plan) -> int | None:
-    """Return the largest packet that gets through to every device of a plan, None if any does."""
+    """Return the smallest packet limit of a plan's devices, None without a limit."""
     return min((question.packet_bytes[d] for d in plan.devices if d in question.packet_bytes), default=None)
 
 
 def fits_packet_limit(question: Question, plan: Plan) -> bool:
-    """Return whether the weights, and every packet that a request of one sequence may need, get through."""
+    """Return whether weights and requests of one sequence fit the packet limit."""
     limit = packet_limit(question, plan)
     return limit is None or max(tile_packet(question), plan_packet(question, plan)) <= limit
 
 
 def tile_packet(question: Question) -> int:
-    """Return the bytes of the largest packet that brings weights to a device."""
+    """Return the bytes of the largest packet with weights to a device."""
     most = max(_tile_items(source.shape) for source in tensor_sources(question.spec))
     topics, nbytes = Topics(question.naming.site), frame_bytes(most * DTYPE_BYTES["f32"])
     return max(publish_bytes(topics.weights(device), nbytes, 1) for device in question.cluster.devices)
@@ -337,10 +353,10 @@ def _tile_items(shape: tuple[int, ...]) -> int:
 
 
 def price(question: Question, plan: Plan, full: bool = False, memory: Memory | None = None) -> Price:
-    """Return the price of `plan`; memory: what it needs, where that is known already.
+    """Return the price of a plan; memory: its memory, if it is already computed.
 
-    Not full: of equal layers one is simulated, and the others are taken to take as long; the search uses that. Full:
-    all layers are simulated, and so are several requests if the question asks for their throughput.
+    full: simulate all layers, and several requests if the question needs throughput. Otherwise one of several equal
+    layers is simulated and stands for all; the search uses that.
     """
     needs, missing = memory or memory_needs(question, plan)
     runs = [_simulate_one(question, run, full) for run in plan.executables]
@@ -366,18 +382,18 @@ def price(question: Question, plan: Plan, full: bool = False, memory: Memory | N
 
 
 def _simulate_one(question: Question, plan: Plan, full: bool) -> Simulation:
-    """Return one request under a plan without replicas; not full: with equal layers once."""
+    """Simulate one request under a plan without replicas; full: all layers, otherwise one of several equal layers."""
     spec, shape = question.spec, question.shape
     repeated = None if full else lower_plan(spec, plan, shape).repeated_layer
-    made = device_program if full else searched_program
+    build = device_program if full else searched_program
     parts = {}
     for device in plan.devices:
         question.pause()
-        parts[device] = made(spec, plan, shape, device)
+        parts[device] = build(spec, plan, shape, device)
     question.pause()
     return simulate(question.naming, spec, shape, parts, question.cluster, repeated=repeated)
 
 
 def _period(cluster: Cluster, use: Mapping[str, DeviceUse]) -> float:
-    """Return how long the busiest device, or its link, has to do with one request."""
+    """Return the seconds of work of the busiest device or link for one request."""
     return max(max(u.compute_s, u.sent_bytes / cluster.links[d].up_bytes_per_s) for d, u in use.items())

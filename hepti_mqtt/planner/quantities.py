@@ -1,8 +1,9 @@
 """One measured quantity: a normal posterior of its logarithm, streams of observations, a change test.
 
 Every quantity is positive. Meters err together for seconds, so the variance and the correlation of each stream of
-observations are learned from the stream. A change test says when the quantity itself has become another; what was
-known before is kept, because most changes end, and the longer nothing is heard, the more likely they have.
+observations are learned from the stream. A change test detects when the quantity itself has changed. The posterior
+before the change is kept, because most changes end. The longer a quantity is unobserved, the more likely its change has
+ended.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ class Estimator:
     """
 
     # The change test: g = max(0, g + min(|z|, clip) - slack) on standardised errors z, in standard deviations.
-    clip: float = 8.0  #: most that one error counts
+    clip: float = 8.0  #: limit of one error
     slack: float = 1.0  #: error that does not count as a change
     threshold: float = 6.0  #: sum of errors beyond which the quantity has changed
     alarm: float = 2.0  #: least error of an observation that speaks for a change; two must
     window: int = 12  #: observations since the sum left 0 that are kept
-    same: float = 0.25  #: a change that returns so close to the value before it has ended
-    normal_s: float = 300.0  #: a change that lasts so long, or longer than the state before it, is the normal state
+    same: float = 0.25  #: a change has ended if the value is this close to the value before it
+    normal_s: float = 300.0  #: a change that lasts this long, or longer than the state before it, is the normal state
     # The posterior.
     degrees_of_freedom: float = 4.0  #: of the Student noise: an outlier counts less
     reset_sd: float = 0.12  #: least standard deviation right after a change
     restored_sd: float = 0.02  #: least standard deviation after the end of a change
-    known_sd: float = 0.15  #: a quantity that is known less well has not changed: it is still being learned
+    known_sd: float = 0.15  #: a quantity with a larger standard deviation cannot change: it is still being learned
     # Learned noise of a stream.
     learning_rate: float = 0.02  #: of its variance and correlation
     least_noise_sd: float = 0.03
     most_noise_sd: float = 0.5
-    offset_prior: float = 3.0  #: made-up observations of a stream without an offset
+    offset_prior: float = 3.0  #: pseudo-observations of a stream without an offset
     offset_window: int = 50  #: last observations that the offset is learned from
 
 
@@ -48,7 +49,7 @@ ESTIMATOR: Final = Estimator()
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What the noise of a stream is taken to be at first: standard deviation, and correlation from one to the next."""
+    """The initial noise of a stream: standard deviation, and correlation between successive observations."""
 
     sd: float
     correlation: float = 0.0
@@ -56,51 +57,52 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known of a quantity before it was observed.
-
-    mean, sd: of the logarithm; drift: standard deviation by which it wanders in a second. streams: noise by name.
-    judge: the stream without which weaker ones do not settle that the quantity has changed; None: each may.
-    """
+    """The distribution of a quantity before its first observation; mean and sd are of the logarithm."""
 
     mean: float
     sd: float
+    #: Standard deviation of the random walk in one second.
     drift: float
+    #: Noise by stream.
     streams: Mapping[str, Noise]
+    #: The stream that must confirm a change; None: each stream alone may.
     judge: str | None = None
 
 
 @dataclass(slots=True)
 class Stream:
-    """One kind of observation: variance of its noise and covariance from one to the next, both learned.
-
-    offset: what it says beyond the quantity; offset_count: observations that this was learned from. last: its last
-    error; value, at_s: its last observation, and when.
-    """
+    """One kind of observation of a quantity; its noise is learned."""
 
     variance: float
+    #: Of the noise of successive observations.
     covariance: float
+    #: Error of the last observation.
     last: float = 0.0
     count: int = 0
+    #: Bias: mean of the observations minus the quantity.
     offset: float = 0.0
+    #: Observations that the offset is learned from.
     offset_count: int = 0
+    #: The last observation.
     value: float = 0.0
+    #: Time of the last observation.
     at_s: float = -inf
 
     @property
     def repeats(self) -> float:
-        """Return how many observations say as much as one would without correlation."""
+        """Return how many correlated observations are worth one independent observation."""
         correlation = min(max(self.covariance / self.variance, 0.0), 0.9)
         return (1 + correlation) / (1 - correlation)
 
     def learn_offset(self, gap: float) -> None:
-        """Take how far it was off by better evidence."""
+        """Update the offset by an observation's difference from better evidence."""
         self.offset += (gap - self.offset) / (
             min(self.offset_count, ESTIMATOR.offset_window) + ESTIMATOR.offset_prior + 1
         )
         self.offset_count += 1
 
     def learn_noise(self, error: float) -> None:
-        """Take one error more."""
+        """Update variance and covariance by an observation's error."""
         bounded = self.variance + ESTIMATOR.learning_rate * (error * error - self.variance)
         self.variance = min(max(bounded, ESTIMATOR.least_noise_sd**2), ESTIMATOR.most_noise_sd**2)
         self.covariance += ESTIMATOR.learning_rate * (error * self.last - self.covariance)
@@ -108,44 +110,51 @@ class Stream:
 
 
 class Change(NamedTuple):
-    """A change that has not ended: since when, what was known before and since when, its age when it was found."""
+    """A change that has not ended."""
 
     began_s: float
+    #: Of the posterior before the change.
     mean: float
+    #: Of the posterior before the change.
     variance: float
-    found_age_s: float
+    #: Age of the change at its detection.
+    detected_age_s: float
+    #: Start of the state before the change.
     since_s: float
 
     def is_normal(self, now: float) -> bool:
-        """Return whether it is how things are: what is as it was before would be the change then."""
+        """Return whether the changed value is the normal state by now: a return would be a new change."""
         return now - self.began_s >= min(ESTIMATOR.normal_s, self.began_s - self.since_s)
 
 
 class EndedChange(NamedTuple):
-    """How far a quantity had gone, the age of the change when it was found, and in the end."""
+    """A change after its end."""
 
+    #: Distance from the mean before the change.
     size: float
-    found_age_s: float
+    #: Age of the change at its detection.
+    detected_age_s: float
+    #: Age of the change at its end.
     age_s: float
 
 
 class Remaining(NamedTuple):
-    """How much longer a change of some age lasts: t seconds more with probability (age / (age + t)) ** exponent."""
+    """Pareto law of a change's remaining time t: it is longer with probability (age / (age + t)) ** exponent."""
 
     age_s: float
     exponent: float
 
     @property
     def median_s(self) -> float:
-        """Return the seconds that it lasts more in half of all cases."""
+        """Return the median of the remaining seconds."""
         return self.age_s * float(2 ** (1 / self.exponent) - 1)
 
     def survival(self, seconds: float) -> float:
-        """Return the probability that it lasts for some seconds more."""
+        """Return the probability that the change lasts for some more seconds."""
         return float((self.age_s / (self.age_s + max(seconds, 0.0))) ** self.exponent)
 
     def expected_s(self, start_s: float, stop_s: float) -> float:
-        """Return how many of the seconds between two times from now it is expected to last."""
+        """Return the expected seconds of the change between two times, both in seconds from now."""
         if start_s >= stop_s:
             return 0.0
         (a, b), one_less = (1 + start_s / self.age_s, 1 + stop_s / self.age_s), 1 - self.exponent
@@ -153,24 +162,24 @@ class Remaining(NamedTuple):
 
 
 class ChangeAges:
-    """How long changes last: ages follow a Pareto law whose exponent those about as large have taught."""
+    """Durations of changes: a Pareto law; its exponent is learned from changes of a similar size."""
 
-    PRIOR_COUNT: Final = 2.0  # made-up changes ...
-    PRIOR_EXPONENT: Final = 0.75  # ... with this exponent: what has lasted will last 1.5 times as long again
+    PRIOR_COUNT: Final = 2.0  #: pseudo-observations of the prior
+    PRIOR_EXPONENT: Final = 0.75  #: of the prior: the median of the remaining time is 1.5 times the age
 
     def __init__(self) -> None:
         self._ended: deque[EndedChange] = deque(maxlen=40)
 
     def record(self, ended: EndedChange) -> None:
-        """Take a change that has ended."""
+        """Learn from a change that has ended."""
         self._ended.append(ended)
 
     def remaining(self, change: Change, mean: float, now: float) -> Remaining:
-        """Return how much longer a change will last, by its size and its age."""
+        """Return the remaining time of a change, by its size and its age."""
         size, age_s = abs(mean - change.mean), max(now - change.began_s, 1.0)
         like = [e for e in self._ended if 0.6 * size < e.size < 1.6 * size]
-        total = self.PRIOR_COUNT / self.PRIOR_EXPONENT + sum(log(e.age_s / e.found_age_s) for e in like)
-        total += max(log(age_s / change.found_age_s), 0.0)  # this one counts as not yet ended
+        total = self.PRIOR_COUNT / self.PRIOR_EXPONENT + sum(log(e.age_s / e.detected_age_s) for e in like)
+        total += max(log(age_s / change.detected_age_s), 0.0)  # a censored observation: this change has not ended yet
         return Remaining(age_s, (self.PRIOR_COUNT + len(like)) / total)
 
 
@@ -183,41 +192,41 @@ class _Excursion(NamedTuple):
     at_s: float
 
 
-Found = Literal["changed", "ended"]
+ChangeEvent = Literal["changed", "ended"]
 Posterior = tuple[float, float]  # mean and variance
 
 
 class Quantity:
-    """The posterior of one logarithm; `now` by any one clock, in seconds.
-
-    changes: those that have not ended, the oldest first. count: of observations; at_s: when the last one came.
-    """
+    """The posterior of the logarithm of one quantity; all calls take `now` from the same clock, in seconds."""
 
     def __init__(self, prior: Prior, now: float, ages: ChangeAges | None = None) -> None:
+        # at_s: time of the last observation.
         self._prior, self._ages, self.at_s, self._since_s = prior, ages or ChangeAges(), now, now
         self.mean, self.variance = prior.mean, prior.sd**2
         self.streams = {
             name: Stream(noise.sd**2, noise.correlation * noise.sd**2) for name, noise in prior.streams.items()
         }
+        #: Changes that have not ended, the oldest first.
         self.changes: list[Change] = []
+        #: Number of observations.
         self.count = 0
         self._up = self._down = 0.0
-        self._doubted_s = now  # the first of those observations without which it would not be in doubt
+        self._doubted_s = now  # time of the first observation of the current doubt
         self._recent: deque[_Excursion] = deque(maxlen=ESTIMATOR.window)
 
     def sd(self, now: float | None = None) -> float:
-        """Return the standard deviation, now or when it was last observed."""
+        """Return the standard deviation now, or at the last observation."""
         waited_s = 0.0 if now is None else max(now - self.at_s, 0.0)
         return sqrt(self.variance + self._prior.drift**2 * waited_s)
 
     @property
     def is_in_doubt(self) -> bool:
-        """Return whether half of what a change takes has been seen."""
+        """Return whether the CUSUM is beyond half of its threshold."""
         return max(self._up, self._down) > ESTIMATOR.threshold / 2
 
     @property
     def doubted_s(self) -> float:
-        """Return since when it is in doubt, infinity if it is not."""
+        """Return the start of the current doubt, infinity without one."""
         return self._doubted_s if self.is_in_doubt else inf
 
     def observe(
@@ -229,25 +238,25 @@ class Quantity:
         *,
         alone: bool = False,
         extra_variance: float = 0.0,
-    ) -> Found | None:
-        """Take an observation; return "changed" if the quantity has become another, "ended" if such a change is over.
+    ) -> ChangeEvent | None:
+        """Update the posterior by an observation; return "changed" or "ended" if a change begins or ends.
 
-        weight: below 1 for a doubtful one. alone: such observations may say by themselves that it has changed; others
-        go half of the way, unless they are the judge's. extra_variance: of what else the value depends on.
+        weight: below 1 for a doubtful observation. alone: the stream may detect a change without the judge; otherwise
+        its CUSUM stops at half of the threshold. extra_variance: of other influences on the value.
         """
-        heard = self.streams[stream]
-        if self.ended_unheard(now) > 0.5 and self._is_as_before(log_value - heard.offset):
-            heard.count += 1
+        state = self.streams[stream]
+        if self.ended_probability(now) > 0.5 and self._is_as_before(log_value - state.offset):
+            state.count += 1
             self._end(self.changes[-1], now)
             return "ended"
         self.variance += self._prior.drift**2 * max(now - self.at_s, 0.0)
-        self.at_s, self.count, heard.count = max(now, self.at_s), self.count + 1, heard.count + 1
-        heard.value, heard.at_s = log_value, now
-        value, noise = log_value - heard.offset, heard.variance + extra_variance
-        error, repeats = value - self.mean, heard.repeats
+        self.at_s, self.count, state.count = max(now, self.at_s), self.count + 1, state.count + 1
+        state.value, state.at_s = log_value, now
+        value, noise = log_value - state.offset, state.variance + extra_variance
+        error, repeats = value - self.mean, state.repeats
         score = error / sqrt(self.variance + noise / weight)
-        seen = _Excursion(value, score, weight / (noise * repeats), sqrt(noise / weight), stream, now)
-        if self._test(seen, weight / sqrt(repeats), alone):
+        excursion = _Excursion(value, score, weight / (noise * repeats), sqrt(noise / weight), stream, now)
+        if self._test(excursion, weight / sqrt(repeats), alone):
             return self._become(now)
         spread = noise * repeats / weight
         spread *= max(
@@ -258,12 +267,12 @@ class Quantity:
         gain = self.variance / (self.variance + spread)
         self.mean += gain * error
         self.variance *= 1 - gain
-        if abs(score) < 4 and weight >= 0.8 and extra_variance <= heard.variance:
-            heard.learn_noise(error)
+        if abs(score) < 4 and weight >= 0.8 and extra_variance <= state.variance:
+            state.learn_noise(error)
         return None
 
     def undo_since(self, since_s: float) -> bool:
-        """Take back the changes found to have begun since then: their cause was another quantity."""
+        """Undo the changes that began since a time: another quantity caused them."""
         undone = next((c for c in self.changes if c.began_s >= since_s), None)
         if undone is None:
             return False
@@ -272,60 +281,60 @@ class Quantity:
         return True
 
     def changes_since(self, now: float) -> list[Change]:
-        """Return the changes that are not yet how things are."""
+        """Return the changes after the last change with a value that is the normal state."""
         normal = [i for i, change in enumerate(self.changes) if change.is_normal(now)]
         return self.changes[normal[-1] + 1 :] if normal else list(self.changes)
 
     def remaining(self, now: float) -> Remaining | None:
-        """Return how much longer the last change will last, None without one."""
+        """Return the remaining time of the last change, None without a change."""
         return self._ages.remaining(self.changes[-1], self.mean, now) if self.changes else None
 
-    def ended_unheard(self, now: float) -> float:
+    def ended_probability(self, now: float) -> float:
         """Return the probability that the last change has ended since the last observation."""
         remaining = self.remaining(self.at_s)
         return 0.0 if remaining is None else 1 - remaining.survival(now - self.at_s)
 
     def believed(self, now: float | None = None) -> Posterior:
-        """Return mean and variance, now or when it was last observed; what was before, if a change has likely ended."""
-        if now is not None and self.ended_unheard(now) > 0.5:
+        """Return the posterior now, or at the last observation; before the last change, if it has probably ended."""
+        if now is not None and self.ended_probability(now) > 0.5:
             return self.changes[-1].mean, self.changes[-1].variance + ESTIMATOR.reset_sd**2
         return self.mean, self.sd(now) ** 2
 
-    def _test(self, seen: _Excursion, step: float, alone: bool) -> bool:
-        """Return whether the two-sided sum of errors says that the quantity has changed."""
-        judges = self._prior.judge in (None, seen.stream)
-        most = inf if alone or judges else ESTIMATOR.threshold / 2
-        cut, step = min(max(seen.score, -ESTIMATOR.clip), ESTIMATOR.clip), min(step, 1.0)
+    def _test(self, excursion: _Excursion, step: float, alone: bool) -> bool:
+        """Update the two-sided CUSUM; return whether the quantity has changed."""
+        judges = self._prior.judge in (None, excursion.stream)
+        limit = inf if alone or judges else ESTIMATOR.threshold / 2
+        clipped, step = min(max(excursion.score, -ESTIMATOR.clip), ESTIMATOR.clip), min(step, 1.0)
         if not self.is_in_doubt:
-            self._doubted_s = seen.at_s
-        self._up = max(0.0, min(self._up + step * (cut - ESTIMATOR.slack), max(most, self._up)))
-        self._down = max(0.0, min(self._down + step * (-cut - ESTIMATOR.slack), max(most, self._down)))
+            self._doubted_s = excursion.at_s
+        self._up = max(0.0, min(self._up + step * (clipped - ESTIMATOR.slack), max(limit, self._up)))
+        self._down = max(0.0, min(self._down + step * (-clipped - ESTIMATOR.slack), max(limit, self._down)))
         if self._up == self._down == 0.0:
             self._recent.clear()
             return False
-        self._recent.append(seen)
+        self._recent.append(excursion)
         if max(self._up, self._down) <= ESTIMATOR.threshold:
             return False
-        # One stall is no change, nor one now and then: two runs have said so alike, or two of what may speak alone, and
-        # with them most of what came since.
-        judge, alike = None if alone else self._prior.judge, self._alike()
-        since = [one for one in self._recent if one.at_s >= alike[0].at_s]
-        loud = sum(one.score * self._sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in alike)
-        return loud > 1 and 2 * len(alike) > len(since)
+        # A stall, or an occasional stall, is not a change. A change needs two similar observations of the judge (or of
+        # a stream that may detect changes alone), and most observations since then must agree with them.
+        judge, similar = None if alone else self._prior.judge, self._similar()
+        since = [one for one in self._recent if one.at_s >= similar[0].at_s]
+        alarms = sum(one.score * self._sign >= ESTIMATOR.alarm and judge in (None, one.stream) for one in similar)
+        return alarms > 1 and 2 * len(similar) > len(since)
 
     @property
     def _sign(self) -> int:
         return 1 if self._up >= self._down else -1
 
-    def _alike(self) -> list[_Excursion]:
-        """Return what came since the sum of errors left 0 and says about the same as the last one."""
+    def _similar(self) -> list[_Excursion]:
+        """Return the observations since the CUSUM left 0 that are similar to the last one."""
         last = self._recent[-1]
         within = [max(ESTIMATOR.same, 3 * hypot(one.sd, last.sd)) for one in self._recent]
-        return [one for one, most in zip(self._recent, within, strict=True) if abs(one.value - last.value) <= most]
+        return [one for one, limit in zip(self._recent, within, strict=True) if abs(one.value - last.value) <= limit]
 
-    def _become(self, now: float) -> Found | None:
-        """Take the weighted median of what says alike that it has changed; what that returns to holds again."""
-        mean, variance, since = self.mean, self.variance, self._alike()
+    def _become(self, now: float) -> ChangeEvent | None:
+        """Set the posterior to the weighted median of similar observations, or restore one from before a change."""
+        mean, variance, since = self.mean, self.variance, self._similar()
         began_s = since[0].at_s - 1.0  # observations are of the last second
         total, half = sum(one.precision for one in since), 0.0
         for one in sorted(since, key=lambda one: one.value):
@@ -351,9 +360,9 @@ class Quantity:
         return abs(value - self.changes[-1].mean) < abs(value - self.mean)
 
     def _end(self, ended: Change, now: float) -> None:
-        """A change has ended: what was known before it holds again."""
-        age_s = max(now - ended.began_s, ended.found_age_s)
-        self._ages.record(EndedChange(abs(self.mean - ended.mean), ended.found_age_s, age_s))
+        """End a change: restore the posterior before it."""
+        age_s = max(now - ended.began_s, ended.detected_age_s)
+        self._ages.record(EndedChange(abs(self.mean - ended.mean), ended.detected_age_s, age_s))
         self.mean, self.variance, self._since_s = (
             ended.mean,
             max(ended.variance, ESTIMATOR.restored_sd**2),
@@ -365,30 +374,30 @@ class Quantity:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kin: devices of one kind share a prior when they are read.
+# Kin: devices of one kind share a prior when their posteriors are read.
 
-KIN_SD: Final = 0.04  # how far equal devices differ
+KIN_SD: Final = 0.04  # standard deviation between equal devices
 
 
 def with_kin(kin: Sequence[Quantity], now: float | None = None) -> list[Posterior]:
-    """Return the posteriors of quantities of one kind, with what they say of each other.
+    """Return the posteriors of quantities of one kind, each combined with the others.
 
-    The further one is from the others, for what is known of it, the less they say of it.
+    The others count less for a quantity that is far from them, measured by its standard deviation.
     """
     own = [x.believed(now) for x in kin]
     if len(own) < 2:
         return own
     middle = median_low([mean for mean, _ in own])
-    weights = [_belongs(m - middle, v + KIN_SD**2) / (v + KIN_SD**2) for m, v in own]
+    weights = [_kin_weight(m - middle, v + KIN_SD**2) / (v + KIN_SD**2) for m, v in own]
     shared = sum(w * mean for w, (mean, _) in zip(weights, own, strict=True)) / sum(weights)
-    width, found = KIN_SD**2 + 1 / sum(weights), []
+    width, posteriors = KIN_SD**2 + 1 / sum(weights), []
     for mean, variance in own:
-        precision = _belongs(mean - shared, variance + width) / width
+        precision = _kin_weight(mean - shared, variance + width) / width
         less = 1 / (1 / variance + precision)
-        found.append(((mean / variance + shared * precision) * less, less))
-    return found
+        posteriors.append(((mean / variance + shared * precision) * less, less))
+    return posteriors
 
 
-def _belongs(apart: float, variance: float) -> float:
-    """Return how far one belongs to its kind: 1 within two standard deviations, less and less beyond."""
+def _kin_weight(apart: float, variance: float) -> float:
+    """Return the weight of a member of its kind: 1 within two standard deviations, falling beyond."""
     return min(4 * variance / max(apart * apart, 1e-12), 1.0) ** 2

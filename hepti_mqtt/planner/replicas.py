@@ -1,4 +1,4 @@
-"""Replicas to price: which devices make up each, and which plan each has inside, from a search of its own."""
+"""Replicas: the groups of devices to price, and the plan of each group from a search of its own."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from hepti_mqtt.planner.price import Question
 from hepti_mqtt.shares import Options
 from hepti_mqtt.strategies import Method
 
-FEW: Final = 4  # of more devices only two groups and half as many as devices are tried, unless they are pinned
+FEW: Final = 4  #: with more devices only 2, half as many groups as devices, and single devices are tried
 
 
 def replica_plans(
     question: Question, method: Method, by_speed: Sequence[str], decide: Callable[[Question], Decision]
 ) -> Iterator[Plan]:
-    """Yield the plans of replicas for devices, fastest first; decide: searches the plan of one of them.
+    """Yield plans with replicas; by_speed: the devices, fastest first; decide: searches the plan of one group.
 
-    Where devices are not pinned, groups are left out that have no room for a replica. If none has, the plan of all of
-    them says what is missing. Raises ConfigError for groups that are asked for, where no method divides the model over
-    one of them.
+    Groups without room for a replica are left out, unless devices are pinned. If no group has room, the plan of all
+    devices shows the missing memory. Raises ConfigError for pinned groups that no method can divide the model over.
     """
     rows = max(question.shape.size, 1)
     speeds = [question.cluster.devices[d].speed(rows) for d in by_speed]
-    known: dict[tuple[str, ...], Plan | None] = {}
+    plans: dict[tuple[str, ...], Plan | None] = {}
 
     def inside(group: tuple[str, ...]) -> Plan | None:
-        if group not in known:
-            known[group] = _inside(question, group, decide)
-        return known[group]
+        if group not in plans:
+            plans[group] = _inside(question, group, decide)
+        return plans[group]
 
     has_several = False
     of_one_group: list[Plan] = []  # worth a plan only if no choice has room for two groups
@@ -62,10 +61,10 @@ def _choices(question: Question, method: Method, devices: int) -> list[Options]:
 
 
 def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Question], Decision]) -> Plan | None:
-    """Return the fastest plan that uses a whole group, None if none fits."""
-    asked = replace(question, strategy=None, options={}, devices=group, objective="latency", requests=0)
+    """Return the fastest feasible plan on all devices of a group, None without one."""
+    group_question = replace(question, strategy=None, options={}, devices=group, objective="latency", requests=0)
     try:
-        ranking = decide(asked).ranking
+        ranking = decide(group_question).ranking
     except PlanError:
         return None
     able = (c.plan for c in ranking if c.price.feasible and len(c.plan.devices) == len(group))
@@ -73,9 +72,9 @@ def _inside(question: Question, group: tuple[str, ...], decide: Callable[[Questi
 
 
 def _of_all(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Plan | None:
-    """Return the plan of all devices, whether it fits or not; None if no other method divides the model so.
+    """Return the plan of all devices, even if it does not fit; None if the method cannot divide the model.
 
-    Raises ConfigError instead, if it is what was asked for.
+    Raises ConfigError instead of returning None if the method and its options are pinned.
     """
     devices = tuple(speeds)
     template = Plan(question.naming.model, question.plan_version, method.name, devices, devices[0])
@@ -86,13 +85,13 @@ def _of_all(question: Question, method: Method, options: Options, speeds: Mappin
         if question.strategy == method.name and question.options:
             raise ConfigError(
                 f"{question.naming.model} cannot have such {method.name}: {error}; leave out the groups, and each "
-                "device is one by itself"
+                "device becomes a replica"
             ) from error
         return None
 
 
 def _joined(question: Question, method: Method, options: Options, parts: Sequence[Plan]) -> Plan:
-    """Return one plan of several side by side, the fastest first; its wire is the narrowest of theirs."""
+    """Return one plan with several replicas, the fastest first; its wire is the narrowest of theirs."""
     first = question.plan_version
     replicas = tuple(
         replace(part, version=PlanVersion(first.boot, first.number + number))

@@ -1,4 +1,4 @@
-"""The search: candidates one after the other, the best first, from the plan that serves to every set of devices."""
+"""The search for a plan: candidates from the active plan to every set of devices, promising ones first."""
 
 from __future__ import annotations
 
@@ -69,77 +69,76 @@ from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.strategies import STRATEGIES, Method
 
-REFINED: Final = 3  # candidates that are refined
-COMPARED: Final = 6  # candidates that are fitted into memory, of each method the fastest among them where all compare
-STEPPED: Final = 2  # candidates whose shares are tried step by step
-FASTER: Final = 1.1  # a device that is faster than the head by less may be so by noise
-# The least speed-up for which several devices are taken: below it, predictions are too inexact.
-MIN_SPEEDUP: Final = 1.04
-# Throughputs that differ by less are alike: a short load ends where it ends, and devices that wait for each other lose
-# more on a busy machine than the simulator says. Of such plans the one that sends least is taken.
+REFINED: Final = 3  #: candidates to refine
+COMPARED: Final = 6  #: candidates to fit into memory, at least the fastest of each method in an exhaustive search
+STEPPED: Final = 2  #: candidates to refine by steps of single shares
+FASTER: Final = 1.1  #: least speed of another root device relative to the present one: less may be noise
+MIN_SPEEDUP: Final = 1.04  #: least speed-up of several devices: predictions are not more exact
+#: Largest ratio of similar throughputs. The end of a short load is uneven, and waiting devices lose more on a busy
+#: machine than in the simulator. Of similar plans, the plan with the fewest sent bytes is chosen.
 ALIKE: Final = 1.05
 _BROKER: Final = "the site's broker"
 
-# (cost or its bound, number, plan, whether it is known to fit)
+# (cost or its lower bound, number, plan, whether it fits into memory for certain)
 _Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
 
 
 def candidates(question: Question) -> Iterator[Candidate]:
-    """Yield feasible plans, those first that cost least to find, and of these the best; the budget ends them.
+    """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
 
-    First what stands: the active plan at the prices of now, its rows moved, plans whose weights are there, the best
-    device alone. Then all others in the order of their price, looked at in the order of what they cost at the least.
-    Then the best ones refined. What stands, and one plan that fits, come whatever the budget. Raises as `decide` does,
-    but for PlanError where nothing fits: nothing is yielded then.
+    First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded weights,
+    the best device alone. Then all others by price, in the order of their lower bounds. Then refinements of the best.
+    The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide` does, except
+    PlanError: if no plan fits, nothing is yielded.
     """
     return Search(question).candidates()
 
 
 class Search:
-    """One search: what it has found as it goes.
-
-    found: feasible candidates. oversized: drafts that do not fit. pruned: candidates too far behind to be looked at, by
-    a price without memory.
-    """
+    """One search and its results so far."""
 
     def __init__(self, question: Question) -> None:
         check_question(question)
         self.question = question
-        self.found: list[Candidate] = []
+        #: Feasible candidates.
+        self.feasible: list[Candidate] = []
+        #: Feasible standing plans: the active plan and its variants, plans with loaded weights, one device alone.
         self.standing: list[Candidate] = []
+        #: Drafts that do not fit into memory.
         self.oversized: list[Draft] = []
+        #: Candidates that are too slow to refine; their prices have no memory needs.
         self.pruned: list[Candidate] = []
         self._number = 0  # of guesses so far
-        self._kept_out: list[Plan] = []  # by packets that do not get through
-        self._larger: dict[str, list[Draft]] = {}  # by name, what is looked at after the sets that are half as large
+        self._kept_out: list[Plan] = []  # plans with packets beyond a limit
+        self._larger: dict[str, list[Draft]] = {}  # by name: drafts that wait for the price of half as many devices
         self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates, as `candidates` says."""
-        guesses, hopeless = _by_room(self.question, list(_initial_plans(self.question)))
+        """Yield the candidates as described in `candidates`."""
+        guesses, without_room = _by_room(self.question, list(_initial_plans(self.question)))
         if not self.question.is_exhaustive:
             guesses, self._larger = _by_size(guesses)
         queue, floor = self._queue(guesses)
         for c in self._stand(queue, floor):
             self.standing.append(c)
-            self.found.append(c)
+            self.feasible.append(c)
             yield c
         for stage in (self._by_bound(queue, floor), self._refined(floor)):
             for c in stage:
-                self.found.append(c)
+                self.feasible.append(c)
                 yield c
-        self._explain(hopeless)
+        self._explain(without_room)
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is a plan, and no time to look for a better one."""
-        return bool(self.found) and self.question.budget.is_spent
+        """Return whether there is a plan and the budget is spent."""
+        return bool(self.feasible) and self.question.budget.is_spent
 
     @property
     def _best_s(self) -> float:
-        return min((c.price.expected_s for c in self.found), default=inf)
+        return min((c.price.expected_s for c in self.feasible), default=inf)
 
-    # -- what stands ----------------------------------------------------------------------------------------------
+    # -- standing plans -------------------------------------------------------------------------------------------
 
     def _stand(self, queue: Sequence[_Step], floor: LowerBound) -> Iterator[Candidate]:
         question, active = self.question, self.question.active
@@ -154,13 +153,13 @@ class Search:
         if active is not None:
             best = self._best_s
             for draft in self._with_other_devices(active):
-                able = draft.plan.root != active.root or self._has_weights(draft.plan)  # a new head lacks its part
-                if not self.found or (floor.bound_unpriced(draft.plan) < best and able):
+                able = draft.plan.root != active.root or self._has_weights(draft.plan)  # a new root lacks its weights
+                if not self.feasible or (floor.bound_unpriced(draft.plan) < best and able):
                     yield from self._priced(draft.plan, draft.shares)
 
     def usable_plans(self) -> Iterator[Plan]:
-        """Yield the active plan, the one that loads, and those with loaded weights, if the question allows them."""
-        question, seen = self.question, set[tuple[object, ...]]()
+        """Yield the active plan, the loading plan and plans with loaded weights, if the question allows them."""
+        question, keys = self.question, set[tuple[object, ...]]()
         for plan in (question.active, question.coming, *question.residents):
             if plan is None or plan.replicas or not set(plan.devices) <= set(question.cluster.devices):
                 continue
@@ -183,16 +182,16 @@ class Search:
                 plan.wire,
                 plan.route,
             )
-            if key not in seen:
-                seen.add(key)
+            if key not in keys:
+                keys.add(key)
                 yield plan
 
     def _with_other_devices(self, active: Plan) -> Iterator[Draft]:
-        """Yield the active plan's method on all of its devices but one, or on those that are left."""
+        """Yield the active plan's method on its devices that are online, or without one of them if all are online."""
         question, profiles = self.question, self.question.cluster.devices
-        left = tuple(d for d in active.devices if d in profiles)
-        sets = [left] if len(left) < len(active.devices) else [tuple(e for e in left if e != d) for d in left]
-        if active.replicas or question.devices is not None or len(left) > THOROUGH:
+        online = tuple(d for d in active.devices if d in profiles)
+        sets = [online] if len(online) < len(active.devices) else [tuple(e for e in online if e != d) for d in online]
+        if active.replicas or question.devices is not None or len(online) > THOROUGH:
             return
         for devices in sets:
             if len(devices) > 1 and active.method in _variant_names(active.strategy, len(devices)):
@@ -206,10 +205,10 @@ class Search:
                     yield divided(question, draft)
 
     def _priced(self, plan: Plan, shares: tuple[float, ...]) -> Iterator[Candidate]:
-        """Yield a plan with its price, unless it does not fit or its method cannot divide the model any more."""
+        """Yield a plan with its price if it still fits and its method can still divide the model."""
         with dividing(self.question, plan.strategy):
-            if (found := fitting(self.question, price_draft(self.question, Draft(plan, shares)))) is not None:
-                yield found
+            if (candidate := fitting(self.question, price_draft(self.question, Draft(plan, shares)))) is not None:
+                yield candidate
 
     def _has_weights(self, plan: Plan) -> bool:
         """Return whether the devices of a plan have all of its weights."""
@@ -220,7 +219,7 @@ class Search:
     # -- by lower bound -------------------------------------------------------------------------------------------
 
     def _queue(self, guesses: Sequence[Draft]) -> tuple[list[_Step], LowerBound]:
-        """Return a heap of the guesses by what they cost at the least: it follows from the prices of devices alone."""
+        """Return a heap of guesses by lower bound, and the bounds, which follow from the prices of single devices."""
         question = self.question
         later = chain.from_iterable(self._larger.values())
         names = list(dict.fromkeys(d for g in (*guesses, *later) for d in g.plan.devices))
@@ -234,23 +233,22 @@ class Search:
                         queue.append((c.price.cost, n, c, False))
                         alone[c.plan.root] = c.price.seconds
         self._number = len(guesses)
-        known = {number for _, number, _, _ in queue}
+        priced = {number for _, number, _, _ in queue}
         like = interchangeable(question, list(dict.fromkeys((*alone, *names))))
         floor = LowerBound(question, {device: alone[kind] for device, kind in like.items() if kind in alone})
         first = set() if question.is_exhaustive else _smallest(guesses)
         for n, guess in enumerate(guesses):
-            if n not in known:
+            if n not in priced:
                 least = -1.0 if n in first else floor.bound_unpriced(guess.plan)
                 queue.append(((least, least), n, guess, False))
         heapify(queue)
         return queue, floor
 
     def _by_bound(self, queue: list[_Step], floor: LowerBound) -> Iterator[Candidate]:
-        """Yield the fastest candidates that fit, the fastest first, and note those that do not or are far behind.
+        """Yield the fastest candidates that fit, the fastest first; note oversized and pruned ones.
 
-        Where the question compares, the fastest of every other strategy and variant is among the first, so that the
-        comparison is fair. What a plan costs is worked out no earlier than its turn comes: first what it cannot be
-        faster than, then its price, then the memory that it needs.
+        In an exhaustive search every strategy and variant has a place among them, so the comparison is fair. Each step
+        is taken only when the candidate is first in the queue: lower bound, then price, then memory needs.
         """
         question, taken = self.question, list[Candidate]()
         while queue:
@@ -258,7 +256,7 @@ class Search:
                 yield from self._best_priced(queue)
                 return
             cost, n, c, fits = heappop(queue)
-            # Who is behind takes a place too, unless memory is short, where it might not fit: others get none for it.
+            # A pruned candidate takes a place too, unless memory is short: then it might not fit.
             places = [*taken, *([] if self.oversized else self.pruned)]
             if len(places) >= COMPARED and c.name in {other.name for other in places}:
                 continue
@@ -270,7 +268,7 @@ class Search:
                 self._grow(queue, c, floor)
                 continue
             least = floor.bound_unpriced(c.plan) if isinstance(c, Draft) and not question.is_exhaustive else 0.0
-            if least > cost[0] >= 0:  # more is known than when it was put there
+            if least > cost[0] >= 0:  # the bound has risen since the push
                 heappush(queue, ((least, least), n, c, False))
                 continue
             with dividing(question, c.plan.strategy):
@@ -279,33 +277,33 @@ class Search:
                     floor.observe(c)
                     heappush(queue, (c.price.cost, n, c, False))
                     self._grow(queue, c, floor)
-                elif (found := self._fitted(c)) is not None:
-                    heappush(queue, (found.price.cost, n, found, True))
+                elif (fitted := self._fitted(c)) is not None:
+                    heappush(queue, (fitted.price.cost, n, fitted, True))
 
     def _best_priced(self, queue: Sequence[_Step]) -> Iterator[Candidate]:
-        """Yield the best plan that has a price, if that is better than those that were found."""
-        best_s = min(c.price.cost for c in self.found)
+        """Yield the best priced plan in the queue that is better than all feasible candidates."""
+        best_s = min(c.price.cost for c in self.feasible)
         for cost, _, c, fits in sorted(step for step in queue if isinstance(step[2], Candidate)):
             if cost >= best_s or not isinstance(c, Candidate):
                 return
             with dividing(self.question, c.plan.strategy):
-                if (found := c if fits else self._fitted(c)) is not None:
-                    yield found
+                if (fitted := c if fits else self._fitted(c)) is not None:
+                    yield fitted
                     return
 
     def _grow(self, queue: list[_Step], c: Draft | Candidate, floor: LowerBound) -> None:
-        """Let larger sets of a method follow those that were the largest so far, unless these were slower than less.
+        """Add a method's next larger sets of devices to the queue, unless the present set is slower than a smaller one.
 
-        What each device does beside its part of the work grows with their number, so larger ones would be slower still.
+        The overhead of each device grows with their number, so larger sets would be slower still.
         """
         waiting, devices = self._larger.get(c.name, []), len(c.plan.devices)
         ready = bool(waiting) and devices >= min(THOROUGH, len(waiting[0].plan.devices) // 2)
         if isinstance(c, Draft) and ready and min(floor.bound_unpriced(w.plan) for w in waiting) < self._best_s:
-            c = price_draft(self.question, c)  # which costs a fraction of a larger one's price, and says much of it
+            c = price_draft(self.question, c)  # much cheaper to price than a larger set, and a good bound for it
             floor.observe(c)
         if isinstance(c, Candidate):
-            known = self._least.get((c.name, devices), inf)
-            self._least[c.name, devices] = min(known, c.price.seconds)
+            least = self._least.get((c.name, devices), inf)
+            self._least[c.name, devices] = min(least, c.price.seconds)
             fewer = min((s for (name, n), s in self._least.items() if name == c.name and n < devices), default=inf)
             if c.price.seconds > fewer:
                 return
@@ -314,17 +312,17 @@ class Search:
         size = len(waiting[0].plan.devices)
         while waiting and len(waiting[0].plan.devices) == size:
             guess = waiting.pop(0)
-            least = floor.bound_unpriced(guess.plan)
+            bound = floor.bound_unpriced(guess.plan)
             self._number += 1
-            heappush(queue, ((least, least), self._number, guess, False))
+            heappush(queue, ((bound, bound), self._number, guess, False))
 
     def _is_behind(self, c: Draft | Candidate, floor: LowerBound) -> bool:
-        """Return whether a plan is not expected to beat the best one; note one that has a price."""
-        if self.question.is_exhaustive or c.name == SINGLE or not self.found:
+        """Return whether a plan cannot be expected to beat the best one; note it as pruned if it has a price."""
+        if self.question.is_exhaustive or c.name == SINGLE or not self.feasible:
             return False
-        best = min(self.found, key=lambda other: other.price.expected_s)
+        best = min(self.feasible, key=lambda other: other.price.expected_s)
         if isinstance(c, Draft) and c.name == best.name and len(c.plan.devices) > THOROUGH:
-            return False  # few sizes are tried of many devices, and balanced shares may make another one the best
+            return False  # few sizes of many devices are tried, and balanced shares may change their order
         priced_s = c.price.seconds if isinstance(c, Candidate) else None
         if not floor.is_pruned(c.plan, priced_s, best.price.expected_s):
             return False
@@ -333,7 +331,7 @@ class Search:
         return True
 
     def _fitted(self, c: Candidate) -> Candidate | None:
-        """Return a candidate with shares that fit; None, and note why, if there are none."""
+        """Return a candidate with shares that fit into memory; None if there are none, with a note of the reason."""
         question = self.question
         draft = fit_memory(question, with_memory(question, c))
         if draft.missing:
@@ -350,7 +348,7 @@ class Search:
     # -- refinement -----------------------------------------------------------------------------------------------
 
     def _refined(self, floor: LowerBound) -> Iterator[Candidate]:
-        """Yield the best candidates refined: route and wire, shares where devices finish together, single units."""
+        """Yield refinements of the best candidates: route and wire, balanced shares, single units."""
         question, done = self.question, list[Candidate]()
         for c in self._best(None if question.is_exhaustive else REFINED):
             best_s = min((d.price.expected_s for d in done), default=inf)
@@ -373,15 +371,15 @@ class Search:
                     yield done[n]
 
     def _best(self, most: int | None) -> list[Candidate]:
-        """Return the candidates to refine, the best first, of each method and set of devices the best one."""
+        """Return the candidates to refine, the best first: the best of each method and set of devices."""
         best: dict[tuple[str, frozenset[str]], Candidate] = {}
-        for c in sorted(self.found, key=_order):
+        for c in sorted(self.feasible, key=_order):
             best.setdefault((c.name, frozenset(c.plan.devices)), c)
         return list(best.values())[:most]
 
     @staticmethod
     def _with_other_head(question: Question, c: Candidate) -> Candidate:
-        """Return a plan on the active plan's devices with the fastest as its head, if that pays."""
+        """Return a plan on the active plan's devices with the fastest device as root, if that is cheaper."""
         if question.active is None or set(question.active.devices) != set(c.plan.devices) or c.plan.replicas:
             return c
         rows = max(_most_rows(question) // len(c.plan.devices), 1)
@@ -392,19 +390,19 @@ class Search:
         other = fitting(question, price_draft(question, Draft(replace(c.plan, root=fastest), c.shares)))
         return other if other is not None and other.price.cost < c.price.cost else c
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- result ---------------------------------------------------------------------------------------------------
 
-    def _explain(self, hopeless: Mapping[str, Draft]) -> None:
-        """Note of each method that nothing of it fits, and raise PacketLimitError if packets alone are in the way."""
-        if not self.found and self._kept_out and not self.oversized:
+    def _explain(self, without_room: Mapping[str, Draft]) -> None:
+        """Note the methods without a fitting plan; raise PacketLimitError if only packet limits exclude all plans."""
+        if not self.feasible and self._kept_out and not self.oversized:
             raise _packet_error(self.question, self._kept_out)
-        explained = {c.name for c in self.found} | {draft.name for draft in self.oversized}
-        for name, guess in hopeless.items():
+        explained = {c.name for c in self.feasible} | {draft.name for draft in self.oversized}
+        for name, guess in without_room.items():
             if name not in explained:
                 with dividing(self.question, guess.plan.strategy):
                     self.oversized.append(with_memory(self.question, divided(self.question, guess)))
-        told = {c.name for c in self.found} | {draft.name for draft in self.oversized}
-        first = {c.name: c for c in reversed(self.pruned) if c.name not in told}
+        listed = {c.name for c in self.feasible} | {draft.name for draft in self.oversized}
+        first = {c.name: c for c in reversed(self.pruned) if c.name not in listed}
         self.pruned = list(first.values())
 
     def decision(self, *, chosen_only: bool = False) -> Decision:
@@ -414,8 +412,8 @@ class Search:
         """
         question, best = self.question, dict[object, Candidate]()
         standing = {id(c) for c in self.standing}
-        for c in sorted(self.found, key=_order):
-            # What devices load tells plans of a method apart too: those that stand are kept beside the best.
+        for c in sorted(self.feasible, key=_order):
+            # Plans of one method differ in their loads too: standing plans are kept next to the best plan.
             best.setdefault((c.name, str(c.plan)) if id(c) in standing and c.name in best else c.name, c)
         for draft in sorted(self.oversized, key=lambda d: d.missing_bytes):
             best.setdefault(draft.name, price_draft(question, draft))
@@ -428,10 +426,10 @@ class Search:
 
 
 def decide(question: Question, *, chosen_only: bool = False) -> Decision:
-    """Return the best feasible plan; chosen_only: as of `Search.decision`.
+    """Return the best feasible plan; chosen_only: as in `Search.decision`.
 
-    Raises ConfigError for an unknown strategy or device, PlanError if nothing is feasible: the text says how much
-    memory is missing where; PacketLimitError if the broker takes no packet that any plan, or the weights, need.
+    Raises ConfigError for an unknown strategy or device, PlanError with the missing memory of each device if no plan
+    is feasible, PacketLimitError if every plan, or the weights, need packets beyond the broker's limit.
     """
     search = Search(question)
     for _ in search.candidates():
@@ -440,26 +438,28 @@ def decide(question: Question, *, chosen_only: bool = False) -> Decision:
 
 
 def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
-    """Return the best of what stands, or else the first plan that fits: for requests that wait and have none.
+    """Return the best standing plan, or else the first feasible plan, for requests that wait without a plan.
 
-    last: the plan before, which may have lost devices. A budget of the question is used up. How far a narrow wire moves
-    answers is not worked out here.
+    last: the previous plan, which may have lost devices. A finite budget of the question is used. Errors of narrow
+    wires are not measured.
     """
     budget = question.budget if question.budget.seconds < inf else Budget(0.0)
     return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
 
 
 def decide_recalled(question: Question, recalled: Recalled) -> Decision:
-    """Return a plan that has served at the price that it had then: nothing is simulated.
+    """Return a plan from an earlier start of the planner at its former price, without a simulation.
 
-    Raises PlanError if the question does not allow it; anything where it is of another model, or no plan at all.
+    Raises PlanError if the question does not allow it, and any exception if it is malformed or of another model.
     """
-    told = replace(recalled.plan, reason="it has served before")
-    plan = next(Search(replace(question, active=None, residents=(told,))).usable_plans(), None)
-    measured = question.accuracy is None or told.wire == EXACT or wire_error_key(told, told.wire) in question.errors
-    parts = (*told.shares.values(), *told.ranges.values())
+    former = replace(recalled.plan, reason="it has served before")
+    plan = next(Search(replace(question, active=None, residents=(former,))).usable_plans(), None)
+    measured = (
+        question.accuracy is None or former.wire == EXACT or wire_error_key(former, former.wire) in question.errors
+    )
+    parts = (*former.shares.values(), *former.ranges.values())
     if plan is None or not measured or any(len(part) != len(plan.devices) for part in parts):
-        raise PlanError(f"the plan that served before, {told.method}, is not allowed any more")
+        raise PlanError(f"the plan that served before, {former.method}, is not allowed any more")
     room = {device: question.cluster.devices[device].memory_bytes for device in plan.devices}
     price = Price(
         plan.predicted_s, plan.predicted_bytes, recalled.needs, {}, {}, memory_bytes=room, objective=question.objective
@@ -469,25 +469,25 @@ def decide_recalled(question: Question, recalled: Recalled) -> Decision:
 
 
 def simulate_plan(question: Question, plan: Plan) -> Candidate:
-    """Return a plan that is known with its price by the question, all layers simulated."""
+    """Return a given plan with its price, all layers simulated."""
     return _simulate_draft(question, Draft(plan, plan_shares(plan)))
 
 
 def price_plans(question: Question, plans: Sequence[Plan]) -> Decision:
-    """Return the decision between plans that are known, with prices by the question and under its plan version.
+    """Return the decision between given plans, priced under the question's plan version.
 
     Raises PlanError if none is feasible.
     """
-    found = (simulate_plan(question, replace(plan, version=question.plan_version)) for plan in plans)
-    ranking = sorted(found, key=_order)
+    priced = (simulate_plan(question, replace(plan, version=question.plan_version)) for plan in plans)
+    ranking = sorted(priced, key=_order)
     if not ranking[0].price.feasible:
         raise no_fit(question, ranking)
     return _decision(question, ranking)
 
 
-def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Candidate] = ()) -> Decision:
-    chosen, behind = top[0], sorted(behind, key=_order)
-    reason = explain_choice(sorted(top, key=_order), chosen, behind)
+def _decision(question: Question, top: Sequence[Candidate], pruned: Sequence[Candidate] = ()) -> Decision:
+    chosen, pruned = top[0], sorted(pruned, key=_order)
+    reason = explain_choice(sorted(top, key=_order), chosen, pruned)
     plan = replace(chosen.plan, reason=reason)
     return Decision(
         replace(chosen, plan=plan),
@@ -495,51 +495,51 @@ def _decision(question: Question, top: Sequence[Candidate], behind: Sequence[Can
         reason,
         question.cluster,
         programs_digest(question.spec, plan),
-        tuple(behind),
+        tuple(pruned),
     )
 
 
 def _order(c: Candidate) -> tuple[bool, float, tuple[float, float]]:
-    # Infeasible ones last, the least missing first.
+    # Infeasible candidates last, with the fewest missing bytes first.
     missing = float(sum(c.price.missing.values()))
     return (missing > 0, missing, c.price.cost)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Guesses: every strategy and variant over sets of devices, with shares by speed.
+# Guesses: every strategy and variant on sets of devices, with shares by speed.
 
 
 def _by_room(question: Question, guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, Draft]]:
-    """Return the guesses whose devices have room for the weights together, and by name the others with the most."""
+    """Return the guesses with memory for all weights, and by name the largest guess of the others."""
     whole = whole_bytes(question.spec, question.weight_dtype)
     room = {name: profile.memory_bytes for name, profile in question.cluster.devices.items()}
     able: list[Draft] = []
-    hopeless: dict[str, tuple[float, Draft]] = {}
+    without_room: dict[str, tuple[float, Draft]] = {}
     for guess in guesses:
-        has = sum(room[d] for d in guess.plan.devices)
-        if guess.plan.replicas or has >= whole:
+        nbytes = sum(room[d] for d in guess.plan.devices)
+        if guess.plan.replicas or nbytes >= whole:
             able.append(guess)
-        elif guess.name not in hopeless or has > hopeless[guess.name][0]:
-            hopeless[guess.name] = (has, guess)
-    return able, {name: guess for name, (_, guess) in hopeless.items()}
+        elif guess.name not in without_room or nbytes > without_room[guess.name][0]:
+            without_room[guess.name] = (nbytes, guess)
+    return able, {name: guess for name, (_, guess) in without_room.items()}
 
 
 def _by_size(guesses: Sequence[Draft]) -> tuple[list[Draft], dict[str, list[Draft]]]:
-    """Return the guesses of few devices, and by name those of more, the fewest first."""
+    """Return the guesses on few devices, and by name the guesses on more devices, the fewest devices first."""
     few, more = list[Draft](), dict[str, list[Draft]]()
     for guess in guesses:
         if len(guess.plan.devices) <= THOROUGH or guess.plan.replicas:
             few.append(guess)
         else:
             more.setdefault(guess.name, []).append(guess)
-    some = {guess.name for guess in few}
-    for name in more.keys() - some:  # nothing smaller says how it grows
+    names = {guess.name for guess in few}
+    for name in more.keys() - names:  # no smaller set gives a bound
         few += more.pop(name)
     return few, {name: sorted(larger, key=lambda g: len(g.plan.devices)) for name, larger in more.items()}
 
 
 def _smallest(guesses: Sequence[Draft]) -> set[int]:
-    """Return the number of each method's first guess of the fewest devices: priced first, it bounds others."""
+    """Return the index of each method's first guess on the fewest devices: its price bounds the others."""
     best: dict[str, int] = {}
     for n, guess in enumerate(guesses):
         devices = len(guess.plan.devices)
@@ -570,12 +570,12 @@ def _initial_plans(question: Question) -> Iterator[Draft]:
                 continue
             alone = len(subset) == 1 and method.max_devices is None
             if alone and (len(names) > 1 or question.strategy is None):
-                continue  # one device is what `single` is for
+                continue  # `single` is the method for one device
             share_rows = max(most // len(subset), 1)
             speeds = {d: profiles[d].speed(share_rows) for d in ordered[subset]}
             for options in _variants(question, method, len(subset)):
                 if method.chooses_devices(options) and len(subset) < len(names):
-                    continue  # it leaves out devices by itself
+                    continue  # the method itself leaves out devices
                 yield _guess(question, method, options, speeds)
 
 
@@ -587,7 +587,7 @@ def _variants(question: Question, method: Method, devices: int) -> list[Options]
 
 
 def _variant_names(strategy: str, devices: int) -> set[str]:
-    """Return the names of all variants of a method that there are on a number of devices."""
+    """Return the names of all variants of a method on a number of devices."""
     return {"/".join([strategy, *o.values()]) for o in STRATEGIES[strategy].variants_for(devices)}
 
 
@@ -596,7 +596,7 @@ def _graph(question: Question) -> Graph:
 
 
 def _methods(question: Question) -> Iterator[Method]:
-    """Yield the methods to try; raises ConfigError if the one that is pinned cannot divide this model."""
+    """Yield the methods to try; raises ConfigError if the pinned method cannot divide this model."""
     most = question.objective == "throughput"
     for name, method in STRATEGIES.items():
         if question.strategy is None and not (method.automatic or (method.for_throughput and most)):
@@ -612,18 +612,18 @@ def _methods(question: Question) -> Iterator[Method]:
 
 
 def _guess(question: Question, method: Method, options: Options, speeds: Mapping[str, float]) -> Draft:
-    """Return a plan whose head is the first device, of the fastest kind, or the active plan's of the same ones."""
+    """Return a draft with the first, fastest device as root, or the active plan's root on the same devices."""
     active, names = question.active, tuple(speeds)
     stays = active is not None and set(active.devices) == set(names)
     devices = as_chain(names) if method.order_matters and not stays else names
-    head = active.root if active is not None and stays else names[0]
-    return _template(question, method.name, options, devices, head, tuple(speeds[d] for d in devices))
+    root = active.root if active is not None and stays else names[0]
+    return _template(question, method.name, options, devices, root, tuple(speeds[d] for d in devices))
 
 
 def _template(
     question: Question, strategy: str, options: Options, devices: tuple[str, ...], root: str, weights: tuple[float, ...]
 ) -> Draft:
-    """Return a plan that is not divided yet, by the route and in the wire that are faster nearly always."""
+    """Return an undivided draft, with the route and the wire that are nearly always the fastest."""
     model, version, dtype = question.naming.model, question.plan_version, question.weight_dtype
     plan = Plan(model, version, strategy, devices, root, options, wire=question.wire, weight_dtype=dtype)
     plan = replace(plan, wire=candidate_wires(question, plan)[0])
@@ -631,7 +631,7 @@ def _template(
 
 
 def _packet_error(question: Question, plans: Sequence[Plan]) -> PacketLimitError:
-    """Return the error that names the packet that is in the way of all plans: of the weights, or of the plans."""
+    """Return the error with the smallest packet, of weights or plans, that is beyond the limit."""
     limit = max(packet_limit(question, plan) or 0 for plan in plans)
     if (tiles := tile_packet(question)) > limit:
         what = f"bringing the weights of {question.naming.model}"
@@ -641,18 +641,18 @@ def _packet_error(question: Question, plans: Sequence[Plan]) -> PacketLimitError
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The choice among what was found.
+# The choice among the candidates.
 
 
-def _simulate_in_full(question: Question, found: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates, the best first, those that are compared in full simulated so: all, or the best ones.
+def _simulate_in_full(question: Question, priced: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, the best first, with full simulations of all of them or of the best.
 
-    For throughput several requests are played, which takes long: only for those that may be better than the best yet.
+    For throughput several requests are simulated. That takes long, so candidates that cannot be the best are left out.
     """
     if not question.is_exhaustive and question.objective != "throughput":
-        return _simulate_best(question, sorted(found, key=_order))
+        return _simulate_best(question, sorted(priced, key=_order))
     out: list[Candidate] = []
-    for c in sorted(found, key=_order):
+    for c in sorted(priced, key=_order):
         most = question.objective == "throughput" and not question.requests
         best = min((done.price.cost for done in out if done.price.feasible), default=None)
         hopeless = most and best is not None and c.price.cost[0] >= ALIKE * best[0]
@@ -662,7 +662,7 @@ def _simulate_in_full(question: Question, found: Sequence[Candidate]) -> list[Ca
 
 
 def _simulate_best(question: Question, ranking: list[Candidate]) -> list[Candidate]:
-    """Return a ranking with the plan that will be chosen simulated in full, unless that would take too long."""
+    """Return a ranking with a full simulation of the chosen plan, unless that takes too long."""
     top = _prefer_single(question, ranking)
     if top and len(top[0].plan.devices) <= THOROUGH:
         top[0] = _final(question, top[0])
@@ -675,7 +675,7 @@ def _simulate_best(question: Question, ranking: list[Candidate]) -> list[Candida
 
 
 def _least_sent(question: Question, ranking: list[Candidate]) -> list[Candidate]:
-    """Return the ranking; for throughput, what sends least of those that are about as good as the best comes first."""
+    """Return the ranking; for throughput, the first plan is the similar one with the fewest sent bytes."""
     if question.objective != "throughput" or not ranking or not ranking[0].price.feasible:
         return ranking
     enough = ALIKE * ranking[0].price.cost[0]
@@ -684,13 +684,13 @@ def _least_sent(question: Question, ranking: list[Candidate]) -> list[Candidate]
     return [first, *(c for c in ranking if c is not first)]
 
 
-def _prefer_single(question: Question, found: list[Candidate]) -> list[Candidate]:
-    """Put one device first where others beside it are predicted to gain next to nothing: each exchange is a risk."""
-    alone = next((c for c in found if c.name == SINGLE and c.price.feasible), None)
+def _prefer_single(question: Question, ranking: list[Candidate]) -> list[Candidate]:
+    """Move one device alone to the front if more devices gain next to nothing: each exchange is a risk."""
+    alone = next((c for c in ranking if c.name == SINGLE and c.price.feasible), None)
     if question.objective != "latency" or alone is None:
-        return found
-    is_worth_it = alone.price.cost[0] > MIN_SPEEDUP * found[0].price.cost[0]
-    return found if is_worth_it else [alone, *(c for c in found if c is not alone)]
+        return ranking
+    is_worth_it = alone.price.cost[0] > MIN_SPEEDUP * ranking[0].price.cost[0]
+    return ranking if is_worth_it else [alone, *(c for c in ranking if c is not alone)]
 
 
 def _final(question: Question, c: Candidate) -> Candidate:
@@ -699,12 +699,12 @@ def _final(question: Question, c: Candidate) -> Candidate:
 
 def _simulate_draft(question: Question, draft: Draft) -> Candidate:
     full = price(question, draft.plan, full=True, memory=draft.memory)
-    found = Candidate(draft.plan, full, draft.shares)
-    return replace(found, plan=_predicted(question, found))
+    candidate = Candidate(draft.plan, full, draft.shares)
+    return replace(candidate, plan=_predicted(question, candidate))
 
 
 def _predicted(question: Question, c: Candidate) -> Plan:
-    """Return a candidate's plan with what is predicted of it."""
+    """Return a candidate's plan with its predictions."""
     keys = [wire_error_key(run) for run in c.plan.executables]
     return replace(
         c.plan,

@@ -1,9 +1,9 @@
-"""What a plan takes when devices and links are others than those of its price: from the price, without a simulation.
+"""The time of a plan for other speeds of devices and links, extrapolated from its price without a simulation.
 
-The simulator says what the time of a request goes to: what one device does alone (a root with embedding and head, the
-stages of a pipeline), what the busiest of several does meanwhile, and the rest, in which they wait for links. Each part
-grows with the slowest of those that it waits for. Against simulations of BERT-Large and VGG-16 with all devices and
-links up to twice as fast or slow, half of the seconds are off by less than 5 %.
+The simulator divides the time of a request into work of one device alone (the root's embedding and head, the stages of
+a pipeline), work of the busiest of several devices, and waiting for links. Each part grows with its slowest device or
+link. Against simulations of BERT-Large and VGG-16 with devices and links up to twice as fast or slow, half of the times
+are off by less than 5 %.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.estimates import TYPICAL_FRAME_BYTES, Draws, Floats, strategy_key
 from hepti_mqtt.planner.price import Price
 
-HIDDEN: Final = (
-    0.5  # of the bytes that compute hides, those that show when links get slower: methods differ from 0 to 1
-)
-MOST_SHOWN: Final = 1.5  # a byte may take its time on several links, one after the other
+#: Part of the transfers hidden by compute that becomes visible on slower links: 0 to 1, depending on the method.
+HIDDEN: Final = 0.5
+MOST_SHOWN: Final = 1.5  #: largest visible part: a byte may cross several links one after another
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """How many times as long compute, frames and bytes take on each device as in a price: arrays [draws] by device."""
+    """Factors on the times of compute, frames and bytes relative to a price: arrays [draws] by device."""
 
     compute: Mapping[str, Floats]
     frame: Mapping[str, Floats]
@@ -41,31 +40,33 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Seconds of one request, what its devices did, and the seconds that each one's bytes take on its link."""
+    """The price of one request, as the base of an extrapolation."""
 
     seconds: float
+    #: Work by device.
     use: Mapping[str, DeviceUse]
+    #: Time of each device's bytes on its link.
     link_s: Mapping[str, float]
 
     def under(self, factors: Factors) -> Floats:
         """Return the seconds [draws] under other speeds."""
         alone: Any = 0.0
-        beside: Any = 0.0
-        alone_s = beside_s = 0.0
+        parallel: Any = 0.0
+        alone_s = parallel_s = 0.0
         for name, use in self.use.items():
             if (busy_s := use.compute_s + use.frame_s) <= 0:
                 continue
             slower = (use.compute_s * factors.compute[name] + use.frame_s * factors.frame[name]) / busy_s
             alone, alone_s = alone + use.alone_s * slower, alone_s + use.alone_s
             others_s = max(busy_s - use.alone_s, 0.0)
-            beside, beside_s = np.maximum(beside, others_s * slower), max(beside_s, others_s)
-        waiting_s = max(self.seconds - alone_s - beside_s, 0.0)
-        before_s = alone_s + beside_s + waiting_s
-        after = alone + beside + waiting_s + self._more_on_links(factors, waiting_s)
+            parallel, parallel_s = np.maximum(parallel, others_s * slower), max(parallel_s, others_s)
+        waiting_s = max(self.seconds - alone_s - parallel_s, 0.0)
+        before_s = alone_s + parallel_s + waiting_s
+        after = alone + parallel + waiting_s + self._more_on_links(factors, waiting_s)
         return np.asarray(self.seconds * after / before_s) if before_s > 0 else np.zeros(1)
 
     def _more_on_links(self, factors: Factors, waiting_s: float) -> Any:
-        """Return the seconds [draws] that devices wait longer for bytes on slower links."""
+        """Return the additional waiting seconds [draws] on slower links."""
         if (before := max(self.link_s.values(), default=0.0)) <= 0:
             return 0.0
         more = _most(s * factors.link[name] for name, s in self.link_s.items()) - before
@@ -73,15 +74,15 @@ class Surface:
         return more * np.where(more > 0, (1 - HIDDEN) * shown + HIDDEN * max(shown, 1.0), shown)
 
     def uneven(self, factors: Factors) -> Floats:
-        """Return the seconds [draws] by which the busiest device and the fullest link are above the mean of all."""
-        found: Any = 0.0
+        """Return the imbalance [draws] in seconds: busiest device minus mean, plus busiest link minus mean."""
+        excess: Any = 0.0
         busy = [u.compute_s * factors.compute[d] + u.frame_s * factors.frame[d] for d, u in self.use.items()]
         for lanes in (busy, [s * factors.link[d] for d, s in self.link_s.items()]):
-            found = found + _most(lanes) - sum(lanes) / len(lanes)
-        return np.asarray(found)
+            excess = excess + _most(lanes) - sum(lanes) / len(lanes)
+        return np.asarray(excess)
 
     def period(self, factors: Factors) -> Floats:
-        """Return the seconds [draws] that the busiest device, or its link, has to do with one request."""
+        """Return the seconds [draws] of work of the busiest device or link for one request."""
         lanes = [u.compute_s * factors.compute[d] + u.frame_s * factors.frame[d] for d, u in self.use.items()]
         return _most([*lanes, *(s * factors.link[d] for d, s in self.link_s.items())])
 
@@ -91,25 +92,25 @@ def _most(several: Iterable[Floats]) -> Floats:
 
 
 def surfaces(price: Price, plan: Plan, cluster: Cluster) -> list[Surface]:
-    """Return the surface of each plan that runs under `plan`, priced on a cluster; the first one is that of a request.
+    """Return the surface of each executable of a plan, priced on a cluster; the first is that of one request.
 
-    Replicas have their own devices, and only the first one's seconds are in the price: they serve for `period`.
+    The price has the seconds of the first replica only, so the surfaces of the others are valid for `period` alone.
     """
-    found = []
+    results = []
     for run in plan.executables:
         use = {device: price.use[device] for device in run.devices if device in price.use}
         link_s = {device: u.sent_bytes / cluster.links[device].up_bytes_per_s for device, u in use.items()}
-        found.append(Surface(price.seconds, use, link_s))
-    return found
+        results.append(Surface(price.seconds, use, link_s))
+    return results
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is believed now, and what plans take by it.
+# The present estimates, and plans under them.
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A candidate with the cluster that its price was made on."""
+    """A candidate with the cluster of its price."""
 
     candidate: Candidate
     cluster: Cluster
@@ -117,40 +118,45 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Beliefs:
-    """Means of devices and links as a cluster, draws around them, the means before the changes of now, and methods.
+    """The present estimates of devices, links and methods."""
 
-    factor, sd: what runs have taught of a plan's method, measured over predicted, and the uncertainty of its logarithm.
-    """
-
+    #: Means of devices and links.
     cluster: Cluster
+    #: Draws around the means.
     draws: Draws
+    #: The means before the present changes, None without changes.
     before: Draws | None
+    #: Measured over predicted time of a plan's method.
     factor: Callable[[Plan], float]
+    #: Standard deviation of the factor's logarithm.
     sd: Callable[[Plan], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a plan takes by what is believed: seconds of a request and cost by the objective, [draws] and before.
+    """The expected time and cost of a plan under the present estimates."""
 
-    mean_s: the seconds at the means; now_s: of these what devices and links make, whatever the method; spread: standard
-    deviation of the logarithm of that. even_s: mean_s, if work were moved so that it is as even as it was in the price.
-    """
-
+    #: Of one request, [draws].
     seconds: Floats
+    #: In the unit of the objective, [draws].
     cost: Floats
+    #: Seconds of a request at the means.
     mean_s: float
+    #: mean_s without the correction of the method.
     now_s: float
+    #: Standard deviation of the logarithm of the seconds without the correction.
     spread: float
+    #: mean_s if shares were as balanced as in the price.
     even_s: float
+    #: Cost before the present changes, None without changes.
     before: float | None
 
 
 def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:
-    """Return what a candidate takes by what is believed now."""
+    """Return the expected time and cost of a candidate under the present estimates."""
     plan, price = priced.candidate.plan, priced.candidate.price
     seconds, cost = _under(priced, beliefs.cluster, beliefs.draws)
-    rng = np.random.default_rng(crc32(repr(strategy_key(plan)).encode()))  # the same numbers each time
+    rng = np.random.default_rng(crc32(repr(strategy_key(plan)).encode()))  # equal numbers at each call
     off = beliefs.factor(plan) * np.exp(beliefs.sd(plan) * rng.standard_normal(_count(beliefs.draws)))
     now_s = float(_under(priced, beliefs.cluster, NO_DRAWS)[0].mean())
     of_run = surfaces(price, plan, priced.cluster)[0]
@@ -167,16 +173,16 @@ def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:
 
 
 def interval(seconds: Floats, noise_sd: float) -> tuple[float, float]:
-    """Return what 10 and 90 of 100 runs take at the most.
+    """Return the 10th and 90th percentiles of a run's seconds.
 
-    seconds: [draws] of what is believed. noise_sd: of the logarithm of a run.
+    seconds: [draws] of the estimate. noise_sd: standard deviation of the logarithm of a run.
     """
     logs = np.log(np.maximum(seconds, 1e-12))
     off = P90 * float(np.hypot(logs.std(), noise_sd))
     return float(np.exp(logs.mean() - off)), float(np.exp(logs.mean() + off))
 
 
-P90: Final = 1.2816  # standard deviations
+P90: Final = 1.2816  #: standard deviations from the mean to the 90th percentile
 NO_DRAWS: Final = Draws({}, {}, {}, {})
 
 
@@ -185,7 +191,7 @@ def _count(draws: Draws) -> int:
 
 
 def _under(priced: Priced, now: Cluster, draws: Draws) -> tuple[Floats, Floats]:
-    """Return seconds of a request and cost by the objective, [draws], without what runs have taught."""
+    """Return seconds of a request and cost by the objective, [draws], without the correction of the method."""
     plan, price = priced.candidate.plan, priced.candidate.price
     factors = factors_of(plan, priced.cluster, now, draws)
     of_runs = surfaces(price, plan, priced.cluster)
@@ -202,7 +208,7 @@ def _under(priced: Priced, now: Cluster, draws: Draws) -> tuple[Floats, Floats]:
 
 
 def factors_of(plan: Plan, then: Cluster, now: Cluster, draws: Draws) -> Factors:
-    """Return how many times as long things take under draws around what devices and links are now, as they did then."""
+    """Return the factors from the former cluster `then` to draws around the present cluster `now`."""
     compute, frame, link = {}, {}, {}
     for device in plan.devices:
         slower = now.devices[device].slowdown / then.devices[device].slowdown
@@ -223,17 +229,17 @@ def _typical_s(cost: FrameCost) -> float:
 
 
 def _link_factor(plan: Plan, device: str, then: Cluster, now: Cluster, draws: Draws) -> Floats:
-    """Return how many times as long bytes of a device take: to the peer that they are slowest to become to."""
+    """Return the factor on the time of a device's bytes, to the peer with the largest factor."""
     own = log(then.links[device].up_bytes_per_s / now.links[device].up_bytes_per_s)
     by_broker = np.exp(own - draws.rates.get(device, _NOTHING))
     if plan.route != "mesh":
         return np.asarray(by_broker)
-    found = [
+    factors = [
         np.exp(log(_rate(then, pair) / _rate(now, pair)) - draws.peer_rates.get(pair, _NOTHING))
         for pair in ((device, peer) for peer in plan.devices if peer != device)
         if pair in draws.peer_rates or pair in now.peer_links
     ]
-    return _most(found) if found else np.asarray(by_broker)
+    return _most(factors) if factors else np.asarray(by_broker)
 
 
 def _rate(cluster: Cluster, pair: tuple[str, str]) -> float:
