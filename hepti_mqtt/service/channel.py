@@ -21,7 +21,7 @@ from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
-from hepti_mqtt.service.handler import Asked, Reply, encode_failure
+from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, OnState, Receipt, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.broker_limits import DeliveryWindow, warn_of_limits
@@ -175,12 +175,12 @@ class Journal:
                 "request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: Request | Asked) -> None:
+    def record_waiting(self, raw: RawRequest, request: Request | ClientRequest) -> None:
         """Note the delivery of a request that waits for its answer; several deliveries of it share one answer."""
         with self._lock:
             self._waiting.setdefault((request.key, request.digest), []).append(raw)
 
-    def take_waiting(self, request: Request | Asked) -> list[RawRequest]:
+    def take_waiting(self, request: Request | ClientRequest) -> list[RawRequest]:
         """Remove and return all deliveries of a request whose answer goes out."""
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])

@@ -400,7 +400,7 @@ class _Planner:
             if first.outcome != "ok":  # else it is an answer that was given before
                 self.served.record(first, 0.0, time.time())
             return False
-        journal.record_waiting(raw, self.handler.asked(first))
+        journal.record_waiting(raw, self.handler.client_request(first))
         if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
             self.channel.send(taken)
         for request in self.handler.parts_of(first):
@@ -437,7 +437,7 @@ class _Planner:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
-        answered = self.channel.journal.take_waiting(self.handler.asked(command.request))
+        answered = self.channel.journal.take_waiting(self.handler.client_request(command.request))
         self.channel.send(reply, answered)
         for raw in answered:
             self.reading.close_task(self._line(raw)[0])

@@ -47,7 +47,7 @@ from hepti_mqtt.service.channel import (
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import parse
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import Asked, OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.handler import ClientRequest, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, read_input
 from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
@@ -490,14 +490,14 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
         site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[0], Asked(key, b""))
+    site.post.journal.record_waiting(site.requests[0], ClientRequest(key, b""))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
     post_clock.now += 2 * post_module.LOST_S
     for _ in range(2):
         site.post.resend_due(post_clock.now)
     assert (site.counters[counted], len(caplog.records)) == (1, 1), "one waits for its answer, the other is lost"
-    site.post.journal.settle(site.post.journal.take_waiting(Asked(key, b"")))
+    site.post.journal.settle(site.post.journal.take_waiting(ClientRequest(key, b"")))
     assert site.post.unacknowledged == 1
 
 
@@ -505,9 +505,9 @@ def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
     """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
     site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[0], Asked(KEY, b""))
+    site.post.journal.record_waiting(site.requests[0], ClientRequest(KEY, b""))
     post_clock.now += 2 * post_module.LOST_S
-    site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))
+    site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(ClientRequest(KEY, b"")))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters["unacknowledged"]) == (1, 0)
     while site.post.unacknowledged:
