@@ -35,12 +35,12 @@ from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import (
-    CLIENT_UNHEARD,
-    CLIENT_UNHEARD_BYTES,
+    CLIENT_UNDELIVERED,
+    CLIENT_UNDELIVERED_BYTES,
     MAX_DELIVERY_ATTEMPTS,
     MAX_MARKS,
-    UNHEARD,
-    UNHEARD_BYTES,
+    UNDELIVERED,
+    UNDELIVERED_BYTES,
     Journal,
     RequestChannel,
 )
@@ -559,18 +559,18 @@ def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock
 
 
 def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, post_clock):
-    for packet in range(CLIENT_UNHEARD):
+    for packet in range(CLIENT_UNDELIVERED):
         site.answer(packet)
     site.answers.taken(heard=False)
     assert not site.settled, "as when a broker has been killed, and all readers are on their way back"
-    for packet in range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100):
+    for packet in range(CLIENT_UNDELIVERED, CLIENT_UNDELIVERED + 100):
         site.answer(packet)
     site.answers.taken(heard=False)
-    assert site.settled == list(range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100))
+    assert site.settled == list(range(CLIENT_UNDELIVERED, CLIENT_UNDELIVERED + 100))
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    assert sorted(site.settled) == list(range(CLIENT_UNHEARD + 100)), "one that is heard makes room"
+    assert sorted(site.settled) == list(range(CLIENT_UNDELIVERED + 100)), "one that is heard makes room"
     del site.settled[:]
     site.answer(1000)
     site.answers.taken(heard=False)
@@ -579,27 +579,27 @@ def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, 
 
 def test_answers_that_nobody_hears_fill_no_memory(site, post_clock):
     for packet in range(3):
-        site.answer(packet, b"{%d" % packet + b" " * (CLIENT_UNHEARD_BYTES // 2))
+        site.answer(packet, b"{%d" % packet + b" " * (CLIENT_UNDELIVERED_BYTES // 2))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2]
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    site.answer(3, b" " * (2 * CLIENT_UNHEARD_BYTES))
+    site.answer(3, b" " * (2 * CLIENT_UNDELIVERED_BYTES))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2, 0], "one waits, however large"
 
 
-@pytest.mark.parametrize("size", [10, UNHEARD_BYTES // 100], ids=["many", "large"])
+@pytest.mark.parametrize("size", [10, UNDELIVERED_BYTES // 100], ids=["many", "large"])
 def test_clients_that_do_not_listen_push_out_no_answer_of_one_that_does(site, post_clock, size):
     site.answer(0, client="late")
-    for packet in range(1, 2 * UNHEARD):
+    for packet in range(1, 2 * UNDELIVERED):
         site.answer(packet, b" " * size, client=f"deaf-{packet % 5}")
     site.answers.taken(heard=False)
     assert 0 not in site.settled
-    kept = 2 * UNHEARD - len(site.settled)
-    assert kept <= UNHEARD
-    assert (kept - 1) * size <= UNHEARD_BYTES
+    kept = 2 * UNDELIVERED - len(site.settled)
+    assert kept <= UNDELIVERED
+    assert (kept - 1) * size <= UNDELIVERED_BYTES
     post_clock.now += 3.0
     site.post.resend_due(post_clock.now)
     assert b"{}" in site.answers.taken(heard=True)
