@@ -36,6 +36,8 @@ def replica_plans(
             known[group] = _inside(question, group, decide)
         return known[group]
 
+    has_several = False
+    of_one_group: list[Plan] = []  # worth a plan only if no choice has room for two groups
     for options in _choices(question, method, len(by_speed)):
         assert method.groups is not None
         groups = [tuple(by_speed[i] for i in group) for group in method.groups(options, speeds)]
@@ -43,8 +45,13 @@ def replica_plans(
         if not parts or (question.devices is not None and len(parts) < len(groups)):
             if (plan := _of_all(question, method, options, dict(zip(by_speed, speeds, strict=True)))) is not None:
                 yield plan
-        elif len(parts) > 1 or question.strategy == method.name:
+        elif len(parts) > 1:
+            has_several = True
             yield _joined(question, method, options, parts)
+        elif question.strategy == method.name:
+            of_one_group.append(_joined(question, method, options, parts))
+    if not has_several:
+        yield from of_one_group
 
 
 def _choices(question: Question, method: Method, devices: int) -> list[Options]:

@@ -47,7 +47,7 @@ def planner(broker, site):
 def hepti(broker, planner, site):
     planner.online()
     with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
-        h._run(h._require_planner(PATIENCE_S))  # its status, heard later, would send what waits once more
+        h.models(PATIENCE_S)  # the status of the planner, arriving later, would repeat waiting requests
         yield h
 
 
@@ -126,7 +126,7 @@ def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
         busy = Planner(str(broker.url), site, acknowledges=False)
         busy.online()
         with Hepti.connect(str(broker.url), site=site) as h:
-            h._run(h._require_planner(PATIENCE_S))
+            h.models(PATIENCE_S)
             futures = [h.submit("m", text="x") for _ in range(4)]
             ids = [busy.next()[1]["id"] for _ in range(2)]
             futures[0].cancel()
