@@ -161,7 +161,7 @@ class Forecasts:
             self._changed.notify()
 
     def lookup(self, plan: Plan, shape: RequestShape) -> Forecast:
-        """Return the forecast of one run at once, or an estimate from the plan's nearest forecast length."""
+        """Return the forecast of a run without waiting, or an estimate from the plan's nearest length."""
         with self._changed:
             key = plan.version, shape
             forecast = self._forecasts.get(key)

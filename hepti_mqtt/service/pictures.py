@@ -149,7 +149,7 @@ def _colours(picture: Image.Image) -> Image.Image:
 
 
 def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Image:
-    """Return the middle S x S of a picture whose shorter side becomes `shortest`; an odd remainder is cut at the end.
+    """Return the middle S x S of a picture scaled to a shorter side `shortest`; an odd remainder is cut at the end.
 
     Of a long picture only the crop is resized, which may change a few pixels by one, so that a line of a million
     pixels stays cheap.
