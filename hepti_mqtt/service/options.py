@@ -121,14 +121,14 @@ _TABLE: Final = (
            low=-2, high=2),
     Option("logit_bias", "any", "of a decoder: numbers from -100 to 100 that are added to the logits of token ids, by "
            "id", **_WRITES, neutral=({},)),
-    Option("stop", "any", "of a decoder: a text or up to 16, at the first of which the answer ends", **_WRITES,
+    Option("stop", "any", "of a decoder: a text or up to 16; the first one in the answer ends it", **_WRITES,
            neutral=([],)),
     Option("logprobs", "integer", "of a decoder: each token comes with the logarithm of its probability, and with that "
            "number of the likeliest tokens at its place ([form](#generated-text)). All of an answer are at most 24,000",
            **_WRITES, low=0, high=MAX_LIKELY),
     Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
            "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
-           "An invalid schema, or one that has a part that llguidance does not support, is refused. The planner needs "
+           "An invalid schema, or a schema that llguidance does not support, is refused. The planner needs "
            "the extra `grammar`", **_WRITES),
     Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
            "where the chat template writes none", (), ("messages",), neutral=([],)),
@@ -141,7 +141,7 @@ _TABLE: Final = (
            "an answer without thoughts, `true` for thoughts. Thoughts come as `thinking`, apart from `text`",
            ("generation",), ("messages",)),
     Option("speculate", "flag", "`false`: of a decoder, no tokens are guessed from the text so far and computed along. "
-           "The text is the same with and without (but for near ties of rounding)", **_WRITES, neutral=(True,)),
+           "The text is the same with and without (except for near ties of rounding)", **_WRITES, neutral=(True,)),
     Option("max_new_tokens", "integer", "how many tokens a decoder generates: by default 16, of speech 224, and for "
            "`messages` as many as the model has room for, at most 4096; it stops earlier at the model's end token",
            ("generation", "transcription"), low=1),
