@@ -1,4 +1,4 @@
-"""A model's output to JSON."""
+"""Convert a model's output to JSON."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def decode_output(
 
     {"embedding": [h numbers, or the request's dimensions]}; {"labels": [{"label", "score"}]} best first; {"masks":
     [{"position", "tokens": [{"token", "id", "score"}]}]} with the position in the sequence; {"dtype", "shape",
-    "base64"} for hidden states. {"ids", "text", "finish"} of the tokens that a decoder has generated, with "logprobs"
-    where they are wanted, and "thinking" of a model that thinks; {"map": {"dtype", "shape", "base64"}} for a feature
-    map whose pixels are rows; for a question, what that has. A request with a list (texts, pairs, images, ids of ids)
-    gets {"results": [one of these for each]}, except hidden states, which are packed [m, h]. Raises WireError for an
-    output of another shape, ModelError for one that is not finite. plan: by which it was computed. generation: of its
-    tokens. before: outputs of other models, of which the question is asked too.
+    "base64"} for hidden states. {"ids", "text", "finish"} of generated tokens, with "logprobs" and "thinking" if the
+    request wants them; {"map": {"dtype", "shape", "base64"}} for a feature map with pixels as rows; for a
+    question, its results. A request with a list (texts, pairs, images, lists of ids) has {"results": [one per input]},
+    except hidden states, which are packed [m, h]. Raises WireError for an output of another shape, ModelError for NaN
+    and infinity. plan: of the run. generation: of the tokens. before: outputs of other models for the question.
     """
     spec, shape = checkpoint.spec, prepared.shape
     if isinstance(generation, Transcription) and not generation.wants_states and prepared.rules.scored:
@@ -60,18 +59,18 @@ def decode_output(
     if output.shape != spec.output_shape(shape):
         raise WireError(
             f"the devices answered with shape {list(output.shape)} instead of {list(spec.output_shape(shape))}; "
-            "use the same version of Hepti and of the model on all of them"
+            "use the same version of Hepti and of the model on all devices"
         )
     values = np.concatenate([*before, output]).astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         raise ModelError(f"Model {checkpoint.model} produced NaN or infinity{_narrow_numbers(plan)}")
     if shape.want == "hidden":
         return _numbers(values)
-    asked = prepared.question
+    question = prepared.question
     results = (
         _RESULTS[spec.head.task](checkpoint, prepared, values)
-        if asked is None
-        else asked.results(checkpoint, shape, _shortened(checkpoint, prepared, values))
+        if question is None
+        else question.results(checkpoint, shape, _shortened(checkpoint, prepared, values))
     )
     for place in prepared.empty:
         results.insert(place, {"embedding": [0.0] * (prepared.dimensions or values.shape[1])})
@@ -79,7 +78,7 @@ def decode_output(
 
 
 def _narrow_numbers(plan: Plan | None) -> str:
-    """Return what an answer that is not finite may come from, and what to do."""
+    """Return the possible cause of NaN or infinity in an answer, and the remedy."""
     dtypes = {} if plan is None else {"weights": plan.weight_dtype, "wire": plan.wire}
     narrow = {key: dtype for key, dtype in dtypes.items() if dtype != "f32"}
     if not narrow:
@@ -90,9 +89,9 @@ def _narrow_numbers(plan: Plan | None) -> str:
 
 
 def to_json(result: Mapping[str, Any]) -> str:
-    """Return a result as JSON text, with embeddings in nine digits, which distinguish any two f32.
+    """Return a result as JSON text; embeddings have nine digits, enough to distinguish any two f32.
 
-    That is three times faster than `json.dumps` with its 17 digits, and a third shorter.
+    This is three times faster than `json.dumps` with its 17 digits, and a third shorter.
     """
     match result:
         case {"embedding": [*numbers]}:
@@ -110,7 +109,7 @@ def _numbers(values: Floats) -> dict[str, Any]:
 
 
 def _shortened(checkpoint: Checkpoint, prepared: ModelInput, output: Floats) -> Floats:
-    """Return the first numbers of embeddings, as many as were asked for, of length 1 where the model's are."""
+    """Return embeddings cut to the request's dimensions, normalized again if the model's embeddings are."""
     if not prepared.dimensions:
         return output
     cut = output[:, : prepared.dimensions]
@@ -143,7 +142,7 @@ _RESULTS: Final[Mapping[str, Callable[[Checkpoint, ModelInput, Floats], list[dic
 
 
 def _scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
-    """Return scores by the model's problem type: softmax, sigmoid of each label, or the number itself."""
+    """Return scores by the model's problem type: softmax, sigmoid per label, or the logits (regression)."""
     problem = checkpoint.config.get("problem_type")
     if problem == "regression" or logits.shape[1] == 1:
         return logits

@@ -1,7 +1,7 @@
-"""AVIF and HEIC become PPM, in a process of its own whose memory and time the kernel limits.
+"""Convert AVIF and HEIC to PPM in a separate process with memory and time limits of the kernel.
 
-Their headers bound nothing: a file of 800 bytes may say 16 x 16 pixels and hold a frame of 16384 x 16384, which its
-decoder allocates. `unboxed` starts this file as a program.
+Headers of these formats are no limit: a file of 800 bytes may declare 16 x 16 pixels and contain a frame of
+16384 x 16384, which the decoder allocates. `unboxed` starts this file as a program.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any, Final
 
 from PIL import Image, ImageOps
 
-_MEMORY_BYTES: Final = 384 << 20  # beside the interpreter
+_MEMORY_BYTES: Final = 384 << 20  # in addition to the interpreter
 _CPU_S: Final = 20
 _LENGTH: Final = struct.Struct(">I")
 _HEIC: Final = "pi_heif"  # the library
 _HEIC_BRANDS: Final = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 _AVIF_BRANDS: Final = (b"avif", b"avis")
-_ONE: Final = threading.Lock()  # of these processes at a time
+_ONE: Final = threading.Lock()  # process at a time
 
 
 class UnreadablePicture(Exception):
-    """A picture that is not read; index: which; too_large: it has more pixels than are left."""
+    """A picture cannot be decoded; index: of the picture; too_large: it exceeds the pixel limit."""
 
     def __init__(self, index: int, why: str, too_large: bool = False) -> None:
         super().__init__(why)
@@ -40,7 +40,7 @@ class UnreadablePicture(Exception):
 
 
 def is_boxed(file: bytes) -> bool:
-    """Return whether a file is of the kind that AVIF and HEIC are."""
+    """Return whether a file is in a container of AVIF and HEIC (ISO base media)."""
     return file[4:8] == b"ftyp"
 
 
@@ -50,9 +50,9 @@ def _is_heic(file: bytes) -> bool:
 
 
 def unboxed(files: Sequence[bytes], most_pixels: int) -> list[bytes]:
-    """Return the pictures, turned as their cameras say, as PPM; raises UnreadablePicture.
+    """Return the pictures as PPM, rotated by their EXIF orientation; raises UnreadablePicture.
 
-    most_pixels: of all together.
+    most_pixels: of all pictures together.
     """
     for i, file in enumerate(files):
         if _is_heic(file) and importlib.util.find_spec(_HEIC) is None:
@@ -71,11 +71,11 @@ def unboxed(files: Sequence[bytes], most_pixels: int) -> list[bytes]:
     return list(_parts(done.stdout))
 
 
-def _reason(said: bytes) -> UnreadablePicture:
-    """Return the error for what the process said at its end; it says nothing if the kernel has ended it."""
+def _reason(stderr: bytes) -> UnreadablePicture:
+    """Return the error of the process; its output is empty if the kernel killed it."""
     with suppress(ValueError, TypeError):
-        told = json.loads(said)
-        return UnreadablePicture(int(told["index"]), str(told["why"]), bool(told["too_large"]))
+        report = json.loads(stderr)
+        return UnreadablePicture(int(report["index"]), str(report["why"]), bool(report["too_large"]))
     return UnreadablePicture(0, "decoding took too much memory or time")
 
 
@@ -89,7 +89,7 @@ def _parts(data: bytes) -> Any:
 
 
 def main() -> int:
-    """Read pictures from the standard input, write them to the standard output; of the first bad one say why."""
+    """Convert pictures from standard input to standard output; report the first invalid picture and stop."""
     left, formats = int(sys.argv[1]), ["AVIF"]
     with suppress(ImportError):
         import pi_heif

@@ -1,4 +1,4 @@
-"""What a model is, for its record: programs show it before they ask."""
+"""The description of a model in its record, for programs that list models."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def model_card(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest, modified: unix seconds, chat, tools, thinking: what its template writes}
     """
     if checkpoint not in _cards:
-        _cards[checkpoint] = _made(checkpoint)
+        _cards[checkpoint] = _build_card(checkpoint)
     return _cards[checkpoint]
 
 
-def _made(checkpoint: Checkpoint) -> dict[str, Any]:
+def _build_card(checkpoint: Checkpoint) -> dict[str, Any]:
     spec, manifest = checkpoint.spec, checkpoint.manifest
     sizes: dict[str, int] = {}
     nbytes = 0
@@ -53,12 +53,12 @@ def _made(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _template(checkpoint: Checkpoint) -> tuple[bool, bool, bool]:
-    """Return whether a model has a chat template, whether that writes tools, and whether it asks for thoughts."""
+    """Return whether a model has a chat template, supports tools, and supports thinking."""
     try:
         if not isinstance(checkpoint.spec.input_spec, DecoderInput) or not checkpoint.has_tokenizer:
             return False, False, False
         if (chat := checkpoint.chat) is None:
             return False, False, False
         return True, chat.ids(_HELLO, _TOOL) != chat.ids(_HELLO, None), chat.thinks
-    except HeptiError:  # requests that need the template say what is wrong with it
+    except HeptiError:  # requests that need the template report the error
         return False, False, False

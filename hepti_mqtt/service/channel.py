@@ -1,4 +1,4 @@
-"""Requests in and answers out: the broker keeps a request until its answer is acknowledged."""
+"""Receive requests and send answers; the broker keeps a request until its answer is acknowledged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
-from hepti_mqtt.service.handler import Asked, Reply, encode_failure
+from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, OnState, Receipt, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.broker_limits import DeliveryWindow, warn_of_limits
@@ -31,53 +31,54 @@ from hepti_mqtt.transport.url import BrokerUrl
 # Answers to resend: the broker reported no subscriber, or the send queue was full.
 
 
-UNHEARD: Final = 256  # waiting at once: each may hold one of the requests that the broker keeps in flight (512)
-UNHEARD_BYTES: Final = 32 << 20
-CLIENT_UNHEARD: Final = 64  # of these, of one client: one that never listens must not push out what others wait for
-CLIENT_UNHEARD_BYTES: Final = 16 << 20
+UNDELIVERED: Final = 256  # answers; each may occupy one of the broker's in-flight requests (512)
+UNDELIVERED_BYTES: Final = 32 << 20
+CLIENT_UNDELIVERED: Final = 64  # per client, so that a client without subscription displaces no other client's answers
+CLIENT_UNDELIVERED_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingAnswer:
-    """An answer on its way.
-
-    requests: what it settles once the broker has it; None for a part of an answer. until_s: when it is no longer
-    resent; None until the broker has first reported no subscriber.
-    """
+    """An answer that the broker has not accepted yet."""
 
     reply: Reply
-    requests: Sequence[RawRequest] | None
-    until_s: float | None = None
+    requests: Sequence[RawRequest] | None  #: settled after the broker's acknowledgement; None for a partial answer
+    until_s: float | None = None  #: end of the resends; None until the broker reports no subscriber
 
 
 class UnacknowledgedAnswers:
-    """Answers to resend, by due time, few of each client; all methods may be called from any thread."""
+    """Answers to resend, in order of due time, limited per client; callable on any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all that follows
-        self._waiting: deque[tuple[float, OutgoingAnswer]] = deque()  # the first due comes first
+        self._lock = threading.Lock()  # guards the following fields
+        self._waiting: deque[tuple[float, OutgoingAnswer]] = deque()  # ordered by due time
 
-    def put_unheard(self, due_s: float, answer: OutgoingAnswer) -> list[OutgoingAnswer]:
-        """Keep an answer that nobody has heard; return those that are given up for it.
+    def put_undelivered(self, due_s: float, answer: OutgoingAnswer) -> list[OutgoingAnswer]:
+        """Keep an answer without subscriber; return the answers dropped to stay within the limits.
 
-        They are the last of the same client, or of the one that has most if all of them have too many. The only answer
-        of a client may have any size.
+        Drop the client's last answers above its limit, then the last answers of the client with most answers. A
+        client's only answer may have any size.
         """
         with self._lock:
             self._waiting.append((due_s, answer))
-            client, gone = answer.reply.key.client, list[OutgoingAnswer]()
-            while _too_many(own := self._unheard_of(client), CLIENT_UNHEARD, CLIENT_UNHEARD_BYTES):
-                gone.append(self._give_up(own[-1]))
-            while _too_many(found := self._unheard_of(None), UNHEARD, UNHEARD_BYTES):
-                clients = {answer.reply.key.client for answer in found}
-                most = max(map(self._unheard_of, sorted(clients)), key=lambda own: (len(own), _nbytes(own)))
-                gone.append(self._give_up(most[-1]))
-            return gone
+            client, dropped = answer.reply.key.client, list[OutgoingAnswer]()
+            while _too_many(
+                client_answers := self._undelivered_of(client), CLIENT_UNDELIVERED, CLIENT_UNDELIVERED_BYTES
+            ):
+                dropped.append(self._give_up(client_answers[-1]))
+            while _too_many(undelivered := self._undelivered_of(None), UNDELIVERED, UNDELIVERED_BYTES):
+                clients = {answer.reply.key.client for answer in undelivered}
+                most = max(
+                    map(self._undelivered_of, sorted(clients)),
+                    key=lambda client_answers: (len(client_answers), _nbytes(client_answers)),
+                )
+                dropped.append(self._give_up(most[-1]))
+            return dropped
 
-    def _unheard_of(self, client: str | None) -> list[OutgoingAnswer]:
-        """Return the unheard answers of a client, or of all; what the connection had no room for is none of them."""
-        unheard = (answer for _, answer in self._waiting if answer.until_s is not None)
-        return [answer for answer in unheard if client in (None, answer.reply.key.client)]
+    def _undelivered_of(self, client: str | None) -> list[OutgoingAnswer]:
+        """Return the answers without subscriber of a client, or of all clients."""
+        undelivered = (answer for _, answer in self._waiting if answer.until_s is not None)
+        return [answer for answer in undelivered if client in (None, answer.reply.key.client)]
 
     def _give_up(self, answer: OutgoingAnswer) -> OutgoingAnswer:
         self._waiting = deque(item for item in self._waiting if item[1] is not answer)
@@ -89,7 +90,7 @@ class UnacknowledgedAnswers:
             self._waiting.append((due_s, answer))
 
     def take_due(self, now: float) -> OutgoingAnswer | None:
-        """Remove and return the first answer that is due, None if there is none."""
+        """Remove and return the first due answer, or None."""
         with self._lock:
             if not self._waiting or self._waiting[0][0] > now:
                 return None
@@ -105,38 +106,38 @@ def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Request journal: which requests are unacknowledged at the broker, and which an earlier planner already answered.
+# Request journal: requests unacknowledged at the broker, and requests that an earlier planner answered.
 #
-# The broker delivers unacknowledged requests again after a planner crash. A file in its state directory records which
-# of them may have been answered, and how many planners have crashed on each.
+# The broker redelivers unacknowledged requests after a planner crash. A file in the planner's state directory records
+# which requests may have been answered, and how many planners crashed on each request.
 
 
 MAX_MARKS: Final = 4096  # marks of each kind
-MAX_DELIVERY_ATTEMPTS: Final = 4  # planner crashes with a request; the next planner refuses it
-FILE_BYTES: Final = 1 << 20  # then the file is rewritten with the remembered marks
+MAX_DELIVERY_ATTEMPTS: Final = 4  # planner crashes on a request; the next planner refuses it
+FILE_BYTES: Final = 1 << 20  # above this size, the file is rewritten with the current marks
 _MARK_BYTES: Final = 16
 _ANSWERED: Final = b"A"
-_MET_AGAIN: Final = b"M"
+_REDELIVERED: Final = b"M"
 _ENDED: Final = b"E"  # a redelivered request was answered
 
 _log: Final = logging.getLogger("hepti.planner")
 
 
 class Journal:
-    """What the planner knows of requests across restarts; all methods may be called from any thread.
+    """The planner's record of requests across restarts; callable on any thread.
 
-    path: of the file; if it cannot be written, that is logged once and the journal works in memory. acknowledge:
-    lets the broker forget a delivery.
+    path: of the file. If writing fails, the journal logs the failure once and continues in memory. acknowledge:
+    acknowledges a delivery to the broker.
     """
 
     def __init__(self, path: Path, acknowledge: Callable[[Receipt], None]) -> None:
         self._path, self._acknowledge = path, acknowledge
-        self._lock = threading.Lock()  # guards all that follows
+        self._lock = threading.Lock()  # guards the following fields
         self._waiting: dict[tuple[RequestKey, bytes], list[RawRequest]] = {}  # by key and digest
-        self._answering: set[Receipt] = set()  # of requests whose answer the broker does not have yet
+        self._answering: set[Receipt] = set()  # of requests with an unacknowledged answer
         self._answered: OrderedDict[bytes, None] = OrderedDict()
-        self._met: Counter[bytes] = Counter()
-        self._met_now: set[bytes] = set()
+        self._redelivered: Counter[bytes] = Counter()
+        self._redelivered_now: set[bytes] = set()
         self._file: IO[bytes] | None = None
         self._read()
         self._rewrite()
@@ -146,57 +147,57 @@ class Journal:
         if raw.delivery is None or raw.delivery.receipt is None:
             return uuid.uuid4().hex
         packet = str(raw.delivery.receipt.packet).encode()
-        made = _mark(raw.model.encode(), raw.client.encode(), packet, raw.payload).hex()
+        packet_id = _mark(raw.model.encode(), raw.client.encode(), packet, raw.payload).hex()
         if raw.delivery.repeated:
-            return made
+            return packet_id
         # A broker that has lost its session restarts its packet ids, so a new request may repeat an old id.
-        key = RequestKey(raw.model, raw.client, made)
+        key = RequestKey(raw.model, raw.client, packet_id)
         with self._lock:
-            known = _mark_of(key) in self._answered or any(key == waiting for waiting, _ in self._waiting)
-        return uuid.uuid4().hex if known else made
+            is_used = _mark_of(key) in self._answered or any(key == waiting for waiting, _ in self._waiting)
+        return uuid.uuid4().hex if is_used else packet_id
 
     def count_attempts(self, raw: RawRequest) -> int:
-        """Return how many planners, this one included, have received a request as a redelivery."""
+        """Return how many planners, including this planner, received a request as a redelivery."""
         if raw.delivery is None or not raw.delivery.repeated:
             return 0
         mark = _content(raw)
         with self._lock:
-            if mark not in self._met_now:
-                self._met_now.add(mark)
-                self._met[mark] += 1
-                self._append(_MET_AGAIN, mark)
-            return self._met[mark]
+            if mark not in self._redelivered_now:
+                self._redelivered_now.add(mark)
+                self._redelivered[mark] += 1
+                self._append(_REDELIVERED, mark)
+            return self._redelivered[mark]
 
     def check_attempts(self, raw: RawRequest) -> None:
-        """Raise RemoteError for a request on which the planner has crashed too often."""
+        """Raise RemoteError for a request on which planners crashed too often."""
         if (attempts := self.count_attempts(raw)) > MAX_DELIVERY_ATTEMPTS:
             raise RemoteError(
                 f"The planner crashed {attempts} times while it handled this request. See its log, and send a smaller "
                 "request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: Request | Asked) -> None:
-        """Note the delivery of a request that waits for its answer; several deliveries of it share one answer."""
+    def record_waiting(self, raw: RawRequest, request: Request | ClientRequest) -> None:
+        """Record the delivery of an unanswered request; several deliveries share one answer."""
         with self._lock:
             self._waiting.setdefault((request.key, request.digest), []).append(raw)
 
-    def take_waiting(self, request: Request | Asked) -> list[RawRequest]:
-        """Remove and return all deliveries of a request whose answer goes out."""
+    def take_waiting(self, request: Request | ClientRequest) -> list[RawRequest]:
+        """Remove and return all deliveries of a request before its answer is sent."""
         with self._lock:
             return self._waiting.pop((request.key, request.digest), [])
 
     def record_answering(self, requests: Sequence[RawRequest]) -> None:
-        """Note requests whose answer goes out; it may be resent for a while until they are settled."""
+        """Record requests before their answer is sent; resends may delay their settlement."""
         with self._lock:
             self._answering |= _receipts(requests)
 
     def open_receipts(self) -> set[Receipt]:
-        """Return the deliveries whose requests wait for their answers, or whose answers are on their way."""
+        """Return the deliveries of requests without an answer, or with an unacknowledged answer."""
         with self._lock:
             return self._answering.union(*map(_receipts, self._waiting.values()))
 
     def settle(self, requests: Sequence[RawRequest]) -> None:
-        """Acknowledge requests whose answer the broker has."""
+        """Acknowledge requests after the broker has accepted their answer."""
         with self._lock:
             self._answering -= _receipts(requests)
         for raw in requests:
@@ -206,24 +207,24 @@ class Journal:
             if raw.delivery.repeated:
                 mark = _content(raw)
                 with self._lock:
-                    self._met.pop(mark, None)
+                    self._redelivered.pop(mark, None)
                     self._append(_ENDED, mark)
 
     def record_answer(self, key: RequestKey) -> bool:
-        """Note that an answer goes out; return whether an earlier one may have."""
+        """Record an answer before it is sent; return whether an earlier answer may have been sent."""
         mark = _mark_of(key)
         with self._lock:
-            before = mark in self._answered
+            is_repeated = mark in self._answered
             self._answered[mark] = None
             self._answered.move_to_end(mark)
             if len(self._answered) > MAX_MARKS:
                 self._answered.popitem(last=False)
-            if not before:
+            if not is_repeated:
                 self._append(_ANSWERED, mark)
-            return before
+            return is_repeated
 
     def was_answered(self, key: RequestKey) -> bool:
-        """Return whether a request may have been answered already."""
+        """Return whether an earlier answer to a request may have been sent."""
         with self._lock:
             return _mark_of(key) in self._answered
 
@@ -245,20 +246,22 @@ class Journal:
             if kind == _ANSWERED:
                 self._answered[mark] = None
                 self._answered.move_to_end(mark)
-            elif kind == _MET_AGAIN:
-                self._met[mark] += 1
+            elif kind == _REDELIVERED:
+                self._redelivered[mark] += 1
             elif kind == _ENDED:
-                self._met.pop(mark, None)
+                self._redelivered.pop(mark, None)
 
     def _rewrite(self) -> None:
         answered = list(self._answered)[-MAX_MARKS:]
-        met = [
-            mark for mark, times in self._met.most_common(MAX_MARKS) for _ in range(min(times, MAX_DELIVERY_ATTEMPTS))
+        redelivered = [
+            mark
+            for mark, times in self._redelivered.most_common(MAX_MARKS)
+            for _ in range(min(times, MAX_DELIVERY_ATTEMPTS))
         ]
         self._answered = OrderedDict.fromkeys(answered)
-        self._met = Counter(met)
-        self._met_now &= set(met)
-        data = b"".join([*(_ANSWERED + mark for mark in answered), *(_MET_AGAIN + mark for mark in met)])
+        self._redelivered = Counter(redelivered)
+        self._redelivered_now &= set(redelivered)
+        data = b"".join([*(_ANSWERED + mark for mark in answered), *(_REDELIVERED + mark for mark in redelivered)])
         try:
             write_atomically(self._path, data)
             self._file = self._path.open("ab", buffering=0)
@@ -284,16 +287,16 @@ class Journal:
 
 
 def _receipts(requests: Sequence[RawRequest]) -> set[Receipt]:
-    found = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
-    return {receipt for receipt in found if receipt is not None}
+    receipts = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
+    return {receipt for receipt in receipts if receipt is not None}
 
 
 def _mark(*parts: bytes) -> bytes:
-    found = blake2b(digest_size=_MARK_BYTES)
+    hasher = blake2b(digest_size=_MARK_BYTES)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.digest()
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
 
 
 def _mark_of(key: RequestKey) -> bytes:
@@ -305,25 +308,27 @@ def _content(raw: RawRequest) -> bytes:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The request channel: a connection that brings requests, and answers that let the broker forget them.
+# The request channel: a connection that receives requests, and answers that acknowledge them.
 
 
 LOOK_S: Final = 5.0  # after the start, so that the probe delays nothing
-CLOSED_S: Final = 0.5  # for the last acknowledgements
+CLOSED_S: Final = 0.5  # timeout of the last acknowledgements
 RESEND_S: Final = 0.5  # between two attempts to deliver an answer
-RESEND_FOR_S: Final = 20.0  # readers resubscribe meanwhile when a killed broker has lost their subscriptions
-LOST_S: Final = 60.0  # so long a request may be read and its answer resent; all other time it waits, and is known
+RESEND_FOR_S: Final = 20.0  # clients resubscribe within this time after a broker crash that lost subscriptions
+LOST_S: Final = (
+    60.0  # limit for reading a request and resending its answer; at other times the journal lists the request
+)
 
 
 class RequestChannel:
-    """Receives users' requests and sends their answers; an answer that cannot go out yet delays no other.
+    """Receive users' requests and send their answers; an answer that cannot be sent yet delays no other answer.
 
-    name: of the planner among MQTT clients. place: of the journal's file. answers: the connection for answers.
-    on_request: takes a request, on the network thread. on_state: state of the connection that brings requests. will: of
-    that connection. most: unacknowledged requests that the broker may deliver.
+    name: the planner's MQTT client id. place: path of the journal. answers: the connection for answers. on_request:
+    called with a request on the network thread. on_state: called with the state of the requests' connection. will: of
+    the requests' connection. most: unacknowledged requests that the broker may deliver.
 
-    Where requests are shared, the session ends with the connection: a broker goes on giving a planner that is away its
-    share for as long as it has a session, and no other planner gets that.
+    With shared requests, the MQTT session ends with the connection. Otherwise the broker would keep assigning requests
+    to a disconnected planner.
     """
 
     def __init__(
@@ -340,7 +345,7 @@ class RequestChannel:
     ) -> None:
         self._answers, self._decoder, self._on_request, self._log = answers, decoder, on_request, decoder.log
         self._on_state, self._was_connected = on_state, False
-        self._connected: Connected | None = None  # the current connection that brings requests
+        self._connected: Connected | None = None  # state of the requests' connection
         self._window, self._most = DeliveryWindow(self._handle_overflow), most
         self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
         self._requests = BrokerConnection(
@@ -354,20 +359,20 @@ class RequestChannel:
             receive_maximum=most,
         )
         self.journal = Journal(place, self._acknowledge)
-        self._unheard = UnacknowledgedAnswers()
+        self._undelivered = UnacknowledgedAnswers()
         self._lost = set[Receipt]()
         self._closed, self._sharing = False, False
         self._requests.subscribe(self._decoder.requests())
         self.connect = self._requests.connect
 
     def close(self) -> None:
-        """Take no more requests; the broker keeps the unanswered ones for the next planner."""
+        """Stop receiving requests; the broker keeps unanswered requests for the next planner."""
         self._closed = True
         self._requests.close(timeout_s=CLOSED_S)
         self.journal.close()
 
     def set_sharing(self, sharing: bool) -> None:
-        """Take a share of the shared requests, or leave all of them to others; one thread calls this."""
+        """Subscribe to the shared requests, or unsubscribe; called on one thread."""
         shared = self._decoder.shared
         if shared is None or sharing == self._sharing:
             return
@@ -380,7 +385,7 @@ class RequestChannel:
     # -- network thread ---------------------------------------------------------------------------------------------
 
     def handle_delivery(self, delivery: Delivery) -> None:
-        """Take a request from the broker."""
+        """Handle a request from the broker."""
         raw = None if delivery.retained else self._decoder.decode(delivery.topic, delivery.payload)
         if delivery.retained:
             self._log.warn_once(
@@ -392,25 +397,25 @@ class RequestChannel:
         elif raw is None and delivery.payload:
             self._refuse_address(delivery)
         if delivery.receipt is not None:
-            self._window.opened(delivery.receipt, inf)  # until it is read
+            self._window.opened(delivery.receipt, inf)  # until `begin`
         if isinstance(raw, RawRequest):
             self._on_request(replace(raw, delivery=delivery))
         elif delivery.receipt is not None:
             self._acknowledge(delivery.receipt)
 
     def _refuse_address(self, delivery: Delivery) -> None:
-        """Answer a request on a topic with a name that cannot be, and log it once."""
+        """Refuse a request on a topic with an invalid name, and log the topic once."""
         request = peek_id(delivery.payload)
-        found = self._decoder.misaddressed(delivery.topic, request or "unread")
-        if found is None:
+        refusal = self._decoder.misaddressed(delivery.topic, request or "unread")
+        if refusal is None:
             return
-        topic, error = found
+        topic, error = refusal
         self._log.warn_once("misaddressed", delivery.topic, f"Refused a request on {delivery.topic}: {error}")
         with suppress(NetworkError):
             self._answers.publish(topic, encode_failure(request, error), 1)
 
     def _handle_state(self, state: State) -> None:
-        """Pass on the connection's state; warn if the broker has lost the session."""
+        """Report the connection's state; warn if the broker has lost the session."""
         if isinstance(state, Connected):
             if self._was_connected and not state.resumed and self._decoder.shared is None:
                 self._log.log.warning(
@@ -430,36 +435,36 @@ class RequestChannel:
         self._log.log.warning("The broker's queue overflowed and may have dropped requests. Run `hepti doctor`.")
         self._announce()
 
-    def _handle_taken(self, answer: OutgoingAnswer, heard: bool) -> None:
-        """The broker has an answer; heard: it had a subscriber."""
+    def _handle_published(self, answer: OutgoingAnswer, heard: bool) -> None:
+        """Settle a published answer, or keep it for a resend if it had no subscriber."""
         assert answer.requests is not None
         now = time.monotonic()
         until_s = now + RESEND_FOR_S if answer.until_s is None else answer.until_s
         if heard or now > until_s:
             self.journal.settle(answer.requests)
             return
-        for given_up in self._unheard.put_unheard(now + RESEND_S, replace(answer, until_s=until_s)):
-            client = given_up.reply.key.client
+        for dropped in self._undelivered.put_undelivered(now + RESEND_S, replace(answer, until_s=until_s)):
+            client = dropped.reply.key.client
             self._log.warn_once("unheard", client, f"Dropped answers of client {client}: it is subscribed to none.")
-            self.journal.settle(given_up.requests or ())
+            self.journal.settle(dropped.requests or ())
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
     def begin(self, raw: RawRequest) -> None:
-        """Note that a request is read now; it waited for that until now."""
+        """Record that a reader thread starts to parse a request."""
         if raw.delivery is not None and raw.delivery.receipt is not None:
             self._window.begun(raw.delivery.receipt, time.monotonic())
 
     def comes_again(self, raw: RawRequest) -> bool:
-        """Return whether the broker delivers a request again, because it came on an earlier connection."""
+        """Return whether the broker will redeliver a request, because an earlier connection received it."""
         receipt, connected = None if raw.delivery is None else raw.delivery.receipt, self._connected
         return (
             receipt is not None and connected is not None and connected.resumed and self._window.is_of_earlier(receipt)
         )
 
     def _announce(self) -> None:
-        """Announce the planner again, so that waiting clients resend what the broker may have dropped."""
-        if (connected := self._connected) is not None:  # otherwise the next connection announces it
+        """Announce the planner again, so that waiting clients resend requests that the broker may have dropped."""
+        if (connected := self._connected) is not None:  # otherwise the next connection announces the planner
             self._on_state(connected)
 
     def _probe_broker(self) -> None:
@@ -470,43 +475,43 @@ class RequestChannel:
             self._announce()
 
     def send(self, reply: Reply, requests: Sequence[RawRequest] | None = None) -> None:
-        """Send an answer, and settle `requests` when the broker has it; None: the reply is a part of an answer."""
+        """Send an answer, and settle `requests` after its acknowledgement; None: the reply is a partial answer."""
         journal = self.journal
         journal.record_answering(requests or ())
-        before = journal.was_answered(reply.key) if requests is None else journal.record_answer(reply.key)
-        if before:
+        is_repeated = journal.was_answered(reply.key) if requests is None else journal.record_answer(reply.key)
+        if is_repeated:
             reply = reply._replace(payload=b'{"repeated": true, ' + reply.payload.removeprefix(b"{"))
         self._publish(OutgoingAnswer(reply, requests))
 
     def resend_due(self, now: float) -> None:
-        """Resend the answers that are due; now: by `time.monotonic`. Probes the broker's limits once."""
+        """Resend due answers, and probe the broker's limits once; now: from `time.monotonic`."""
         if now > self._probe_at_s:
             self._probe_at_s = inf
             threading.Thread(target=self._probe_broker, name="planner-room", daemon=True).start()
         self._look_for_lost(now)
-        while (answer := self._unheard.take_due(now)) is not None and self._publish(answer):
+        while (answer := self._undelivered.take_due(now)) is not None and self._publish(answer):
             continue
 
     @property
     def unacknowledged(self) -> int:
-        """Return how many requests the broker keeps because they are not answered yet."""
+        """Return the number of unacknowledged requests at the broker."""
         return len(self._window)
 
     def _look_for_lost(self, now: float) -> None:
-        """Warn of requests that are neither answered nor waiting: where they fill the broker's window none comes."""
+        """Warn of lost requests, i.e. neither answered nor waiting: they occupy the broker's delivery window."""
         if (old := self._window.opened_before(now - LOST_S)) and (lost := old - self.journal.open_receipts()):
             for _ in lost - self._lost:
                 self._log.record(
                     "unacknowledged",
-                    f"{len(lost)} requests came {LOST_S:g} s ago and are neither answered nor waiting; they keep "
-                    "places of the few that the broker delivers at once, so restart the planner before all are taken",
+                    f"{len(lost)} requests arrived {LOST_S:g} s ago and are neither answered nor waiting. They occupy "
+                    "the broker's delivery window; restart the planner before the window is full.",
                 )
             self._lost = lost
 
     def _publish(self, answer: OutgoingAnswer) -> bool:
-        """Publish an answer, or keep it until the send queue has room; return whether it had."""
+        """Publish an answer, or keep it if the send queue is full; return whether it was published."""
         reply = answer.reply
-        taken = None if answer.requests is None else partial(self._handle_taken, answer)
+        taken = None if answer.requests is None else partial(self._handle_published, answer)
         try:
             self._answers.publish(reply.topic, reply.payload, 1, taken=taken)
         except PacketLimitError as error:
@@ -514,10 +519,10 @@ class RequestChannel:
             if len(shorter.payload) < len(reply.payload):
                 return self._publish(replace(answer, reply=shorter))
             self._log.record("unpublished", f"not published to {reply.topic}: {error}")
-            self.journal.settle(answer.requests or ())  # even the error does not get through: do not meet it again
+            self.journal.settle(answer.requests or ())  # even the error is too large: prevent a redelivery
         except NetworkError as error:
-            if answer.requests is not None and not self._closed:  # the whole answer repeats its parts
-                self._unheard.put(time.monotonic() + RESEND_S, answer)
+            if answer.requests is not None and not self._closed:  # the final answer repeats partial answers
+                self._undelivered.put(time.monotonic() + RESEND_S, answer)
             self._log.record("unpublished", f"not published to {reply.topic}: {error}")
             return False
         return True

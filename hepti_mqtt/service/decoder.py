@@ -1,4 +1,4 @@
-"""Decode what arrives from the broker, on the network thread."""
+"""Decode messages from the broker, on the network thread."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ from hepti_mqtt.transport.base import Delivery
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A user's request, not yet parsed.
-
-    delivery: how it came, None if the broker does not keep it. bare: the payload is a text instead of JSON. site: whose
-    client sent it, "" for the planner's own site.
-    """
+    """A user's unparsed request."""
 
     model: str
     client: str
     payload: bytes
-    delivery: Delivery | None = None
-    bare: bool = False
-    site: str = ""
+    delivery: Delivery | None = None  #: None if the broker does not keep the request
+    bare: bool = False  #: the payload is plain text instead of JSON
+    site: str = ""  #: of the client, "" for the planner's own site
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerStatus:
-    """A planner's retained status: our own, or another's."""
+    """The retained status of this planner, or of another planner."""
 
     status: messages.Status
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedPlan:
-    """A model's retained record, not yet read: our own, or one that an earlier planner left behind."""
+    """A model's undecoded retained record, of this planner or of an earlier planner."""
 
     model: str
     payload: bytes
@@ -60,9 +56,9 @@ DecodedMessage = (
 
 
 class MessageDecoder:
-    """Topics and payloads to messages; invalid ones are counted and dropped.
+    """Decode topics and payloads to messages; count and drop invalid messages.
 
-    shared: the site whose requests are shared with other planners, None for none.
+    shared: site of the requests shared with other planners, None without sharing.
     """
 
     def __init__(self, site: str, log: RateLimitedLog | None = None, shared: str | None = None) -> None:
@@ -85,7 +81,7 @@ class MessageDecoder:
         }
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what the planner subscribes to besides requests and heartbeats, with the QoS of each."""
+        """Return the subscriptions other than requests and heartbeats, with their QoS."""
         t = self.topics
         return [
             (t.all_status(), 1),
@@ -105,15 +101,15 @@ class MessageDecoder:
         return shared if shared is not None and topic.startswith(shared.request_root()) else self.topics
 
     def misaddressed(self, topic: str, request: str) -> tuple[str, BadNameError] | None:
-        """Return where to refuse a request on a topic with a name that cannot be, and why."""
+        """Return topic and error of the refusal of a request on a topic with an invalid name, or None."""
         return self._topics_of(topic).misaddressed(topic, request)
 
     def decode(self, topic: str, payload: bytes) -> DecodedMessage | None:
-        """Return a decoded message; None if it is invalid, or empty: a cleared retained one."""
+        """Return a decoded message; None if it is invalid, or empty (a cleared retained message)."""
         parsed = None
         try:
             parsed = self._topics_of(topic).parse(topic)
-            if not payload and parsed.kind != "use":  # a cleared switch is one that is on
+            if not payload and parsed.kind != "use":  # a cleared switch means on
                 return None
             decoder = self._decoders.get(parsed.kind)
             if decoder is None:

@@ -1,4 +1,4 @@
-"""How a request is to be served: its JSON, id, deadline, reply topic and pins, apart from what it asks of a model."""
+"""The planner's part of a request: JSON, id, deadline, reply topic and pins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "route": (AUTO, *get_args(Route)),
     "objective": get_args(Objective),
 }
-_GLIMPSED: Final = 1024  # bytes at either end of a request in which an id is looked for unparsed
+_PEEK_BYTES: Final = 1024  # bytes at both ends of an unparsed request to search for an id
 _OBJECT: Final = re.compile(rb"\s*\{\s*[\"'](?:" + "|".join(sorted(REQUEST_KEYS)).encode() + rb")[\"']\s*:")
 _ID: Final = re.compile(rb'(?<!\\)"id"\s*:\s*"([^"\\]*)"')
 _SHORT: Final = 1024  # characters
@@ -74,11 +74,11 @@ def _check_bytes(payload: bytes) -> None:
 
 
 def bare_text(payload: bytes) -> str:
-    """Return the text of a payload; raises RequestError for a JSON request, which would be read as a text here."""
+    """Return the text of a payload; raises RequestError for a JSON request."""
     _check_bytes(payload)
-    if _OBJECT.match(payload[:_GLIMPSED]) is not None:
+    if _OBJECT.match(payload[:_PEEK_BYTES]) is not None:
         raise RequestError(
-            "This topic takes a text as it is, and this is an object. Publish the text alone, or the object to the "
+            "This topic accepts plain text, not a JSON object. Publish the text alone, or publish the object to the "
             f"model's topic `req`{_json_advice(payload)}."
         )
     try:
@@ -90,16 +90,16 @@ def bare_text(payload: bytes) -> str:
 
 
 def _json_advice(payload: bytes) -> str:
-    """Return what to do about a template that writes its own quotes, as in Home Assistant."""
+    """Return advice for templates that write their own quotes, as in Home Assistant."""
     single = re.match(rb"\s*\{\s*'", payload) is not None
-    if single or (payload[:_GLIMPSED].lstrip().startswith(b"{") and b'"' in payload):
+    if single or (payload[:_PEEK_BYTES].lstrip().startswith(b"{") and b'"' in payload):
         quotes = "keys and texts in double quotes" if single else "quotes and line breaks within a text escaped"
         return f", with {quotes}; a template does that by `{{{{ {{'text': text}} | to_json }}}}`"
     return ""
 
 
 def request_id(data: Mapping[str, Any]) -> str | None:
-    """Return the client's own id of a request, None without one; raises RequestError if it cannot stand in a topic."""
+    """Return the client's own id of a request, or None; raises RequestError if it is invalid in a topic."""
     value = data.get("id")
     if value is None:
         return None
@@ -110,16 +110,16 @@ def request_id(data: Mapping[str, Any]) -> str | None:
 
 
 def peek_id(payload: bytes) -> str | None:
-    """Return the id of an unparsed request, None if it is not near its beginning or end."""
-    for part in (payload[:_GLIMPSED], payload[-_GLIMPSED:]):
-        if found := _ID.search(part):
+    """Return the id of an unparsed request, None if it is not near the start or end."""
+    for part in (payload[:_PEEK_BYTES], payload[-_PEEK_BYTES:]):
+        if match := _ID.search(part):
             with suppress(BadNameError, UnicodeDecodeError):
-                return check_name("request", found[1].decode())
+                return check_name("request", match[1].decode())
     return None
 
 
 def digest(data: Mapping[str, Any]) -> bytes:
-    """Return a hash of what a request asks, not of how it is delivered; raises RequestError if nested too deeply."""
+    """Return a hash of a request without its delivery keys; raises RequestError if nested too deeply."""
     question = {k: v for k, v in data.items() if k not in _DELIVERY_KEYS}
     # Pictures and long texts are hashed directly: encoding them as JSON takes longer than the hash.
     long = {k: v for k, v in sorted(question.items()) if isinstance(v, str) and len(v) > _SHORT}
@@ -127,15 +127,15 @@ def digest(data: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(question, sort_keys=True, separators=(",", ":"))
     except RecursionError as error:
-        raise RequestError("the request is nested too deeply; send lists of lists at the most") from error
-    found = hashlib.sha256(text.encode())
+        raise RequestError("the request is nested too deeply; send at most lists of lists") from error
+    hasher = hashlib.sha256(text.encode())
     for value in long.values():
-        found.update(value.encode("utf-8", "surrogatepass"))
-    return found.digest()
+        hasher.update(value.encode("utf-8", "surrogatepass"))
+    return hasher.digest()
 
 
 def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
-    """Split a request into envelope and body; raises RequestError naming what is invalid."""
+    """Split a request into envelope and body; raises RequestError for invalid values."""
     deadline = data.get("deadline_ms")
     if deadline is not None and not (is_number(deadline) and 0 < deadline <= MAX_DEADLINE_MS):
         raise RequestError(f"deadline_ms must be a number above 0, at most {MAX_DEADLINE_MS}")
@@ -144,7 +144,7 @@ def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
         raise RequestError("reply_to must be a topic")
     report = data.get("report", False)
     if not isinstance(report, bool):
-        raise RequestError("report must be true or false: whether the answer waits for what the devices counted")
+        raise RequestError("report must be true or false: whether the answer waits for the devices' measurements")
     return RequestEnvelope(
         id=request_id(data),
         deadline_s=None if deadline is None else deadline / 1e3,
@@ -155,7 +155,7 @@ def split_envelope(data: Mapping[str, Any]) -> RequestEnvelope:
 
 
 def validate_pins(pins: Pins) -> Pins:
-    """Return pins with sorted devices and None for `auto`; raises RequestError naming what is unknown."""
+    """Return pins with sorted devices and None for `auto`; raises RequestError for invalid values."""
     values = {"strategy": pins.strategy, "wire": pins.wire, "weights": pins.weight_dtype, "route": pins.route}
     for name, value in {**values, "objective": pins.objective}.items():
         if value is not None and value not in _CHOICES[name]:
@@ -180,9 +180,10 @@ def validate_pins(pins: Pins) -> Pins:
 
 
 def supported_pins(pins: Pins, spec: Spec, specs: Iterable[Spec]) -> Pins:
-    """Return the pins of one of several models that answer together.
+    """Return a model's pins, if several models answer a request together.
 
-    A method that divides only others of the models pins only those. If it divides no model, the planner refuses it.
+    Drop the strategy if its method supports only other models of the request. If the method supports none of the
+    models, keep the strategy, so that the planner refuses the request.
     """
     if pins.strategy is None:
         return pins
@@ -192,7 +193,7 @@ def supported_pins(pins: Pins, spec: Spec, specs: Iterable[Spec]) -> Pins:
 
 
 def request_pins(data: Mapping[str, Any], own: Pins) -> Pins | None:
-    """Return the pins of a request, None if it has none; raises RequestError naming what is invalid.
+    """Return the pins of a request, None if it has none; raises RequestError for invalid values.
 
     own: the operator's pins, the default for the request's.
     """

@@ -1,8 +1,8 @@
-"""Cost forecasts of requests, made on a thread of their own so that no answer waits for them.
+"""Cost forecasts of requests, computed on their own thread so that answers do not wait for them.
 
-The search has simulated its plan for one length already. Any other forecast takes as long as building every device's
-Program, so it is made in a pause of the model: for each new request, and for recent lengths under a new plan. An answer
-that is ready first contains an estimate.
+The search has already simulated its plan for one length. Other forecasts take as long as building every device's
+Program, so they are computed in a pause of the model: for each new request, and for recent lengths under a new plan. An
+answer that is ready before its forecast contains an estimate.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies.method import EMBEDDINGS
 
 KEPT: Final = 1024
-MAX_PENDING: Final = 64  # pending forecasts; beyond, the least urgent are dropped
-LATE: Final = 4  # recent shapes of each model that are forecast for a new plan
+MAX_PENDING: Final = 64  # pending forecasts; above this number, the least urgent are dropped
+RECENT_SHAPES: Final = 4  # per model, forecast for a new plan
 PAUSE_S: Final = 0.25  # since the model's last run or request
-UNPAUSED_S: Final = 30.0  # without a pause; then one forecast is made beside the runs
+UNPAUSED_S: Final = 30.0  # without a pause, after which a forecast is computed during runs
 
 WHOLE: Final = TimeParts()
 
@@ -43,18 +43,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of one run: seconds from dispatch to output, bytes of all PUBLISH packets, FLOPs by device.
-
-    simulated: False if scaled from another length; then only the proportions of `flops` are valid. parts: of the
-    time.
-    """
+    """The predicted cost of a run."""
 
     tokens: int
-    seconds: float
-    nbytes: float
-    flops: Mapping[str, float]
-    simulated: bool = True
-    parts: TimeParts = WHOLE
+    seconds: float  #: from dispatch to output
+    nbytes: float  #: of all PUBLISH packets
+    flops: Mapping[str, float]  #: by device
+    simulated: bool = True  #: False if scaled from another length; then only proportions of `flops` are valid
+    parts: TimeParts = WHOLE  #: of the time
 
     def scaled(self, tokens: int, seconds: float) -> Forecast:
         """Return the estimate for another length."""
@@ -81,100 +77,98 @@ class _ForecastJob(NamedTuple):
 
 
 class Forecasts:
-    """The forecasts of one site. Only `step` and `run` are slow; all else may be called on any thread.
+    """The forecasts of a site. `step` and `run` are slow; the other methods are callable on any thread.
 
     clock: seconds, as `time.monotonic`.
     """
 
     def __init__(self, site: str, specs: Mapping[str, Spec], clock: Callable[[], float] = time.monotonic) -> None:
         self._site, self._specs, self._clock = site, specs, clock
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards the following fields
         self._standing: tuple[PlanSnapshot, ...] = ()
-        self._late: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
-        self._ahead: OrderedDict[tuple[PlanVersion, RequestShape], _ForecastJob] = (
-            OrderedDict()
-        )  # the most urgent first
-        self._asked: deque[tuple[list[_ForecastJob], Callable[[], None]]] = deque()
-        self._known: OrderedDict[tuple[PlanVersion, RequestShape], Forecast] = OrderedDict()
-        self._met: OrderedDict[RequestShape, RunStats] = OrderedDict()
+        self._recent_shapes: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
+        self._pending: OrderedDict[tuple[PlanVersion, RequestShape], _ForecastJob] = OrderedDict()  # most urgent first
+        self._urgent_calls: deque[tuple[list[_ForecastJob], Callable[[], None]]] = deque()
+        self._forecasts: OrderedDict[tuple[PlanVersion, RequestShape], Forecast] = OrderedDict()
+        self._batched_runs: OrderedDict[RequestShape, RunStats] = OrderedDict()
         self._computing: frozenset[str] = frozenset()
         self._used_s = dict.fromkeys(specs, -inf)  # last request or end of a run, by model
-        self._waits_s: dict[str, float] = {}  # since when forecasts wait for a pause, by model
+        self._waits_s: dict[str, float] = {}  # start of the wait for a pause, by model
         self._closed = False
 
     def set_plans(self, standing: tuple[PlanSnapshot, ...]) -> None:
         """Set the current plans, and queue forecasts of recent shapes for the new ones.
 
-        A repriced plan counts as new. The search's own simulation is known at once.
+        A repriced plan counts as new. The search's own simulation is used directly.
         """
         with self._changed:
             before = {s.plan.version: s.cluster for s in self._standing}
             self._standing, stands = standing, {s.plan.version for s in standing}
-            for key in [key for key in self._ahead if key[0] not in stands]:
-                del self._ahead[key]
+            for key in [key for key in self._pending if key[0] not in stands]:
+                del self._pending[key]
             for new in (s for s in standing if before.get(s.plan.version) is not s.cluster):
-                for key in [key for key in self._known if key[0] == new.plan.version]:
-                    del self._known[key]
+                for key in [key for key in self._forecasts if key[0] == new.plan.version]:
+                    del self._forecasts[key]
                 if new.simulated is not None:
-                    self._know((new.plan.version, new.simulated.shape), Forecast.of(new.simulated))
-                for shape in self._late[new.plan.model]:
+                    self._store((new.plan.version, new.simulated.shape), Forecast.of(new.simulated))
+                for shape in self._recent_shapes[new.plan.model]:
                     self._add(_ForecastJob(new.plan, new.cluster, shape), urgent=False)
             self._changed.notify()
 
     def request(self, model: str, shapes: Iterable[RequestShape]) -> None:
         """Queue forecasts of a request under every plan of its model, the newest request first."""
         with self._changed:
-            late, self._used_s[model] = self._late[model], self._clock()
+            recent, self._used_s[model] = self._recent_shapes[model], self._clock()
             for shape in shapes:
-                late[shape] = None
-                late.move_to_end(shape)
-                while len(late) > LATE:
-                    late.popitem(last=False)
-                for one in self._standing:
-                    if one.plan.model == model:
-                        self._add(_ForecastJob(one.plan, one.cluster, shape), urgent=True)
+                recent[shape] = None
+                recent.move_to_end(shape)
+                while len(recent) > RECENT_SHAPES:
+                    recent.popitem(last=False)
+                for snapshot in self._standing:
+                    if snapshot.plan.model == model:
+                        self._add(_ForecastJob(snapshot.plan, snapshot.cluster, shape), urgent=True)
             self._changed.notify()
 
     def set_busy_models(self, models: frozenset[str]) -> None:
-        """Set the models with runs in progress: their forecasts wait."""
+        """Set the models with active runs; their forecasts wait."""
         if models == self._computing:
             return
         with self._changed:
             now = self._clock()
             self._used_s.update((model, now) for model in self._computing - models)
             self._computing = models
-            if self._ahead:
+            if self._pending:
                 self._changed.notify()
 
     def record_batched_run(self, run: RunStats) -> None:
-        """Note the shape of a batched run; if it repeats, queue its forecast as the least urgent.
+        """Record the shape of a batched run; if the shape repeats, queue its forecast as the least urgent.
 
         The same run may be recorded several times.
         """
         with self._changed:
-            before = self._met.setdefault(run.shape, run)
-            self._met.move_to_end(run.shape)
-            while len(self._met) > KEPT:
-                self._met.popitem(last=False)
+            before = self._batched_runs.setdefault(run.shape, run)
+            self._batched_runs.move_to_end(run.shape)
+            while len(self._batched_runs) > KEPT:
+                self._batched_runs.popitem(last=False)
             if before is not run:
                 self._add(_ForecastJob(run.plan, run.cluster, run.shape), urgent=False)
                 self._changed.notify()
 
     def call_when_ready(self, runs: Iterable[RunStats], act: Callable[[], None]) -> None:
-        """Make the forecasts of `runs` before all others, then call `act` on the forecasts' thread."""
+        """Compute the forecasts of `runs` before all others, then call `act` on the forecasts' thread."""
         with self._changed:
-            self._asked.append(([_ForecastJob(r.plan, r.cluster, r.shape) for r in runs], act))
+            self._urgent_calls.append(([_ForecastJob(r.plan, r.cluster, r.shape) for r in runs], act))
             self._changed.notify()
 
     def lookup(self, plan: Plan, shape: RequestShape) -> Forecast:
-        """Return the forecast of one run at once, or an estimate from the plan's nearest known length."""
+        """Return the forecast of a run without waiting, or an estimate from the plan's nearest length."""
         with self._changed:
             key = plan.version, shape
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-            others = [f for (plan_version, _), f in self._known.items() if plan_version == plan.version]
+            forecast = self._forecasts.get(key)
+            if forecast is not None:
+                self._forecasts.move_to_end(key)
+                return forecast
+            others = [f for (plan_version, _), f in self._forecasts.items() if plan_version == plan.version]
             cluster = next((s.cluster for s in self._standing if s.plan.version == plan.version), Cluster({}, {}))
         nearest = min(others, key=lambda f: abs(f.tokens - shape.size), default=_of_plan(plan))
         product = usual_product(self._specs[plan.model], plan.weight_dtype)
@@ -184,12 +178,12 @@ class Forecasts:
         return nearest.scaled(shape.size, nearest.seconds * factor)
 
     def run(self) -> None:
-        """Make forecasts until `close`; the body of a thread."""
+        """Compute forecasts until `close`; the body of a thread."""
         while self.step(wait=True):
             continue
 
     def step(self, wait: bool = False) -> bool:
-        """Make the most urgent forecast; return False if none is due, with `wait` only after `close`."""
+        """Compute the most urgent forecast; return False if none is due, with `wait` only after `close`."""
         with self._changed:
             works, act, due_s = self._next()
             while wait and not works and act is None and not self._closed:
@@ -198,7 +192,7 @@ class Forecasts:
             if self._closed or not (works or act):
                 return False
         for work in works:
-            self._make(work)
+            self._forecast(work)
         if act is not None:
             act()
         return True
@@ -210,36 +204,36 @@ class Forecasts:
             self._changed.notify()
 
     def _next(self) -> tuple[list[_ForecastJob], Callable[[], None] | None, float]:
-        """Return the forecasts to make now and the callback; else when to look again, infinity: after a change."""
-        if self._asked:
-            return *self._asked.popleft(), 0.0
+        """Return the forecasts to compute now and the callback; else the next due time, infinity until a change."""
+        if self._urgent_calls:
+            return *self._urgent_calls.popleft(), 0.0
         now, due_s = self._clock(), inf
-        for work in self._ahead.values():
+        for work in self._pending.values():
             model = work.plan.model
             pause_s = inf if model in self._computing else self._used_s[model] + PAUSE_S
             may_s = min(pause_s, self._waits_s[model] + UNPAUSED_S)
             if now >= may_s:
-                del self._ahead[work.key]
+                del self._pending[work.key]
                 self._waits_s[model] = now
                 return [work], None, 0.0
             due_s = min(due_s, may_s)
         return [], None, due_s
 
     def _add(self, work: _ForecastJob, urgent: bool) -> None:
-        if work.key in self._known:
+        if work.key in self._forecasts:
             return
         model = work.plan.model
-        if all(waits.plan.model != model for waits in self._ahead.values()):
+        if all(waits.plan.model != model for waits in self._pending.values()):
             self._waits_s[model] = self._clock()
-        self._ahead[work.key] = work
-        self._ahead.move_to_end(work.key, last=not urgent)
-        while len(self._ahead) > MAX_PENDING:
-            self._ahead.popitem()
+        self._pending[work.key] = work
+        self._pending.move_to_end(work.key, last=not urgent)
+        while len(self._pending) > MAX_PENDING:
+            self._pending.popitem()
 
-    def _make(self, work: _ForecastJob) -> None:
+    def _forecast(self, work: _ForecastJob) -> None:
         with self._changed:
-            if work.key in self._known:
-                self._known.move_to_end(work.key)
+            if work.key in self._forecasts:
+                self._forecasts.move_to_end(work.key)
                 return
         try:
             forecast = self._simulated(work)
@@ -247,12 +241,12 @@ class Forecasts:
             _log.exception("Cannot forecast a run of %d tokens under plan %s", work.shape.size, work.plan.version)
             return
         with self._changed:
-            self._know(work.key, forecast)
+            self._store(work.key, forecast)
 
-    def _know(self, key: tuple[PlanVersion, RequestShape], forecast: Forecast) -> None:
-        self._known[key] = forecast
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
+    def _store(self, key: tuple[PlanVersion, RequestShape], forecast: Forecast) -> None:
+        self._forecasts[key] = forecast
+        while len(self._forecasts) > KEPT:
+            self._forecasts.popitem(last=False)
 
     def _simulated(self, work: _ForecastJob) -> Forecast:
         plan, cluster, shape = work

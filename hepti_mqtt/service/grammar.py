@@ -1,4 +1,4 @@
-"""Texts that follow a JSON schema: which tokens may come next; needs the extra `grammar`."""
+"""Generated texts that follow a JSON schema: masks of valid next tokens; needs the extra `grammar`."""
 
 from __future__ import annotations
 
@@ -24,60 +24,58 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA: Final = 100_000  # characters
 FORMATS: Final = ("text", "json_object", "json_schema")
-# Small models would write spaces for ever.
+# Small models would generate whitespace without end.
 _OPTIONS: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ \n]{0,16}"}
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": False}
-_making = threading.Lock()
+_tokenizer_lock = threading.Lock()
 
 
 class JsonGrammar:
-    """What may follow a text so far, so that the whole text is JSON by a schema.
+    """Valid next tokens of a text that follows a JSON schema.
 
-    Raises RequestError for an invalid schema, or one of which a part is not supported.
+    Raises RequestError for an invalid or unsupported schema.
     """
 
     def __init__(self, checkpoint: Checkpoint, schema: Mapping[str, Any], vocab: int) -> None:
-        """vocab: of the logits."""
+        """vocab: size of the logits."""
         self._vocab = vocab
         self._matcher = _matcher(checkpoint, json.dumps(schema))
-        self._read = list[int]()
+        self._consumed = list[int]()
 
     def allowed(self, tokens: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return which tokens may follow those of a text so far [V]; raises ModelError where that is too complex."""
-        self._read_to(tokens)
+        """Return the mask of valid next tokens [V]; raises ModelError if the grammar is too complex."""
+        self._consume(tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        found = np.zeros(self._vocab, np.bool_)
+        mask = np.zeros(self._vocab, np.bool_)
         unpacked = np.unpackbits(bits, bitorder="little", count=min(8 * len(bits), self._vocab))
-        found[: len(unpacked)] = unpacked
-        if self._matcher.is_error() or not found.any():
-            raise ModelError(f"no token may follow by the schema ({_reason(self._matcher)}); simplify it")
-        return found
+        mask[: len(unpacked)] = unpacked
+        if self._matcher.is_error() or not mask.any():
+            raise ModelError(f"the schema allows no next token ({_reason(self._matcher)}); simplify it")
+        return mask
 
     def is_whole(self, tokens: Sequence[int]) -> bool:
-        """Return whether nothing may follow."""
-        self._read_to(tokens)
+        """Return whether the text is complete."""
+        self._consume(tokens)
         return self._matcher.is_stopped()
 
-    def _read_to(self, tokens: Sequence[int]) -> None:
-        known = len(self._read)
-        if list(tokens[:known]) != self._read:
+    def _consume(self, tokens: Sequence[int]) -> None:
+        consumed = len(self._consumed)
+        if list(tokens[:consumed]) != self._consumed:
             self._matcher.reset()
-            self._read, known = [], 0
-        new = list(tokens[known:])
+            self._consumed, consumed = [], 0
+        new = list(tokens[consumed:])
         self._matcher.consume_tokens(new)
-        self._read += new
+        self._consumed += new
 
 
 def read_format(value: Any) -> Mapping[str, Any] | None:
-    """Return the schema that a request's response_format wants of the text, None without one; raises RequestError."""
+    """Return the JSON schema of a response_format, or None; raises RequestError."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
-        raise RequestError(
-            f"response_format must be an object whose type is one of {', '.join(FORMATS)}", "response_format"
-        )
+        raise RequestError(f"response_format must be an object with a type of {', '.join(FORMATS)}", "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -92,7 +90,7 @@ def read_format(value: Any) -> Mapping[str, Any] | None:
 
 
 def read_choice(value: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """Return of which functions one must be called, none where the model may choose; raises RequestError."""
+    """Return the functions to call one from, [] if the model may choose; raises RequestError."""
     functions = [tool["function"] for tool in tools or ()]
     if value in (None, "auto"):
         return []
@@ -102,19 +100,19 @@ def read_choice(value: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[M
         return functions
     named = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
     name = named.get("name") if isinstance(named, Mapping) else None
-    found = [function for function in functions if function["name"] == name]
-    if not found:
-        known = ", ".join(str(function["name"])[:40] for function in functions)
+    chosen = [function for function in functions if function["name"] == name]
+    if not chosen:
+        names = ", ".join(str(function["name"])[:40] for function in functions)
         raise RequestError(
             'tool_choice must be "auto", "required" or {"type": "function", "function": {"name": ...}} with one of '
-            f"{known}, not {quoted(name if name is not None else value)}",
+            f"{names}, not {quoted(name if name is not None else value)}",
             "tool_choice",
         )
-    return found
+    return chosen
 
 
 def call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> Mapping[str, Any]:
-    """Return the schema of a call of one of some functions; arguments: the key of what it is called with."""
+    """Return the schema of a call of one of several functions; arguments: key of the call's arguments."""
     calls = [
         {
             "type": "object",
@@ -128,7 +126,7 @@ def call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> Mappi
 
 
 def with_schema(checkpoint: Checkpoint, rules: TokenRules, schema: Mapping[str, Any], vocab: int) -> TokenRules:
-    """Return the rules of a text that follows a schema; vocab: of the logits. Raises as `JsonGrammar` does."""
+    """Return the rules of a text that follows a schema; vocab: size of the logits. Raises as `JsonGrammar` does."""
     grammar, stops = JsonGrammar(checkpoint, schema, vocab), rules.stops
 
     def ends(tokens: Sequence[int]) -> bool:
@@ -142,25 +140,25 @@ def _matcher(checkpoint: Checkpoint, schema: str) -> LLMatcher:
         from llguidance import LLMatcher
     except ImportError:
         raise RequestError(
-            "a text by a schema needs llguidance where the planner runs: pip install '.[grammar]' in the checkout, "
-            "or leave response_format and tool_choice out"
+            "a text by a schema needs llguidance in the planner's environment: pip install '.[grammar]' in the "
+            "checkout, or leave response_format and tool_choice out"
         ) from None
     if len(schema) > MAX_SCHEMA:
-        raise RequestError(f"the schema has {len(schema)} characters; at most {MAX_SCHEMA} are read")
+        raise RequestError(f"the schema has {len(schema)} characters; the limit is {MAX_SCHEMA}")
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-        made = LLMatcher(_tokenizer(checkpoint), grammar)
-        made.compute_bitmask()  # a schema that is made of nothing but itself is found here
-        why = _reason(made)
+        matcher = LLMatcher(_tokenizer(checkpoint), grammar)
+        matcher.compute_bitmask()  # raises for a schema that refers only to itself
+        why = _reason(matcher)
     except ValueError as error:
         why = str(error)
     if why:
         raise RequestError(f"the JSON schema cannot be followed ({' '.join(why.split())[:300]}); change it")
-    return made
+    return matcher
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return what is wrong, without the state of the library that stands behind it."""
+    """Return the first line of the error; the rest is the library's state."""
     return matcher.get_error().partition("\n")[0][:200]
 
 
@@ -171,12 +169,12 @@ def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:
         raise RequestError(
             f"model {checkpoint.model} has no end token (eos_token_id), so it writes no text by a schema"
         )
-    with _making:  # of a large vocabulary it takes a second
-        return _made(checkpoint.tokenizer, checkpoint.end_tokens)
+    with _tokenizer_lock:  # takes a second for a large vocabulary
+        return _make_tokenizer(checkpoint.tokenizer, checkpoint.end_tokens)
 
 
 @lru_cache(maxsize=4)
-def _made(tokenizer: Tokenizer, ends: tuple[int, ...]) -> LLTokenizer:
+def _make_tokenizer(tokenizer: Tokenizer, ends: tuple[int, ...]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     try:

@@ -1,6 +1,6 @@
-"""Users' JSON to requests for the coordinator, and its results to JSON.
+"""Convert users' JSON to requests for the coordinator, and results to JSON.
 
-Several threads use it, so that tokenising and writing JSON delay neither the session nor other clients.
+Several threads call this module, so tokenising and encoding delay neither the session nor other clients.
 """
 
 from __future__ import annotations
@@ -50,78 +50,71 @@ from hepti_mqtt.service.seen import has_pictures, rows_of
 from hepti_mqtt.service.thinking import Thoughts
 from hepti_mqtt.service.written import WrittenText
 
-DEADLINE_S: Final = 600.0  # of requests without one: every request ends
+DEADLINE_S: Final = 600.0  # of a request that names no deadline
 SIMULATED: Final = "simulated"
 ESTIMATED: Final = "estimated"  # the answer was ready before its forecast
 MAX_CACHED_ANSWERS: Final = 256
-LATE: Final = 8  # last requests of a model whose overhead in the planner is remembered
+OVERHEADS: Final = 8  # planner overheads kept per model, of its last requests
 MAX_CACHED_BYTES: Final = 64 << 20
 
 
 class Reply(NamedTuple):
-    """What to publish to a user; the id in `key` is the client's own, or a generated one.
-
-    outcome: ok, or a code. plan: under which it was computed; predicted_ms: by that plan, None for an error.
-    """
+    """A message to publish to a user."""
 
     topic: str
     payload: bytes
-    key: RequestKey
-    outcome: str = "ok"
-    plan: str = ""
-    predicted_ms: float | None = None
+    key: RequestKey  #: its id is the client's own, or a generated one
+    outcome: str = "ok"  #: or the code of an error
+    plan: str = ""  #: plan version of the request's runs
+    predicted_ms: float | None = None  #: latency predicted by this plan, None for an error
 
     def too_large(self, error: PacketLimitError) -> Reply:
-        """Return the error that replaces an answer which the broker rejects."""
+        """Return an error reply in place of an answer that the broker rejects as too large."""
         return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
 
 
 class _CachedAnswer(NamedTuple):
-    """An answer kept for repetitions, and the digest of its request."""
+    """An answer kept for repetitions of its request."""
 
-    digest: bytes
+    digest: bytes  #: of the request
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A served model: its files, and what the planner's user pinned."""
+    """A served model."""
 
     name: str
     checkpoint: Checkpoint
-    pins: Pins
+    pins: Pins  #: of the planner's operator
 
 
-class Asked(NamedTuple):
-    """A request as its client asked it, under the name that people know, and its digest."""
+class ClientRequest(NamedTuple):
+    """Identity of a request as its client sent it."""
 
-    key: RequestKey
-    digest: bytes
+    key: RequestKey  #: with the model's public name
+    digest: bytes  #: of the request, b"" without an id of the client
 
 
 class Joint:
-    """Requests of one client's request, whose answer is made of all their answers; callable on any thread.
-
-    requests: in the order of their models; the last one has the question. words: of a prompt with pictures, the model
-    of the text, which begins when the rows of the pictures are there.
-    """
+    """The requests to several models that answer one client's request together; callable on any thread."""
 
     def __init__(self, words: Checkpoint | None = None) -> None:
-        self.requests: tuple[Request, ...] = ()
-        self.words = words
+        self.requests: tuple[Request, ...] = ()  #: in the order of their models; the last has the question
+        self.words = words  #: text model of a prompt with pictures; its request starts after the pictures' answer
         self._lock = threading.Lock()
         self._answers: dict[RequestKey, AnswerRequest] = {}
         self._failed = False
 
     def add(self, answer: AnswerRequest) -> tuple[AnswerRequest, ...]:
-        """Take an answer; return all of them, in order, with the last one, else nothing."""
+        """Add an answer; return all answers in order once they are complete, else nothing."""
         with self._lock:
             self._answers[answer.request.key] = answer
             whole = len(self._answers) == len(self.requests) and not self._failed
             return tuple(self._answers[request.key] for request in self.requests) if whole else ()
 
     def fail(self) -> bool:
-        """Take a failure; return whether it is the first one."""
+        """Mark the request as failed; return whether this failure is the first."""
         with self._lock:
             before, self._failed = self._failed, True
             return not before
@@ -129,21 +122,16 @@ class Joint:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ReplyContext:
-    """How to answer a request; weakly referenced by the memory quota.
-
-    asked: what its client calls it. streams: what is known goes out before the answer; written: the text of its tokens,
-    None without. joint: of a request whose answer needs the outputs of several models.
-    """
+    """Context for the answer of a request; weakly referenced by the memory quota."""
 
     topic: str
     model_input: requests.ModelInput
     received_s: float
-    streams: bool
-    written: WrittenText | None
-    asked: Asked
-    joint: Joint | None = None
-    #: divides the tokens' text; None for a model that does not think
-    thoughts: Thoughts | None = None
+    streams: bool  #: publish partial answers before the whole answer
+    written: WrittenText | None  #: text of the generated tokens, None if the request does not stream text
+    client_request: ClientRequest
+    joint: Joint | None = None  #: of a request whose answer needs outputs of several models
+    thoughts: Thoughts | None = None  #: separates thoughts from text; None without thoughts
 
 
 MakeId = Callable[[RawRequest], str]
@@ -154,34 +142,28 @@ def _new_id(_raw: RawRequest) -> str:
 
 
 class RequestHandler:
-    """Reads requests and writes answers; keeps the last answers for repeated requests.
-
-    forecasts: requested with every request; its answer contains what is ready. request_pins: whether requests may pin
-    anything.
-    """
+    """Decode requests and encode answers; cache the last answers for repeated requests."""
 
     def __init__(
         self, site: str, models: Mapping[str, OpenModel], forecasts: Forecasts, request_pins: RequestPins = "any"
     ) -> None:
         self._topics = Topics(site)
-        self._request_pins = request_pins
+        self._request_pins = request_pins  # whether requests may pin parts of the plan
         self._models = models
-        self._asked: dict[str, list[OpenModel]] = {}  # by the name that people know
+        self._models_by_public_name: dict[str, list[OpenModel]] = {}
         for model in models.values():
-            self._asked.setdefault(asked_name(model.name), []).append(model)
+            self._models_by_public_name.setdefault(asked_name(model.name), []).append(model)
         self._forecasts = forecasts
         self._quota = MemoryQuota(MAX_WAITING_BYTES)
-        self._lock = threading.Lock()  # guards the answers that are kept
+        self._lock = threading.Lock()  # guards the cached answers and the overheads
         self._answered: OrderedDict[RequestKey, _CachedAnswer] = OrderedDict()
         self._answered_bytes = 0
-        self._read_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch, of the last requests
+        self._overheads_s: dict[str, deque[float]] = {}  # by model: from arrival to first dispatch
 
     def read_request(self, raw: RawRequest, now: float, make_id: MakeId = _new_id) -> Request | Reply | RequestKey:
-        """Return the parsed request, or its answer if there is one: an error, or the answer given before.
+        """Return the parsed request; its reply, if it is invalid or cached; its key, if it is cancelled.
 
-        A cancel returns the key of the client's request.
-
-        now: on the session's clock; deadlines count from it. make_id: gives the id of a request without one.
+        now: on the session's clock; deadlines count from it. make_id: returns an id for a request without one.
         """
         own_id: str | None = None
         try:
@@ -198,10 +180,12 @@ class RequestHandler:
         self, key: RequestKey, data: Mapping[str, Any], now: float, topics: Topics, bare: bool
     ) -> Request | Reply:
         model, client = key.model, key.client
-        served = self._asked.get(model)
+        served = self._models_by_public_name.get(model)
         if served is None:
-            raise UnknownModelError(f"no model {model} is served here; there are: {', '.join(sorted(self._asked))}")
-        parts, pins = split_envelope(data), {one.name: request_pins(data, one.pins) for one in served}
+            raise UnknownModelError(
+                f"this planner serves no model {model}, only: {', '.join(sorted(self._models_by_public_name))}"
+            )
+        parts, pins = split_envelope(data), {reader.name: request_pins(data, reader.pins) for reader in served}
         if pins[served[0].name] is not None and self._request_pins == "none":
             raise RequestError(
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
@@ -211,38 +195,40 @@ class RequestHandler:
         if parts.reply_to and not topics.response_allowed(parts.reply_to, model, client):
             own = topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
-        asked = digest(data) if parts.id else b""  # a generated id is never repeated by the client
-        known = self._cached_answer(key)
-        if known is not None and known.digest != asked:
+        request_digest = digest(data) if parts.id else b""  # a generated id is never repeated by the client
+        cached = self._cached_answer(key)
+        if cached is not None and cached.digest != request_digest:
             raise IdInUseError.of(key.id)
-        if known is not None:
-            return Reply(topic, known.payload, key)
-        found = _read_by(served, parts.body)
-        sees = found[-1][1].pictured is not None
-        joint = Joint(found[-1][0].checkpoint if sees else None) if len(found) > 1 else None
-        made, specs = [], [one.checkpoint.spec for one, _ in found]
-        for one, prepared in found:
-            written = None if bare or not prepared.new_tokens else WrittenText(one.checkpoint, prepared.stop)
+        if cached is not None:
+            return Reply(topic, cached.payload, key)
+        inputs = _read_by(served, parts.body)
+        with_pictures = inputs[-1][1].pictured is not None
+        joint = Joint(inputs[-1][0].checkpoint if with_pictures else None) if len(inputs) > 1 else None
+        built, specs = [], [reader.checkpoint.spec for reader, _ in inputs]
+        for reader, prepared in inputs:
+            written = None if bare or not prepared.new_tokens else WrittenText(reader.checkpoint, prepared.stop)
             thoughts = None if prepared.thoughts is None else Thoughts(prepared.thoughts)
-            context = _ReplyContext(topic, prepared, now, not bare, written, Asked(key, asked), joint, thoughts)
+            context = _ReplyContext(
+                topic, prepared, now, not bare, written, ClientRequest(key, request_digest), joint, thoughts
+            )
             self._quota.take(prepared.inputs.nbytes, context)
-            given = pins[one.name]
-            able = None if given is None else supported_pins(given, one.checkpoint.spec, specs)
-            made.append(_request(replace(key, model=one.name), one, prepared, context, parts, able))
+            own_pins = pins[reader.name]
+            usable_pins = None if own_pins is None else supported_pins(own_pins, reader.checkpoint.spec, specs)
+            built.append(_request(replace(key, model=reader.name), reader, prepared, context, parts, usable_pins))
         if joint is not None:
-            joint.requests = tuple(made)
-        return made[0]
+            joint.requests = tuple(built)
+        return built[0]
 
     @staticmethod
     def parts_of(request: Request) -> tuple[Request, ...]:
-        """Return the requests of a client's request that begin at once, of which this is the first."""
+        """Return the requests to start immediately for a client's request; the argument is the first of them."""
         joint = _context(request).joint
         return (request,) if joint is None or joint.words is not None else joint.requests
 
     def following(self, answer: AnswerRequest) -> Request | None:
-        """Return the request that begins with an answer: the text, when the rows of its pictures are there.
+        """Return the text request that continues the answer of its pictures, None for other answers.
 
-        Raises ModelError for rows that no text can have.
+        Raises ModelError if the answer has rows that no prompt can contain.
         """
         joint = _context(answer.request).joint
         if joint is None or joint.words is None or answer.request is joint.requests[-1]:
@@ -254,9 +240,9 @@ class RequestHandler:
         return text
 
     @staticmethod
-    def asked(request: Request) -> Asked:
-        """Return what a request's client calls it."""
-        return _context(request).asked
+    def client_request(request: Request) -> ClientRequest:
+        """Return a request's identity as its client sent it."""
+        return _context(request).client_request
 
     def _topics_of(self, raw: RawRequest) -> Topics:
         return Topics(raw.site) if raw.site else self._topics
@@ -264,32 +250,32 @@ class RequestHandler:
     def refuse_unread(
         self, raw: RawRequest, error: HeptiError, make_id: MakeId = _new_id, own_id: str | None = None
     ) -> Reply:
-        """Return the error that answers a request; callable on any thread. own_id: searched for unless given."""
+        """Return the error reply to a request; callable on any thread. own_id: read from the payload unless given."""
         own_id = None if raw.bare else own_id or peek_id(raw.payload)
         key = RequestKey(raw.model, raw.client, own_id or make_id(raw))
         topic = _reply_topic(self._topics_of(raw), key, raw.bare)
         return Reply(topic, encode_failure(own_id, error), key, error.code)
 
     def request_forecast(self, request: Request) -> None:
-        """Request a cost forecast on another thread; the answer contains it if it is ready in time."""
+        """Start a cost forecast on another thread; the answer contains the forecast if it is ready in time."""
         self._forecasts.request(request.key.model, dict.fromkeys(request.run_shapes()))
 
     @staticmethod
     def age_s(request: Request, now: float) -> float:
-        """Return the seconds since a request was received."""
+        """Return the seconds since the receipt of a request."""
         return now - _context(request).received_s
 
     def _overhead_s(self, command: AnswerRequest, received_s: float) -> float:
         """Return the planner's time from arrival to first dispatch: the minimum over the model's last requests."""
-        begun_s = min((s.dispatched_s for s in command.stats if s.dispatched_s is not None), default=None)
+        first_dispatch_s = min((s.dispatched_s for s in command.stats if s.dispatched_s is not None), default=None)
         with self._lock:
-            late = self._read_s.setdefault(command.request.key.model, deque(maxlen=LATE))
-            if begun_s is not None:
-                late.append(max(begun_s - received_s, 0.0))
-            return min(late, default=0.0)
+            overheads = self._overheads_s.setdefault(command.request.key.model, deque(maxlen=OVERHEADS))
+            if first_dispatch_s is not None:
+                overheads.append(max(first_dispatch_s - received_s, 0.0))
+            return min(overheads, default=0.0)
 
     def encode_token(self, command: TokenReady) -> Reply | None:
-        """Return the JSON of one token, sent before the answer, which has all; None where only that is wanted."""
+        """Return the JSON of one token, None if the client streams no text; the final answer repeats all tokens."""
         request, written = command.request, _context(command.request).written
         if written is None:
             return None
@@ -304,19 +290,19 @@ class RequestHandler:
             fields[THINKING], fields["text"] = thoughts.feed(fields["text"])
         if command.likely:
             fields[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
-        if command.attempt:  # the text begins again
+        if command.attempt:  # the text starts again
             fields["attempt"] = command.attempt
-        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).asked.key)
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
-        """Return the JSON that says which group has a request; None where only the answer is wanted."""
+        """Return the JSON that names the group with the request, None if the client accepts only the answer."""
         if not _context(request).streams:
             return None
         fields = {"id": request.key.id, TAKEN_BY: group, "final": False}
-        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).asked.key)
+        return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply | None:
-        """Return the JSON of a result; an invalid result becomes an error; None while another output is missing."""
+        """Return the JSON of a result, or of an error if it is invalid; None while another output is missing."""
         context = _context(command.request)
         together = (command,) if context.joint is None else context.joint.add(command)
         if not together:
@@ -324,7 +310,7 @@ class RequestHandler:
         return self._encode_answers(together, now)
 
     def _encode_answers(self, together: Sequence[AnswerRequest], now: float) -> Reply | None:
-        """Return the JSON of the answer that one output gives, or several together; the plan is the last one's."""
+        """Return the JSON of one output's answer, or of several outputs together; the plan is the last output's."""
         command = replace(together[-1], stats=tuple(stats for one in together for stats in one.stats))
         request, context = command.request, _context(command.request)
         model = self._models[request.key.model]
@@ -375,43 +361,45 @@ class RequestHandler:
         if context.model_input.new_tokens:
             fields["final"] = True
             fields["cached_tokens"] = 0 if request.generation is None else request.generation.session.reused_rows
-        head = {"id": request.key.id, "model": context.asked.key.model, "ok": True}
+        head = {"id": request.key.id, "model": context.client_request.key.model, "ok": True}
         text = "null" if result is None else answers.to_json(result)
         payload = f'{json.dumps(head)[:-1]}, "result": {text}, {json.dumps(fields, allow_nan=False)[1:]}'.encode()
-        self._cache_answer(context.asked, payload)
-        return Reply(context.topic, payload, context.asked.key, "ok", str(plan.version), fields["predicted_ms"])
+        self._cache_answer(context.client_request, payload)
+        return Reply(
+            context.topic, payload, context.client_request.key, "ok", str(plan.version), fields["predicted_ms"]
+        )
 
     def encode_refusal(self, command: RefuseRequest) -> Reply | None:
-        """Return the JSON of an error, which is not cached: the same request may be sent again; None if one went out.
+        """Return the JSON of an error, None after another error of the same joint request.
 
-        A request whose answer needs several outputs ends with the first error.
+        Errors are not cached, so that the client may send the same request again.
         """
         context = _context(command.request)
         if context.joint is not None and not context.joint.fail():
             return None
-        key = context.asked.key
+        key = context.client_request.key
         return Reply(context.topic, encode_failure(key.id, command.error), key, command.error.code)
 
     def _cached_answer(self, key: RequestKey) -> _CachedAnswer | None:
         with self._lock:
-            known = self._answered.get(key)
-            if known is not None:
+            answer = self._answered.get(key)
+            if answer is not None:
                 self._answered.move_to_end(key)
-            return known
+            return answer
 
-    def _cache_answer(self, asked: Asked, payload: bytes) -> None:
+    def _cache_answer(self, request: ClientRequest, payload: bytes) -> None:
         with self._lock:
-            if (before := self._answered.pop(asked.key, None)) is not None:
-                self._answered_bytes -= len(before.payload)
+            if (replaced := self._answered.pop(request.key, None)) is not None:
+                self._answered_bytes -= len(replaced.payload)
             self._answered_bytes += len(payload)
-            self._answered[asked.key] = _CachedAnswer(asked.digest, payload)
+            self._answered[request.key] = _CachedAnswer(request.digest, payload)
             while len(self._answered) > MAX_CACHED_ANSWERS or self._answered_bytes > MAX_CACHED_BYTES:
-                _, old = self._answered.popitem(last=False)
-                self._answered_bytes -= len(old.payload)
+                _, dropped = self._answered.popitem(last=False)
+                self._answered_bytes -= len(dropped.payload)
 
 
 def _plan_fields(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
-    """Return what an answer says of its plan; devices: with their shares."""
+    """Return the plan's fields in an answer; devices: their shares."""
     return {
         "id": str(plan.version),
         "epoch": list(plan.version),
@@ -430,7 +418,7 @@ def _plan_fields(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _read_by(served: Sequence[OpenModel], body: Mapping[str, Any]) -> list[tuple[OpenModel, requests.ModelInput]]:
-    """Return which of the models under one name read a request, and what; raises RequestError, ModelError."""
+    """Return the models of one public name that read a request, with their inputs; raises RequestError, ModelError."""
     if any({*form} <= body.keys() for form in requests.MATCHED_FORMS):
         pair = [m for kind in (TextInput, ImageInput) for m in served if isinstance(m.checkpoint.spec.input_spec, kind)]
         if len(pair) == 2 and pair[0].checkpoint.similarity is not None:
@@ -438,8 +426,8 @@ def _read_by(served: Sequence[OpenModel], body: Mapping[str, Any]) -> list[tuple
             return list(zip(pair, requests.read_matched(words.checkpoint, pictures.checkpoint, body), strict=True))
     if served[0].checkpoint.sees and has_pictures(body):
         words, eyes = served
-        seen, text = requests.read_seen(words.checkpoint, eyes.checkpoint, body)
-        return [(eyes, seen), (words, text)] if text.wants_result else [(words, text)]
+        views, text = requests.read_seen(words.checkpoint, eyes.checkpoint, body)
+        return [(eyes, views), (words, text)] if text.wants_result else [(words, text)]
     place = requests.reader_of([model.checkpoint for model in served], body)
     chosen, others = served[place], [model.checkpoint for i, model in enumerate(served) if i != place]
     return [(chosen, requests.read_input(chosen.checkpoint, body, others))]
@@ -457,14 +445,14 @@ def _request(
     generation = None
     if not prepared.shape.session_rows:
         batches = split_into_batches(prepared, largest_shape(model.checkpoint.spec).size)
-    else:  # its session is divided into runs
+    else:  # the coordinator divides a generation into runs
         batches = (Batch(prepared.shape, prepared.inputs),)
         prompt, carried = np.split(prepared.inputs[1:], [prepared.shape.new_rows])
         shape, rules = prepared.shape, prepared.rules
         if shape.want == "task" and not rules.needs_logits and not carried.size:
             shape = shape.with_want("candidates")
-        made = Transcription if rules.needs_attempts else Generation
-        generation = made(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
+        kind = Transcription if rules.needs_attempts else Generation
+        generation = kind(tuple(prompt.tolist()), prepared.new_tokens, shape, rules, carried)
         if isinstance(generation, Transcription):
             generation.sound_rows = prepared.sound_rows
         generation.pictured = prepared.pictured
@@ -478,7 +466,7 @@ def _request(
         pins,
         prepared.wants_result,
         generation=generation,
-        digest=context.asked.digest,
+        digest=context.client_request.digest,
         wants_report=parts.report,
     )
 
@@ -493,13 +481,13 @@ def _context(request: Request) -> _ReplyContext:
 
 
 def encode_failure(name: str | None, error: HeptiError) -> bytes:
-    """Return the JSON of an answer that is an error."""
+    """Return the JSON of an error."""
     about = {"code": error.code, "message": str(error)} | ({"param": error.param} if error.param else {})
     return json.dumps({"id": name, "ok": False, "error": about}).encode()
 
 
 def _reported_costs(runs: Sequence[RunStats]) -> dict[str, Any]:
-    """Return what the devices counted; null unless every device has reported every run."""
+    """Return the devices' time and traffic; null unless every device has reported every run."""
     if not all(s.reported for s in runs):
         return {"compute_ms": None, "wait_ms": None, "bytes_on_wire": None}
     return {

@@ -1,4 +1,4 @@
-"""Heartbeats come on a connection of their own and are bounded before they are parsed, so they delay no answer."""
+"""Heartbeats have their own connection and a limit before parsing, so they delay no answer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hepti_mqtt.transport.base import OnState
 from hepti_mqtt.transport.broker_connection import DataConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
-TOPICS: Final = 1024  # with a heartbeat that waits; more devices than a site remembers
-TAKEN: Final = 32  # heartbeats that the session handles at one tick
+TOPICS: Final = 1024  # with a waiting heartbeat; more than the devices that a site remembers
+TAKEN: Final = 32  # heartbeats that the session handles per tick
 
 
 class HeartbeatInbox:
-    """Keeps the latest heartbeat of each device until the session takes it.
+    """Keep the latest heartbeat of each device until the session takes it.
 
-    A flood of one device replaces its own heartbeats; a flood of many invented devices leaves the others their turn.
+    A flood of one device replaces only its own heartbeats; with a flood of invented devices, each device keeps its
+    turn.
     """
 
     def __init__(self, url: BrokerUrl, name: str, topics: str, on_state: OnState) -> None:
         self._transport = DataConnection(url, name, on_message=self.put, on_state=on_state, name="planner-heartbeats")
         self._transport.subscribe([(topics, 0)])
         self.connect, self.close = self._transport.connect, self._transport.close
-        self._lock = threading.Lock()  # guards what follows
-        self._latest: dict[str, bytes] = {}  # by topic; the one that has waited longest comes first
+        self._lock = threading.Lock()  # guards the following fields
+        self._latest: dict[str, bytes] = {}  # by topic, longest wait first
         self.heard_s = 0.0
         self.dropped = 0
 

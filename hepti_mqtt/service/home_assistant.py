@@ -1,8 +1,8 @@
-"""Home Assistant finds the site by itself: retained MQTT discovery, and states in JSON that its templates can read.
+"""Home Assistant integration: retained MQTT discovery, and states as JSON for its templates.
 
-One discovery message per device, per model and for the site, at `<prefix>/device/<object id>/config`, is published when
-something appears, after each connection, and when Home Assistant says that it has started. What an earlier planner
-left there and is gone is cleared. Source: Home Assistant, MQTT integration, device discovery.
+Each device, each model and the site have a discovery message at `<prefix>/device/<object id>/config`. It is published
+when they appear, after each connection, and after Home Assistant's start. Obsolete messages of an earlier planner are
+cleared. Source: Home Assistant, MQTT integration, device discovery.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hepti_mqtt.transport.base import Connected, State
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
-STATE_S: Final = 10.0  # between two states of a device: a heartbeat a second would fill Home Assistant's history
-TICK_S: Final = 1.0  # between two looks at rates: payloads are made for each
-SETTLE_S: Final = 2.0  # in which retained messages come after a connection
-LONGEST_STATE: Final = 255  # characters of a state; a longer one becomes unknown there
+STATE_S: Final = 10.0  # between two states of a device: a state a second would fill Home Assistant's history
+TICK_S: Final = 1.0  # between two updates of rates
+SETTLE_S: Final = 2.0  # until retained messages have arrived after a connection
+LONGEST_STATE: Final = 255  # characters of a state; Home Assistant shows a longer state as unknown
 MINUTE_S: Final = 60.0
-SHORT: Final = 2048  # bytes of an answer that may be an error
-_SPOKEN: Final = "transcription"  # what people say is no state for a broker to keep
+SHORT: Final = 2048  # bytes; a longer answer is not parsed for an error
+_SPOKEN: Final = "transcription"  # not published as a state, so that the broker stores no speech
 _LABELLED: Final = frozenset({"classification", "image_classification"})
-RANKING: Final = "ranking"  # a classifier with one label, which it never names
+RANKING: Final = "ranking"  # a classifier with one label has no label state
 _MEASURED: Final = {"state_class": "measurement"}
 _ORIGIN: Final = {"name": "Hepti", "sw_version": __version__}
 
@@ -59,7 +59,7 @@ class Payloads:
         self._site = f"hepti_{topics.site}"
 
     def config_topic(self, kind: str, name: str) -> str:
-        """Return where the discovery payload of a device, a model or the site is retained."""
+        """Return the discovery topic of a device, a model or the site."""
         return f"{self._prefix}/device/{self._object_id(kind, name)}/config"
 
     def all_configs(self) -> str:
@@ -67,12 +67,12 @@ class Payloads:
         return f"{self._prefix}/device/+/config"
 
     def is_own(self, topic: str) -> bool:
-        """Return whether a discovery topic is one of this site's."""
+        """Return whether a discovery topic belongs to this site."""
         object_id = topic.removeprefix(f"{self._prefix}/device/").partition("/")[0]
         return any(object_id.startswith(self._object_id(kind, "")) for kind in ("device", "model", "site"))
 
     def _object_id(self, kind: str, name: str) -> str:
-        # No name of a site, device or model has capitals, so none can be taken for the word between them.
+        # Names of sites, devices and models have no capitals, so the kind in capitals separates them.
         return f"{self._site}_{kind.upper()}_{name}"
 
     def site(self) -> Json:
@@ -99,7 +99,7 @@ class Payloads:
                 "name": "Use for inference",
                 "entity_category": "config",
                 "command_topic": self._topics.use(name),
-                "retain": True,  # it outlives the planner
+                "retain": True,  # for the time after the planner's end
                 "payload_on": "on",
                 "payload_off": "off",
                 "value_template": "{{ value_json.use }}",
@@ -139,7 +139,7 @@ class Payloads:
         }
 
     def _payload(self, kind: str, name: str, device: Json, parts: Mapping[str, Json], state: str, status: str) -> Json:
-        """Return a payload; state: the topic of its state, status: of who must be online."""
+        """Return a payload; state: topic of its state, status: topic of the process that must be online."""
         online = "{{ 'online' if value_json.state == 'online' else 'offline' }}"
         own = self._object_id(kind, name)
         device = {"identifiers": [own], "manufacturer": "Hepti", **device}
@@ -157,11 +157,11 @@ class Payloads:
 
 
 def _sensor(name: str, key: str, *, unit: str | None = None, **more: Any) -> Json:
-    found = {"platform": "sensor", "name": name, "value_template": f"{{{{ value_json.{key} }}}}", **more}
-    return found if unit is None else {**found, "unit_of_measurement": unit}
+    component = {"platform": "sensor", "name": name, "value_template": f"{{{{ value_json.{key} }}}}", **more}
+    return component if unit is None else {**component, "unit_of_measurement": unit}
 
 
-# -- what the site is like ---------------------------------------------------------------------------------------------
+# -- the state of the site ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -180,37 +180,37 @@ class _Model:
 
 
 class HomeAssistantSession:
-    """Messages of the site and of Home Assistant in, publications out; time is an argument, in seconds.
+    """State machine: messages of the site and of Home Assistant in, publications out; times in seconds.
 
-    tasks: of each served model's head, by name.
+    tasks: head task by served model.
     """
 
     def __init__(self, topics: Topics, prefix: str, tasks: Mapping[str, str]) -> None:
         self._topics, self._prefix, self._tasks = topics, prefix, dict(tasks)
         self._payloads = Payloads(topics, prefix)
         self._devices: dict[str, _Device] = {}
-        self._unwanted: set[str] = set()  # switched off, also before anything else is known of them
+        self._unused: set[str] = set()  # devices switched off, including devices without status
         self._models = {name: _Model() for name in tasks}
-        self._retained: dict[str, bytes] = {}  # what we have published
-        self._foreign: set[str] = set()  # configs of this site that the broker had
+        self._retained: dict[str, bytes] = {}  # published payloads by topic
+        self._foreign: set[str] = set()  # discovery topics of this site from the broker
         self._settled_s = inf
         self._ticked_s = -inf
         self._error = ""
 
     def filters(self) -> list[tuple[str, int]]:
-        """Return what to subscribe to, with the QoS."""
+        """Return the topic filters, with the QoS."""
         t = self._topics
         own = [(t.all_status(), 1), (t.all_uses(), 1), (t.all_heartbeats(), 0), (t.all_plans(), 1)]
         return [*own, (f"{self._prefix}/status", 1), (self._payloads.all_configs(), 1)]
 
     def handle_connection(self, now: float) -> list[Publish]:
-        """Publish everything: the broker may have lost it."""
+        """Publish all messages again, because the broker may have lost them."""
         self._settled_s = now + SETTLE_S
         self._retained.clear()
         return self._publish_all(now)
 
     def handle_message(self, topic: str, payload: bytes, now: float) -> list[Publish]:
-        """Take a message; one that cannot be read is ignored, since the planner reports it."""
+        """Handle a message; ignore a malformed message, because the planner reports it."""
         if topic == f"{self._prefix}/status":
             if payload.strip().lower() != b"online":
                 return []
@@ -230,7 +230,7 @@ class HomeAssistantSession:
             self._foreign.add(topic)
         else:
             self._foreign.discard(topic)
-            if topic in self._retained:  # somebody cleared it
+            if topic in self._retained:  # another client cleared it
                 return self._forced(topic)
         return []
 
@@ -243,11 +243,11 @@ class HomeAssistantSession:
             if not payload:
                 return self._forget(parsed.device)
             status = decode_status(payload)
-            known = self._devices.get(parsed.device)
-            self._devices[parsed.device] = _Device(status, known.heartbeat if known else None)
+            previous = self._devices.get(parsed.device)
+            self._devices[parsed.device] = _Device(status, previous.heartbeat if previous else None)
             return [*self._publish_device(parsed.device, now), *self._publish_site()]
         if parsed.kind == "use":
-            (self._unwanted.discard if decode_use(payload) else self._unwanted.add)(parsed.device)
+            (self._unused.discard if decode_use(payload) else self._unused.add)(parsed.device)
             return self._publish_device(parsed.device, now) if parsed.device in self._devices else []
         if parsed.kind == "heartbeat" and (device := self._devices.get(parsed.device)) is not None:
             device.heartbeat = decode_heartbeat(payload)
@@ -260,20 +260,20 @@ class HomeAssistantSession:
         return []
 
     def record_reply(self, model: str, latency_ms: float, payload: bytes, now: float) -> list[Publish]:
-        """Take the JSON that went to a user; only what becomes a state is read."""
-        found = self._models[model]
-        found.answered_s.append(now)
+        """Update a model's state from an answer's JSON; parse only answers that become a state."""
+        served = self._models[model]
+        served.answered_s.append(now)
         read = self._tasks[model] in _LABELLED | {"generation"} or len(payload) < SHORT
         body: Json = json.loads(payload) if read else {"ok": True}
-        if not body["ok"] and body["error"]["code"] != CancelledRequestError.code:  # a client that left is no error
+        if not body["ok"] and body["error"]["code"] != CancelledRequestError.code:  # a cancelled request is no error
             self._error = f"{model}: {body['error']['message']}"
             return self._publish_site()
-        found.latency_ms = latency_ms
-        found.answer = {} if self._tasks[model] == _SPOKEN else _answer(body.get("result"))
+        served.latency_ms = latency_ms
+        served.answer = {} if self._tasks[model] == _SPOKEN else _answer(body.get("result"))
         return self._publish_model(model, now)
 
     def tick(self, now: float) -> list[Publish]:
-        """Clear what is gone, once retained messages have come; let rates fall, once a second."""
+        """Update rates once a second; clear obsolete discovery messages after retained messages have arrived."""
         if now - self._ticked_s < TICK_S:
             return []
         self._ticked_s = now
@@ -307,7 +307,7 @@ class HomeAssistantSession:
         device.published_s, heartbeat = now, device.heartbeat
         state: Json = {
             "version": device.status.version,
-            "use": "off" if name in self._unwanted else "on",
+            "use": "off" if name in self._unused else "on",
             "share_percent": round(100 * self._share(name), 1),
         }
         if heartbeat is not None:
@@ -322,7 +322,7 @@ class HomeAssistantSession:
         return out + self._retain(self._topics.home("device", name), state)
 
     def _share(self, device: str) -> float:
-        """Return the device's mean share of the plans that serve."""
+        """Return the device's mean share in the active plans."""
         active = [m.record["active"] for m in self._models.values() if m.record and m.record["active"]]
         return sum(_shares(plan).get(device, 0.0) for plan in active) / max(len(active), 1)
 
@@ -347,7 +347,7 @@ class HomeAssistantSession:
         ]
 
     def _forget(self, device: str) -> list[Publish]:
-        """A device's retained status was cleared: it is gone for good."""
+        """Remove a device after its retained status was cleared."""
         if self._devices.pop(device, None) is None:
             return []
         topics = (self._payloads.config_topic("device", device), self._topics.home("device", device))
@@ -364,7 +364,7 @@ class HomeAssistantSession:
 
 
 def _record(payload: bytes) -> Mapping[str, Any] | None:
-    """Return the planner's record of a model's plans, None where there is none that can be read."""
+    """Return the planner's record of a model's plans, None if the payload is invalid."""
     try:
         record = msgpack.unpackb(payload)
     except (ValueError, msgpack.UnpackException):
@@ -373,7 +373,7 @@ def _record(payload: bytes) -> Mapping[str, Any] | None:
 
 
 def _shares(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of each device in the first kind of work that a plan divides."""
+    """Return the share of each device in the plan's first kind of divided work."""
     devices = plan["devices"]
     weights = next(iter(plan["weights"].values()), ()) if isinstance(plan.get("weights"), dict) else ()
     if len(weights) != len(devices) or not sum(weights):
@@ -382,7 +382,7 @@ def _shares(plan: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _answer(result: Any) -> Json:
-    """Return what of an answer becomes a state and its attributes; of several inputs the last one counts."""
+    """Return the state and attributes of an answer, from the result of its last input."""
     last = result["results"][-1] if isinstance(result, Mapping) and result.get("results") else result
     if not isinstance(last, Mapping):
         return {}
@@ -401,7 +401,7 @@ def _short(text: str) -> str:
 
 
 class HomeAssistant:
-    """The session on a connection of its own, so that nothing of it delays a request; methods from any thread."""
+    """The session with its own connection, so that it delays no request; callable on any thread."""
 
     def __init__(
         self,
@@ -415,20 +415,22 @@ class HomeAssistant:
         self._session, self._clock, self._report = HomeAssistantSession(topics, prefix, tasks), clock, report
         self._lock = threading.Lock()  # guards the session
         name = f"hepti-{topics.site}-planner-home"
-        self._transport = BrokerConnection(url, name, on_message=self._heard, on_state=self._state, name="planner-home")
+        self._transport = BrokerConnection(
+            url, name, on_message=self._handle_message, on_state=self._state, name="planner-home"
+        )
         self._transport.subscribe(self._session.filters())
-        #: What is retained stays after `close`, unavailable while the planner is.
+        #: Retained messages stay after `close`; the entities are unavailable while the planner is offline.
         self.connect, self.close = self._transport.connect, self._transport.close
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Publish due updates."""
         self._do(lambda: self._session.tick(self._clock()))
 
     def record_reply(self, model: str, latency_ms: float, payload: bytes) -> None:
-        """Take the JSON that went to a user."""
+        """Update a model's state from an answer's JSON."""
         self._do(lambda: self._session.record_reply(model, latency_ms, payload, self._clock()))
 
-    def _heard(self, topic: str, payload: bytes) -> None:
+    def _handle_message(self, topic: str, payload: bytes) -> None:
         self._do(lambda: self._session.handle_message(topic, payload, self._clock()))
 
     def _state(self, state: State) -> None:
@@ -440,5 +442,5 @@ class HomeAssistant:
             with self._lock:
                 for message in step():
                     self._transport.publish(message.topic, message.payload, message.qos, message.retain)
-        except HeptiError as error:  # the site serves without it
+        except HeptiError as error:  # the site serves without Home Assistant
             self._report(f"Home Assistant is not informed: {error}")

@@ -1,4 +1,4 @@
-"""Languages of speech: the codes that Whisper knows with their names, and what other programs call them."""
+"""Whisper's language codes with their names, and aliases of other programs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ALIASES: Final = {"nb": "no", "iw": "he", "in": "id", "ji": "yi", "jv": "jw", "
 ANY: Final = "auto"
 
 
-def language_code(value: str, known: Collection[str]) -> str | None:
-    """Return Whisper's code of a language, by code, name, or code with a region; None if it is not one of `known`."""
+def language_code(value: str, supported: Collection[str]) -> str | None:
+    """Return Whisper's code of a language, by code, name, or code with a region; None if it is not in `supported`."""
     words = value.strip().lower().replace("_", "-")
     base = words.partition("-")[0]
     candidates = (words, _CODES.get(words), base, _ALIASES.get(base))
-    return next((code for code in candidates if code in known), None)
+    return next((code for code in candidates if code in supported), None)

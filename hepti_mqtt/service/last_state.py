@@ -1,4 +1,4 @@
-"""The file that a planner leaves to the next one of its site: plans, and texts of kept KV caches."""
+"""The state file for the next planner of a site: plans, and texts of kept KV caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT: Final = 1
 
 
 class LastState(NamedTuple):
-    """Plans by model, and texts of KV caches that devices keep, the oldest first."""
+    """Plans by model, and texts of KV caches on devices, oldest first."""
 
     plans: Mapping[str, Recalled] = {}
     texts: tuple[HeldText, ...] = ()
@@ -38,11 +38,11 @@ def save_state(
     checkpoints: Mapping[str, Checkpoint],
     log: logging.Logger,
 ) -> None:
-    """Write plans and texts to the planner's directory, for this user alone: these are what people have said."""
+    """Write plans and texts to the planner's directory, readable only by this user because texts are private."""
     contents = _contents(checkpoints)
     records = {name: minimal_record(checkpoints[name].spec, plan) for name, plan in plans.items()}
-    said = [[t.model, contents[t.model], list(t.session[0]), t.session[1], t.ids.tolist()] for t in texts]
-    body: bytes = msgpack.packb([FORMAT, __version__, records, said])
+    held = [[t.model, contents[t.model], list(t.session[0]), t.session[1], t.ids.tolist()] for t in texts]
+    body: bytes = msgpack.packb([FORMAT, __version__, records, held])
     try:
         write_atomically(directory / FILE, [hashlib.sha256(body).digest(), body], PRIVATE)
     except OSError as error:
@@ -50,9 +50,9 @@ def save_state(
 
 
 def read_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> LastState:
-    """Return the state that the last planner left; texts of a model that has changed are dropped.
+    """Return the state of the last planner; drop texts of changed models.
 
-    The file stays until this planner has a plan of its own: a start that fails must not cost the next one its plan.
+    The file stays until this planner has its own plan, so that a failed start does not lose the plan.
     """
     path = directory / FILE
     try:
@@ -60,7 +60,7 @@ def read_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logg
         checksum, body = data[: hashlib.sha256().digest_size], data[hashlib.sha256().digest_size :]
         if hashlib.sha256(body).digest() != checksum:
             raise ValueError("it is damaged")
-        written, version, records, said = msgpack.unpackb(body)
+        written, version, records, texts = msgpack.unpackb(body)
         if (written, version) != (FORMAT, __version__):
             raise ValueError(f"written by version {version}")
     except FileNotFoundError:
@@ -72,12 +72,12 @@ def read_state(directory: Path, checkpoints: Mapping[str, Checkpoint], log: logg
         n: read_recalled(record, n, checkpoints[n].spec)[1] for n, record in records.items() if n in checkpoints
     }
     plans = {name: plan for name, plan in recalled.items() if plan is not None}
-    return LastState(plans, tuple(_known_texts(said, checkpoints, log)))
+    return LastState(plans, tuple(_usable_texts(texts, checkpoints, log)))
 
 
-def _known_texts(said: list[Any], checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> Iterable[HeldText]:
+def _usable_texts(texts: list[Any], checkpoints: Mapping[str, Checkpoint], log: logging.Logger) -> Iterable[HeldText]:
     contents, changed = _contents(checkpoints), set[str]()
-    for model, content, origin, number, ids in said:
+    for model, content, origin, number, ids in texts:
         if contents.get(model) == content:
             longest = largest_shape(checkpoints[model].spec).session_rows
             yield HeldText((PlanVersion(*origin), number), np.array(ids, np.int32), longest, model)
@@ -88,7 +88,7 @@ def _known_texts(said: list[Any], checkpoints: Mapping[str, Checkpoint], log: lo
 
 
 def _contents(checkpoints: Mapping[str, Checkpoint]) -> dict[str, bytes]:
-    """Return a hash of the weights of each model and of the others under its name: a tower makes rows of a text."""
+    """Return a hash of the weights of each model and of the other models of its public name (e.g. its tower)."""
     digests = {name: checkpoint.manifest.digest for name, checkpoint in sorted(checkpoints.items())}
     return {
         name: hashlib.sha256(b"".join(d for n, d in digests.items() if asked_name(n) == asked_name(name))).digest()

@@ -1,4 +1,4 @@
-"""A conversation as programs send it: a list of messages, and tools, checked before a template sees them."""
+"""Check the messages and tools of a conversation before the chat template reads them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hepti_mqtt.errors import RequestError
 from hepti_mqtt.service.texts import CharacterBudget, describe, quoted
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-# Keys of a message that templates read, and those of earlier answers that clients send back.
+# Keys of a message for templates, and keys of earlier answers that clients send back.
 KEYS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "reasoning_content",
      "reasoning", "audio", "function_call"}
 )  # fmt: skip
-_NULL: Final = ("audio", "function_call")  # alone
-#: how closely a picture is looked at: low as a whole, else as the model's files say
+_NULL: Final = ("audio", "function_call")  # must be null
+#: resolution of a picture: low for a single view, else by the model's files
 DETAILS: Final = ("auto", "low", "high")
 MAX_MESSAGES: Final = 1000
 MAX_TOOLS: Final = 128
@@ -25,17 +25,15 @@ MAX_TOOLS: Final = 128
 class GivenPicture(NamedTuple):
     """A picture of a request, in base64 or as a data URL."""
 
-    name: str
-    #: None for a part of a message whose picture stands beside the messages
-    value: Any
-    #: it is looked at as a whole, without its parts
-    whole: bool = False
+    name: str  #: for errors
+    value: Any  #: None for a part of a message without data
+    whole: bool = False  #: read as a single view
 
 
 def read_messages(value: Any, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
-    """Return messages with plain texts, or with lists of parts for a model that sees.
+    """Return messages with plain texts, or with lists of parts for a vision model.
 
-    pictures: of a model that sees, gets those in the messages. Raises RequestError naming what is wrong.
+    pictures: of a vision model; the messages' pictures are appended. Raises RequestError for invalid messages.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"messages must be a list with at least one message, not {describe(value)}")
@@ -73,7 +71,7 @@ def _message(name: str, value: Any, characters: CharacterBudget, pictures: list[
 
 
 def _parts(name: str, value: Any, missing_ok: bool, pictures: list[GivenPicture]) -> list[dict[str, str]]:
-    """Return a content as parts, as templates of models that see read them; its pictures are added to the others."""
+    """Return a content as parts for templates of vision models; append its pictures to `pictures`."""
     if not isinstance(value, list):
         return [{"type": "text", "text": _text(name, value, missing_ok=missing_ok)}]
     parts: list[dict[str, str]] = []
@@ -88,7 +86,7 @@ def _parts(name: str, value: Any, missing_ok: bool, pictures: list[GivenPicture]
 
 
 def _picture(name: str, part: Mapping[str, Any]) -> GivenPicture:
-    """Return the picture of a part, as OpenAI's interface has it (`image_url`), or with `image`."""
+    """Return the picture of a part, in OpenAI's form (`image_url`) or in the form `image`."""
     key = str(part["type"])
     given = part.get(key)
     wrapped: Mapping[str, Any] = given if key == "image_url" and isinstance(given, Mapping) else {"url": given}
@@ -96,7 +94,7 @@ def _picture(name: str, part: Mapping[str, Any]) -> GivenPicture:
         one for one in wrapped if one not in ("url", "detail")
     ]
     if unknown:
-        raise RequestError(f"{name} has {', '.join(map(quoted, unknown[:8]))}, which is not read; leave it out")
+        raise RequestError(f"{name} has {', '.join(map(quoted, unknown[:8]))}, which is not supported; leave it out")
     detail, data = wrapped.get("detail"), wrapped.get("url")
     if detail not in (None, *DETAILS):
         raise RequestError(f"{name}.image_url.detail must be one of {', '.join(DETAILS)}, not {quoted(detail)}")
@@ -121,12 +119,12 @@ def _text(name: str, value: Any, *, missing_ok: bool) -> str:
     for part in value:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{name} has a part of type {quoted(kind)}; this model reads texts alone")
+            raise RequestError(f"{name} has a part of type {quoted(kind)}; this model reads only texts")
     return "\n".join(part["text"] for part in value)
 
 
 def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return calls of tools with their arguments as objects, which programs send as JSON in a text."""
+    """Return tool calls with their arguments as objects; clients send the arguments as JSON text."""
     if not isinstance(value, list):
         raise RequestError(f"{name} must be a list, not {describe(value)}")
     calls = []
@@ -146,7 +144,7 @@ def _calls(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools of a request, None without any; raises RequestError for what is no tool."""
+    """Return the tools of a request, None without tools; raises RequestError for an invalid tool."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) > MAX_TOOLS:

@@ -1,4 +1,4 @@
-"""The planner's metrics for Prometheus; imported with `--metrics` alone."""
+"""The planner's metrics for Prometheus; imported only with `--metrics`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-OTHER: Final = "other"  # a model that is not served: anybody can invent names
+OTHER: Final = "other"  # label of models that the planner does not serve, because clients can invent names
 EVERY_S: Final = 1.0
 
 
@@ -22,9 +22,9 @@ AnyMetric = TypeVar("AnyMetric", Counter, Gauge, Histogram)
 
 
 class PlannerMetrics:
-    """What a planner counts; each method is of one thread, reading is of any.
+    """The planner's metrics; any thread may read them.
 
-    models: those served. dropped: returns what is counted of messages that were not used.
+    models: served models. dropped: returns the counters of unused messages.
     """
 
     def __init__(self, models: Iterable[str], dropped: Callable[[], Mapping[str, int]]) -> None:
@@ -51,7 +51,7 @@ class PlannerMetrics:
         self._sent = metric(Counter, "sent_bytes", "Bytes that a device sent in runs", *by_device)
         registry.register(Collected(self._collect))
         self._heartbeats: Mapping[str, Heartbeat] = {}
-        self._told = dict.fromkeys(self._models, 0)  # steps of each model's story
+        self._counted = dict.fromkeys(self._models, 0)  # counted steps of each model's story
         self._looked_s = 0.0
 
     def serve(self, address: tuple[str, int]) -> MetricsServer:
@@ -59,17 +59,17 @@ class PlannerMetrics:
         return MetricsServer(address, self.registry, "hepti_planner")
 
     def record_answer(self, model: str, outcome: str, seconds: float, stats: Iterable[RunStats] = ()) -> None:
-        """Count an answer that goes out; any thread may call it."""
-        known = model if model in self._models else OTHER
-        self._seconds.labels(known, outcome).observe(seconds)
+        """Count an answer; callable on any thread."""
+        label = model if model in self._models else OTHER
+        self._seconds.labels(label, outcome).observe(seconds)
         for run in (run for run in stats if run.reported):
             for device in run.compute_us:
-                self._compute.labels(known, device).inc(run.compute_us[device] / 1e6)
-                self._wait.labels(known, device).inc(run.wait_us[device] / 1e6)
-                self._sent.labels(known, device).inc(run.sent_bytes[device])
+                self._compute.labels(label, device).inc(run.compute_us[device] / 1e6)
+                self._wait.labels(label, device).inc(run.wait_us[device] / 1e6)
+                self._sent.labels(label, device).inc(run.sent_bytes[device])
 
     def look(self, session: CoordinatorSession, unacknowledged: int, now: float) -> None:
-        """Take what the session is like, and how many requests the broker keeps, once a second; on its thread."""
+        """Update the metrics of the session and the broker once a second; called on the session thread."""
         if now - self._looked_s < EVERY_S:
             return
         self._looked_s = now
@@ -85,9 +85,9 @@ class PlannerMetrics:
             self._waiting.labels(name).set(sum(len(g.queue) for g in own))
             self._running.labels(name).set(running)
             self._serving.labels(name).set(group.active is not None)
-            for step in story.last(story.count - self._told[name]):
+            for step in story.last(story.count - self._counted[name]):
                 self._steps.labels(name, step.event).inc()
-            self._told[name] = story.count
+            self._counted[name] = story.count
 
     def _collect(self) -> Iterator[Metric]:
         dropped = CounterMetricFamily(

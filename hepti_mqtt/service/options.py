@@ -1,4 +1,4 @@
-"""The options of a request, as one table: MQTT's checks, the gateway's bodies and the reference page follow from it."""
+"""The options of a request in a table, the source of MQTT checks, gateway bodies and the reference page."""
 
 from __future__ import annotations
 
@@ -20,24 +20,18 @@ _JSON_TYPES: Final = {"integer": "integer", "number": "number", "flag": "boolean
 
 
 class Option(NamedTuple):
-    """A key of a request that is no input."""
+    """A key of a request other than its inputs."""
 
     name: str
-    #: integer, number, flag, text, or any: the value is checked where it is used
-    kind: str
-    #: for the reference page, in Markdown
-    sentence: str
-    #: of models that have it; empty for all
-    tasks: tuple[str, ...] = ()
-    #: keys of an input, one of which the option needs; empty for none
-    inputs: tuple[str, ...] = ()
+    kind: str  #: integer, number, flag, text, or any; the reader of the option checks "any"
+    sentence: str  #: for the reference page, in Markdown
+    tasks: tuple[str, ...] = ()  #: of models with this option, () for all
+    inputs: tuple[str, ...] = ()  #: the option requires one of these input keys, () for none
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
-    #: values that change nothing, besides null
-    neutral: tuple[Any, ...] = ()
-    #: a list is checked where it is used
-    takes_list: bool = False
+    neutral: tuple[Any, ...] = ()  #: values without effect, in addition to null
+    takes_list: bool = False  #: the reader of the option checks a list
 
     def check(self, value: Any, key: str = "") -> None:
         """Raise RequestError for a value of another type or out of range; key: the client's name of the option."""
@@ -57,7 +51,7 @@ class Option(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """Return the values that it takes, in words."""
+        """Return the valid values in words."""
         if self.choices:
             return " or ".join(f'"{choice}"' for choice in self.choices)
         words = {"integer": "an integer", "number": "a number", "flag": "true or false", "text": "a text"}
@@ -67,11 +61,11 @@ class Option(NamedTuple):
         return f"{words[self.kind]}{'' if low is None else f' of at least {low:g}'}"
 
     def schema(self) -> dict[str, Any]:
-        """Return its JSON schema."""
+        """Return the option's JSON schema."""
         bounds = {"minimum": self.low, "maximum": self.high, "enum": list(self.choices) or None}
         kind = {"type": [_JSON_TYPES[self.kind], "null"]} if self.kind in _JSON_TYPES and not self.choices else {}
-        found = {key: value for key, value in bounds.items() if value is not None}
-        return {**kind, **found, "description": _LINK.sub(r"\1", self.sentence)}
+        limits = {key: value for key, value in bounds.items() if value is not None}
+        return {**kind, **limits, "description": _LINK.sub(r"\1", self.sentence)}
 
 
 _TEXT_INPUTS: Final = ("text", "ids", "messages")
@@ -127,14 +121,14 @@ _TABLE: Final = (
            low=-2, high=2),
     Option("logit_bias", "any", "of a decoder: numbers from -100 to 100 that are added to the logits of token ids, by "
            "id", **_WRITES, neutral=({},)),
-    Option("stop", "any", "of a decoder: a text or up to 16, at the first of which the answer ends", **_WRITES,
+    Option("stop", "any", "of a decoder: a text or up to 16; the first one in the answer ends it", **_WRITES,
            neutral=([],)),
     Option("logprobs", "integer", "of a decoder: each token comes with the logarithm of its probability, and with that "
            "number of the likeliest tokens at its place ([form](#generated-text)). All of an answer are at most 24,000",
            **_WRITES, low=0, high=MAX_LIKELY),
     Option("response_format", "any", "of a decoder: `{\"type\": \"json_object\"}`, or `{\"type\": \"json_schema\", "
            "\"json_schema\": {\"schema\": {...}}}`: the text is JSON by the schema, unless `max_new_tokens` ends it. "
-           "An invalid schema, or one that has a part that llguidance does not support, is refused. The planner needs "
+           "An invalid schema, or a schema that llguidance does not support, is refused. The planner needs "
            "the extra `grammar`", **_WRITES),
     Option("tools", "any", "of `messages`: functions that the model may call, as OpenAI's interface has them; refused "
            "where the chat template writes none", (), ("messages",), neutral=([],)),
@@ -147,7 +141,7 @@ _TABLE: Final = (
            "an answer without thoughts, `true` for thoughts. Thoughts come as `thinking`, apart from `text`",
            ("generation",), ("messages",)),
     Option("speculate", "flag", "`false`: of a decoder, no tokens are guessed from the text so far and computed along. "
-           "The text is the same with and without (but for near ties of rounding)", **_WRITES, neutral=(True,)),
+           "The text is the same with and without (except for near ties of rounding)", **_WRITES, neutral=(True,)),
     Option("max_new_tokens", "integer", "how many tokens a decoder generates: by default 16, of speech 224, and for "
            "`messages` as many as the model has room for, at most 4096; it stops earlier at the model's end token",
            ("generation", "transcription"), low=1),

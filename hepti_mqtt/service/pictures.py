@@ -1,4 +1,4 @@
-"""Pictures to pixels: all headers first, so that nothing is decoded of a request that is too large in total."""
+"""Decode pictures to pixels: read all headers first, to refuse a too large request before decoding."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hepti_mqtt.service.encoded import read_base64
 from hepti_mqtt.service.requests import MAX_PIXELS, MAX_SCANS, MAX_SEQUENCES
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_GREY: Final = frozenset({"I;16", "I;16B", "I;16L"})  # 16 bits, of which Pillow takes the upper half of colours
+_GREY: Final = frozenset({"I;16", "I;16B", "I;16L"})  # 16 bits per pixel
 _MODES: Final = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY})
-# Pillow decodes these in Python: seconds for a megabyte, with the interpreter locked.
+# Pillow decodes these in Python: seconds per megabyte, holding the interpreter lock.
 _SLOW: Final = {
-    "ppm": "PPM of another largest value than 255",
+    "ppm": "PPM with a maximum value other than 255",
     "ppm_plain": "PPM in plain text",
     "bmp_rle": "BMP with run lengths",
 }
-_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # by the memory for decoding a pixel
+_WEIGHT: Final[Mapping[str | None, int]] = {"WEBP": 2}  # memory for decoding a pixel
 _BOXED_WEIGHT: Final = 2  # of AVIF and HEIC
 _LISTED: Final = f"{', '.join(_FORMATS)}, AVIF"
 _LONG: Final = 4  # times the shorter side
@@ -49,10 +49,10 @@ def decode(items: Sequence[tuple[str, Any]], reads: ImageInput, resample: int) -
 def decode_views(
     items: Sequence[tuple[str, Any]], reads: ImageInput, views: Views, whole: Collection[int] = ()
 ) -> tuple[npt.NDArray[np.uint8], list[Cut]]:
-    """Return all views of base64 pictures as uint8 [V, C, S, S], and how each picture became views.
+    """Return all views of base64 pictures as uint8 [V, C, S, S], and the cut of each picture.
 
-    items: with the names for errors. whole: of which only the whole picture is looked at. Raises RequestError as
-    `decode` does, and for too many views.
+    items: with the names for errors. whole: indices of pictures with a single view. Raises RequestError as `decode`
+    does, and for too many views.
     """
     cuts, pixels = list[Cut](), list[npt.NDArray[np.uint8]]()
     for i, (name, file) in enumerate(_files(items, reads).items()):
@@ -69,11 +69,11 @@ def decode_views(
 
 
 def _view(picture: Image.Image, box: Box, reads: ImageInput, views: Views) -> npt.NDArray[np.uint8]:
-    """Return a part of a picture as uint8 [C, S, S]; pixels of a patch that is not whole are left out."""
+    """Return a part of a picture as uint8 [C, S, S], without the pixels of incomplete patches."""
     part = picture.crop(box)
     part = part if part.size == (views.side,) * 2 else part.resize((views.side,) * 2, views.resample)
-    seen = np.asarray(part, np.uint8)[: reads.size, : reads.size]
-    return np.ascontiguousarray(seen.transpose(2, 0, 1))
+    pixels = np.asarray(part, np.uint8)[: reads.size, : reads.size]
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _files(items: Sequence[tuple[str, Any]], reads: ImageInput) -> dict[str, bytes]:
@@ -102,20 +102,20 @@ def _files(items: Sequence[tuple[str, Any]], reads: ImageInput) -> dict[str, byt
 
 def _too_large(name: str, size: str, reads: ImageInput) -> RequestError:
     return RequestError(
-        f"{name}, {size}, is too large, or too many pictures are before it: send at most {MAX_PIXELS} pixels in one "
+        f"{name}, {size}, is too large, or too many pictures precede it: send at most {MAX_PIXELS} pixels in one "
         f"request, half of that as WebP, AVIF or HEIC (the model reads {reads.size} x {reads.size} of each)"
     )
 
 
 @contextlib.contextmanager
 def _opened(name: str, file: bytes) -> Iterator[Image.Image]:
-    """Open a picture and read only its header; every later error with it becomes a RequestError too."""
+    """Open a picture and read only its header; raises RequestError for each error until it is closed."""
     try:
         with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
             if opened.mode not in _MODES:
                 raise RequestError(f"{name} has the pixel format {opened.mode}; send 8 bits per channel")
             if opened.format == "TIFF" and {tile.codec_name for tile in opened.tile} != {"raw"}:
-                raise RequestError(f"{name} is a compressed TIFF, which is not read here; send PNG or JPEG")
+                raise RequestError(f"{name} is a compressed TIFF, which is not supported; send PNG or JPEG")
             slow = next((_SLOW[tile.codec_name] for tile in opened.tile if tile.codec_name in _SLOW), None)
             if slow is not None:
                 raise RequestError(f"{name} is {slow}, which takes too long to read; send PNG or JPEG")
@@ -134,25 +134,25 @@ def _pixels(name: str, file: bytes, reads: ImageInput, resample: int) -> npt.NDA
     """Return a picture as uint8 [C, S, S]."""
     with _opened(name, file) as picture:
         colours = _colours(picture)
-        seen = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
-        return np.ascontiguousarray(np.asarray(seen, np.uint8).transpose(2, 0, 1))
+        resized = _middle(colours, reads, resample) if reads.shortest else colours.resize((reads.size,) * 2, resample)
+        return np.ascontiguousarray(np.asarray(resized, np.uint8).transpose(2, 0, 1))
 
 
 def _colours(picture: Image.Image) -> Image.Image:
-    """Return an open picture in RGB, turned as its file says."""
+    """Return an open picture in RGB, rotated by its EXIF orientation."""
     ImageOps.exif_transpose(picture, in_place=True)
     # Without this step Pillow drops a palette's transparency with a warning.
-    known = picture.convert("RGBA") if "transparency" in picture.info else picture
-    if known.mode in _GREY:
-        known = Image.fromarray((np.asarray(known) >> 8).astype(np.uint8))
-    return known if known.mode == "RGB" else known.convert("RGB")
+    colours = picture.convert("RGBA") if "transparency" in picture.info else picture
+    if colours.mode in _GREY:
+        colours = Image.fromarray((np.asarray(colours) >> 8).astype(np.uint8))
+    return colours if colours.mode == "RGB" else colours.convert("RGB")
 
 
 def _middle(picture: Image.Image, reads: ImageInput, resample: int) -> Image.Image:
-    """Return the middle S x S of a picture whose shorter side becomes `shortest`; an odd rest is cut off at the end.
+    """Return the middle S x S of a picture scaled to a shorter side `shortest`; an odd remainder is cut at the end.
 
-    Of a long picture only the crop is computed, which may differ by one in a few pixels: a line of a million pixels
-    stays cheap.
+    Of a long picture only the crop is resized, which may change a few pixels by one, so that a line of a million
+    pixels stays cheap.
     """
     width, height = picture.size
     short = min(width, height)

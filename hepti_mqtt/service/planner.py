@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 # The threads of a planner.
 #
 # The network thread decodes and enqueues. The session thread (the caller of `run_planner`) handles one event at a time
-# and executes the commands; it alone touches the session, and gives the other threads immutable values: commands, and
-# the current plans. Searching, tokenising, forecasting and reading tiles have threads of their own, so that none of
+# and executes the commands. Only this thread accesses the session; the other threads receive immutable values: commands
+# and the current plans. Searching, tokenising, forecasting and reading tiles have their own threads, so that none of
 # them delays a running request.
 
 
@@ -84,21 +84,21 @@ MAX_ECHOES: Final = 16
 ODD_CLOCK_S: Final = 60.0
 INBOX: Final = 10_000
 INBOX_BYTES: Final = 256 << 20
-UNREAD_BYTES: Final = 64 << 20  # of requests that wait to be parsed ...
-REQUEST_BYTES: Final = 2048  # ... each with as much for its objects in Python
-MOST_REQUESTS: Final = UNREAD_BYTES // REQUEST_BYTES  # that the broker may deliver before any is acknowledged
-OPEN_REQUESTS: Final = 192  # of a model, that are parsed and unanswered; fewer than the coordinator refuses
-MAX_UNREFUSED: Final = 4096  # further requests, which wait to be refused
+UNREAD_BYTES: Final = 64 << 20  # of unparsed requests
+REQUEST_BYTES: Final = 2048  # overhead of an unparsed request's Python objects
+MOST_REQUESTS: Final = UNREAD_BYTES // REQUEST_BYTES  # unacknowledged requests that the broker may deliver
+OPEN_REQUESTS: Final = 192  # parsed unanswered requests per model, below the coordinator's limit
+MAX_UNREFUSED: Final = 4096  # requests above the limits that wait for their refusal
 MAX_UNREFUSED_BYTES: Final = 32 << 20
-READER_THREADS: Final = 2  # requests of one client are read by one thread at a time
+READER_THREADS: Final = 2  # one thread at a time reads the requests of a client
 ANSWER_THREADS: Final = 2
 CANCEL: Final = b'{"cancel"'
 TILES_QUEUED_BYTES: Final = 2 << 20
 
 SHARING_PROTOCOL: Final = 5
 _NOT_SHARED: Final = (
-    "--shared needs shared subscriptions, and this broker does not speak MQTT 5; take one of docs/guide/groups.md, or "
-    "leave --shared out"
+    "--shared needs shared subscriptions, and this broker does not support MQTT 5; use a broker of "
+    "docs/guide/groups.md, or leave --shared out"
 )
 
 PlannerState = Literal["starting", "online", "offline"]
@@ -108,9 +108,9 @@ Answering = interface.AnswerRequest | interface.TokenReady | interface.RefuseReq
 def run_planner(config: PlannerConfig, stop: threading.Event | None = None) -> None:
     """Plan and coordinate for one site until `stop` is set.
 
-    Raises ModelError before anything is started if no model can be used (of several, the good ones are served);
-    ConfigError if a name or a pin is wrong or the site has a planner already; RefusedError of the first connection.
-    Waits for a broker that does not answer.
+    Waits for the broker. Raises ModelError before the start if no model is usable (of several, the planner serves the
+    usable models); ConfigError if a name or a pin is wrong, or if the site has a planner; RefusedError if the broker
+    refuses the first connection.
     """
     check_name("site", config.site)
     options = config.options
@@ -147,16 +147,16 @@ def _claim_when_up(config: PlannerConfig, stop: threading.Event, ended: threadin
 def claim_site(url: BrokerUrl, site: str) -> Start:
     """Return the start of a new planner of a site.
 
-    Raises ConfigError if a running planner serves it; NetworkError and RefusedError of the connection.
+    Raises ConfigError if a running planner serves the site; NetworkError and RefusedError of the connection.
     """
-    found = claim(url, Topics(site).planner_status(), f"hepti-{site}-planner", new_boot(), look=True)
-    if found.held:
+    name_claim = claim(url, Topics(site).planner_status(), f"hepti-{site}-planner", new_boot(), look=True)
+    if name_claim.held:
         raise ConfigError(f"Site {site} already has a planner. Stop it, or choose another --site.")
-    return found.start
+    return name_claim.start
 
 
 def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenModel]) -> session.CoordinatorSession:
-    """Return the session of a planner; it checks its invariants after each event if the log shows debug messages."""
+    """Return the session of a planner; at log level debug, it checks its invariants after each event."""
     options = config.options
     served = tuple(
         ServedModel(
@@ -190,38 +190,40 @@ class _Planner:
         self.decoder = MessageDecoder(config.site, RateLimitedLog(self.log), options.shared)
         self.topics = self.decoder.topics
         self.clocks: dict[str, float] = {}
-        self.recalled = set[str]()  # models that an earlier planner had a plan for
-        self.unrecalled = set(models)  # whose records still are an earlier planner's, not our own
+        self.recalled = set[str]()  # models with a plan of an earlier planner
+        self.unrecalled = set(models)  # models with a record of an earlier planner
         self.shown: dict[str, PublishPlan] = {}
-        self.unused: Mapping[str, str] = {}  # as the records say
+        self.unused: Mapping[str, str] = {}  # reasons of unused devices in the published records
         self.session = _coordinator(config, start, models)
         self.checkpoints = {name: model.checkpoint for name, model in models.items()}
         self.state = state_directory(config.site, config.state_dir)
         self.last = read_state(self.state, self.checkpoints, self.log)
         self.session.recall_texts(self.last.texts)
-        self.has_served = False  #: a plan was active, so the state of the last planner is replaced
+        self.has_served = False  #: a plan was active, so the last planner's state file is obsolete
         self.will_debounce, self.watch = LastWillDebounce(self.session), BrokerWatch()
         self.standing: tuple[PlanSnapshot, ...] = ()
-        self.computing: frozenset[str] = frozenset()  #: models of which runs are under way
+        self.computing: frozenset[str] = frozenset()  #: models with active runs
         self.forecasts = Forecasts(config.site, {n: m.checkpoint.spec for n, m in models.items()})
         self.accuracy = {n: MeasuredErrors.of(m.checkpoint, options.max_weight_error) for n, m in models.items()}
         self.handler = RequestHandler(config.site, models, self.forecasts, options.request_pins)
         self.inbox: Inbox[Callable[[], None] | interface.CoordinatorEvent] = Inbox(INBOX, INBOX_BYTES)
-        # Of one client as many requests as keep the devices busy: others wait for no more than these.
+        # Per client as many requests as keep the devices busy, so that other clients wait only for these.
         window = Window(min((options.in_flight + 1) * options.batch, OPEN_REQUESTS), OPEN_REQUESTS)
         self.reading = FairExecutor(
             "planner-reader", READER_THREADS, self._run_guarded, limit_bytes=UNREAD_BYTES, window=window
         )
-        self.telling = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
+        self.answering = FairExecutor("planner-teller", ANSWER_THREADS, self._run_guarded)
         self.refusing = FairExecutor("planner-refuser", 1, self._run_guarded, MAX_UNREFUSED, MAX_UNREFUSED_BYTES)
         self.searching = FairExecutor("planner-search", 1, self._run_guarded)
-        self.hurried = FairExecutor("planner-hurried", 1, self._run_guarded)  # short ones wait for no whole search
-        self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.telling.idle))
+        self.hurried = FairExecutor(
+            "planner-hurried", 1, self._run_guarded
+        )  # so that short searches do not wait for a long search
+        self.throttle = SearchThrottle(lambda: not (self.inbox.empty() and self.reading.idle and self.answering.idle))
         self.failure: HeptiError | None = None
         self._make_connections(f"hepti-{config.site}-planner")
-        self.said: Will | None = None  # the status that is retained
-        self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # statuses that have not come back to us
-        self.away = {"control", "requests"}  # lost connections; the session thread's
+        self.retained_status: Will | None = None  # at the broker
+        self.echoes: deque[bytes] = deque(maxlen=MAX_ECHOES)  # own statuses that the broker has not delivered back yet
+        self.away = {"control", "requests"}  # lost connections; accessed only on the session thread
         self.tiles = TileServer(
             config.site,
             start.boot,
@@ -231,16 +233,13 @@ class _Planner:
             lambda error: self.inbox.post(partial(self._fail, error)),
         )
         self.sweep = RetainedSweep(config.url, self.topics, self.log)
-        self.dropped: int | None = None  # messages that the broker has dropped, as it said last
+        self.dropped: int | None = None  # messages dropped by the broker, by its last report
         self.served = Served()
         self.home = self._home_assistant(options.home_assistant)
         self.metrics = self._metrics()
 
     def _make_connections(self, name: str) -> None:
-        """Make the connections to the broker: one for each kind of traffic, so that none queues behind another.
-
-        name: of the planner among MQTT clients.
-        """
+        """Open a connection per kind of traffic, so that none queues after another; name: MQTT client id."""
         config = self.config
         self.control = BrokerConnection(
             config.url,
@@ -263,7 +262,7 @@ class _Planner:
             self._shared("offline"),
             MOST_REQUESTS,
         )
-        # For weights alone, so that requests do not queue behind them.
+        # Only for weights, so that requests do not queue after weights.
         self.bulk = BrokerConnection(
             config.url, f"{name}-weights", name="planner-weights", max_queued_bytes=TILES_QUEUED_BYTES
         )
@@ -273,8 +272,8 @@ class _Planner:
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
             return None
-        asked = {name: model for name, model in self.models.items() if asked_name(name) == name}
-        heads = {name: model.checkpoint.spec.head for name, model in asked.items()}
+        entry_models = {name: model for name, model in self.models.items() if asked_name(name) == name}
+        heads = {name: model.checkpoint.spec.head for name, model in entry_models.items()}
         ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
         tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}
         warn = partial(self.decoder.log.record, "home_assistant")
@@ -289,10 +288,10 @@ class _Planner:
         counted = (self.decoder.counters, self.session.counters)
         return PlannerMetrics(self.models, lambda: {k: n for c in counted for k, n in dict(c).items()})
 
-    # -- network thread: nothing here blocks ------------------------------------------------------------------------
+    # -- network thread: these methods never block ---------------------------------------------------------------------
 
     def _handle_message(self, topic: str, payload: bytes) -> None:
-        """Take a message from the broker."""
+        """Handle a message from the broker."""
         if topic == DROPPED_TOPIC:
             self.inbox.post(lambda: self._note_dropped(payload))
             return
@@ -300,7 +299,7 @@ class _Planner:
         if isinstance(arrival, RawRequest):
             self._enqueue_request(arrival)
         elif isinstance(arrival, PlannerStatus):
-            self.inbox.post(lambda: self._planner_seen(arrival.status))
+            self.inbox.post(lambda: self._handle_planner_status(arrival.status))
         elif isinstance(arrival, RetainedPlan):
             if arrival.model not in self.models:
                 self.inbox.post(lambda: self._publish(self.topics.plan(arrival.model), b"", retain=True))
@@ -309,14 +308,14 @@ class _Planner:
         elif arrival is None:
             return
         elif not self.inbox.accept(arrival.device, arrival, len(payload)):
-            self._drop("flood", f"a message of {arrival.device}, which sends more than is read")
+            self._drop("flood", f"a message of {arrival.device}, which sends faster than the planner reads")
 
     def _handle_connection(self, state: State) -> None:
-        """Take what happened to the connection."""
+        """Handle a state of the control connection."""
         if isinstance(state, Connected):
             self.inbox.post(self._connected)
         elif isinstance(state, Disconnected):
-            self.log.warning("the broker is away: %s", state.reason)
+            self.log.warning("lost the connection to the broker: %s", state.reason)
             self.inbox.post(lambda: self.away.add("control"))
             self.inbox.post(lambda: self.name.handle_loss(time.monotonic()))
             self.inbox.post(interface.BrokerConnection(online=False))
@@ -330,7 +329,7 @@ class _Planner:
             self.inbox.post(lambda: self._refused(state))
 
     def _handle_requests_connection(self, state: State) -> None:
-        """Take what happened to the connection that brings requests."""
+        """Handle a state of the requests' connection."""
         if isinstance(state, Connected) and self.decoder.shared is not None and state.protocol < SHARING_PROTOCOL:
             self.inbox.post(lambda: self._fail(ConfigError(_NOT_SHARED)))
         elif isinstance(state, Connected):
@@ -346,9 +345,9 @@ class _Planner:
         self.reading.submit(line, read, len(raw.payload) + REQUEST_BYTES, refuse, model)
 
     def _line(self, raw: RawRequest) -> tuple[str, str]:
-        """Return the line in which a request waits to be read, and the model of its window.
+        """Return the reader queue of a request, and the model of its window.
 
-        What takes a request back does not wait for requests.
+        A cancel has its own queue, so that it does not wait for requests.
         """
         model = raw.model if raw.model in self.models else ""
         is_cancel = raw.payload.startswith(CANCEL)
@@ -359,10 +358,12 @@ class _Planner:
             f"More than {UNREAD_BYTES >> 20} MB of requests wait to be read, most from client {raw.client}. "
             "Try again later."
         )
-        # Hashing and searching the payload for an id is no work for this thread.
+        # Hashing the payload and searching it for an id would block this thread.
         refuse = partial(self._refuse_unread, raw, error)
         drop = partial(self._drop, "untold", f"a request of {raw.client}, unanswered")
-        nbytes = min(len(raw.payload), MAX_UNREFUSED_BYTES)  # a larger request can still be refused, if alone
+        nbytes = min(
+            len(raw.payload), MAX_UNREFUSED_BYTES
+        )  # so that a larger request can be refused, if no other waits
         self.refusing.submit(raw.client, refuse, nbytes, drop)
 
     def _drop(self, kind: str, what: str) -> None:
@@ -371,7 +372,7 @@ class _Planner:
     # -- reader, refuser and answer threads -------------------------------------------------------------------------
 
     def _read(self, raw: RawRequest, now: float) -> None:
-        """Take in a request, and make room for the client's next one unless this one waits for its answer."""
+        """Read a request; if it is already settled, admit the client's next request."""
         waits = False
         try:
             waits = self._take_in(raw, now)
@@ -393,14 +394,14 @@ class _Planner:
             return False
         if isinstance(first, RequestKey):
             self.inbox.post(interface.RequestCancelled(first))
-            journal.settle([raw])  # else it takes one of the few places of the broker's deliveries for ever
+            journal.settle([raw])  # otherwise it would occupy the broker's delivery window for ever
             return False
         if isinstance(first, Reply):
             self.channel.send(first, [raw])
-            if first.outcome != "ok":  # else it is an answer that was given before
+            if first.outcome != "ok":  # otherwise the answer is a cached one
                 self.served.record(first, 0.0, time.time())
             return False
-        journal.record_waiting(raw, self.handler.asked(first))
+        journal.record_waiting(raw, self.handler.client_request(first))
         if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
             self.channel.send(taken)
         for request in self.handler.parts_of(first):
@@ -409,9 +410,9 @@ class _Planner:
 
     def _begin(self, request: Request) -> None:
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
-            full = OverloadedError(f"{INBOX} events wait for the planner already; try again later")
+            full = OverloadedError(f"{INBOX} events already wait for the planner; try again later")
             self._answer(interface.RefuseRequest(request, full))
-        self.handler.request_forecast(request)  # after its dispatch, which needs the interpreter first
+        self.handler.request_forecast(request)  # after its dispatch, so that the forecast does not delay it
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
@@ -437,9 +438,9 @@ class _Planner:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
-        answered = self.channel.journal.take_waiting(self.handler.asked(command.request))
-        self.channel.send(reply, answered)
-        for raw in answered:
+        deliveries = self.channel.journal.take_waiting(self.handler.client_request(command.request))
+        self.channel.send(reply, deliveries)
+        for raw in deliveries:
             self.reading.close_task(self._line(raw)[0])
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
         self.served.record(reply, 1e3 * age_s, time.time())
@@ -461,11 +462,11 @@ class _Planner:
     # -- session thread ---------------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
-        """Connect and serve until `stop` is set; raises what ends the planner."""
+        """Connect and serve until `stop` is set; raises the error that ends the planner."""
         sys.setswitchinterval(SWITCH_S)
         self.control.subscribe(self.decoder.filters())
-        self.control.subscribe([(DROPPED_TOPIC, 0)])  # apart, since a broker may refuse it
-        executors = (self.reading, self.telling, self.refusing, self.searching, self.hurried)
+        self.control.subscribe([(DROPPED_TOPIC, 0)])  # separately, because a broker may refuse it
+        executors = (self.reading, self.answering, self.refusing, self.searching, self.hurried)
         threads = [
             threading.Thread(target=self.forecasts.run, name="planner-forecasts", daemon=True),
             threading.Thread(target=self.tiles.run, name="planner-tiles", daemon=True),
@@ -530,12 +531,12 @@ class _Planner:
                 self._run_guarded(partial(self._handle, heartbeat))
         heard_s = max(self.control.heard_s, self.heartbeats.heard_s)
         if "control" not in self.away and self.session.fleet.usable():
-            found = self.watch.look(heard_s, time.monotonic())
-            if found == "ask":
-                self._publish_event("alive", "is the broker there?")  # which it acknowledges
-            elif found is not None:
-                self.log.warning("the broker %s", "is silent" if found == "away" else "is heard again")
-                self._handle(interface.BrokerConnection(online=found == "back", is_new=False))
+            verdict = self.watch.look(heard_s, time.monotonic())
+            if verdict == "ask":
+                self._publish_event("alive", "is the broker alive?")  # the broker acknowledges this event
+            elif verdict is not None:
+                self.log.warning("the broker %s", "is silent" if verdict == "away" else "is heard again")
+                self._handle(interface.BrokerConnection(online=verdict == "back", is_new=False))
         return interface.Tick(has_backlog=not self.inbox.empty(), heard_s=heard_s)
 
     def _run_guarded(self, action: Callable[[], None]) -> None:
@@ -567,9 +568,9 @@ class _Planner:
             self.forecasts.set_plans(standing)
 
     def _recall(self, model: str, payload: bytes) -> None:
-        """Take the records of a model that an earlier planner has retained, until our own comes back behind them.
+        """Handle a retained record of a model from an earlier planner, until the broker delivers our own record.
 
-        A planner that was asked to stop has left its plan on disk instead.
+        A planner that stopped normally has saved its plan on disk instead.
         """
         boot, recalled = read_recalled(payload, model, self.models[model].checkpoint.spec)
         is_own = boot == self.start.boot
@@ -578,13 +579,13 @@ class _Planner:
             recalled = None if model in self.recalled else self.last.plans.get(model)
         if recalled is not None:
             self.recalled.add(model)
-        elif is_own and model not in self.recalled:  # the next thing is a search
+        elif is_own and model not in self.recalled:  # a search follows
             start_preloading()
         if recalled is not None or is_own:
             self._handle(interface.PlanRecalled(model, recalled))
 
     def _compare_clock(self, device: str, clock_s: float) -> None:
-        """Tell people of a device whose clock differs from ours; nothing else depends on clocks."""
+        """Warn of a device with a wrong clock; only timestamps for users depend on clocks."""
         ahead_s = clock_s - time.time()
         ahead_s = ahead_s if clock_s and abs(ahead_s) > ODD_CLOCK_S else 0.0
         if abs(ahead_s - self.clocks.get(device, 0.0)) <= ODD_CLOCK_S or device not in self.session.fleet.members:
@@ -592,7 +593,7 @@ class _Planner:
         self.clocks[device] = ahead_s
         self.clocks = {name: s for name, s in self.clocks.items() if s and name in self.session.fleet.members}
         if ahead_s:
-            text = f"the clock of {device} differs from this machine's by {abs(ahead_s):.0f} s; set the wrong one"
+            text = f"the clock of {device} differs from this machine's by {abs(ahead_s):.0f} s; set the wrong clock"
             self.decoder.log.warn_once("odd_clock", device, text)
         self._publish_plans()
 
@@ -618,17 +619,17 @@ class _Planner:
             self._publish_event(command.kind, command.text)
 
     def _publish_event(self, kind: str, text: str) -> None:
-        said = json.dumps({"kind": kind, "text": text, "time": time.time()})
-        self._publish(self.topics.event(kind), said.encode())
+        event = json.dumps({"kind": kind, "text": text, "time": time.time()})
+        self._publish(self.topics.event(kind), event.encode())
 
     def _queue_answer(self, command: Answering) -> None:
         client, answer = command.request.key.client, partial(self._answer, command)
         if isinstance(command, interface.AnswerRequest) and not command.request.wants_result:
             # The forecast is the answer.
-            self.forecasts.call_when_ready(command.stats, partial(self.telling.submit_or_run, client, answer))
+            self.forecasts.call_when_ready(command.stats, partial(self.answering.submit_or_run, client, answer))
             return
         at_once = isinstance(command, interface.AnswerRequest) and command.is_small and self.inbox.empty()
-        self.telling.submit_or_run(client, answer, at_once)
+        self.answering.submit_or_run(client, answer, at_once)
 
     def _publish_plan(self, shown: interface.PublishPlan) -> None:
         checkpoint = self.models[shown.model].checkpoint
@@ -637,29 +638,31 @@ class _Planner:
         self.shown[shown.model], self.unused = shown, unused
         if shown.active is not None and (before is None or before.active != shown.active):
             self.has_served = True
-            self._save_state(())  # texts only at the end: until then they change with every request
+            self._save_state(())  # KV caches only at the end, because they change with every request
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
         machines, zero_s = self.session.fleet.machines(), time.time() - now
-        known, card = checkpoint.languages, model_card(checkpoint)
+        languages, card = checkpoint.languages, model_card(checkpoint)
         record = encode_record(
-            served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, known, machines, card
+            served, self.start.boot, shown, zero_s, unused, self.clocks, evidence, languages, machines, card
         )
         self._publish(self.topics.plan(shown.model), record, retain=True)
         if (shared := self.decoder.shared) is not None:
             self._publish(shared.plan(shown.model, self.config.site), record, retain=True)
             plans = [self.shown[name].active if name in self.shown else None for name in self.models]
-            self.channel.set_sharing(None not in plans)  # a request that fails here would be answered elsewhere
+            self.channel.set_sharing(
+                None not in plans
+            )  # only with a plan for every model: other planners answer until then
 
     def _save_state(self, texts: Iterable[HeldText]) -> None:
-        """Keep the plans for the next planner, those of models that have not served yet too."""
+        """Save the plans for the next planner, including plans of models that have not served yet."""
         plans = {**self.last.plans, **self.session.last_plans()}
         save_state(self.state, plans, texts, self.checkpoints, self.log)
 
     def _connected(self) -> None:
-        """Publish everything retained again after every connection: the broker may have lost it."""
+        """Publish all retained messages again after each connection, because the broker may have lost them."""
         self.echoes.clear()
-        if self.said is None:  # devices need the key before the first command
+        if self.retained_status is None:  # devices need its public key before the first command
             self._say("starting")
         self._handle(interface.BrokerConnection(online=True))
         self._announce("control")
@@ -674,29 +677,31 @@ class _Planner:
             self._say("online")
 
     def _say(self, state: PlannerState) -> None:
-        """Publish this planner's status, and keep it to be repaired."""
-        self.said = self._status(state)
+        """Publish this planner's status, and remember it for repairs."""
+        self.retained_status = self._status(state)
         self._repair_status()
         if (shared := self._shared(state)) is not None:
             self._publish(*shared)
 
-    def _planner_seen(self, status: Status) -> None:
+    def _handle_planner_status(self, status: Status) -> None:
         if self.echoes and status == decode_status(self.echoes[0]):
             self.echoes.popleft()
             return
         verdict = self.name.handle(status, time.monotonic())
         if verdict == "taken":
-            self.failure = ConfigError(f"another planner has taken over site {self.config.site}; this one ends")
-        elif self.said is not None and (verdict == "contradict" or status != decode_status(self.said.payload)):
-            self._repair_status()  # a late will, of an earlier planner or an earlier connection, or a forged status
+            self.failure = ConfigError(f"another planner has taken over site {self.config.site}; this planner stops")
+        elif self.retained_status is not None and (
+            verdict == "contradict" or status != decode_status(self.retained_status.payload)
+        ):
+            self._repair_status()  # a late will of an earlier planner or connection, or a forged status
 
     def _repair_status(self) -> None:
-        if self.said is not None:
-            self.echoes.append(self.said.payload)
-            self._publish(*self.said)
+        if self.retained_status is not None:
+            self.echoes.append(self.retained_status.payload)
+            self._publish(*self.retained_status)
 
     def _note_dropped(self, payload: bytes) -> None:
-        """Log messages that the broker has dropped, and let clients send again what they still wait for."""
+        """Log messages dropped by the broker, and announce the planner so that clients resend pending requests."""
         if not payload.isdigit():
             return
         before, self.dropped = self.dropped, int(payload)
@@ -713,12 +718,12 @@ class _Planner:
 
     def _refused(self, state: Refused) -> None:
         self.failure = RefusedError(
-            f"the broker does not let the planner subscribe to {', '.join(state.topics)}: {state.reason}; "
-            "`hepti site` writes an access list that does"
+            f"the broker forbids the planner to subscribe to {', '.join(state.topics)}: {state.reason}; "
+            "`hepti site` writes an access list that allows it"
         )
 
     def _shut_down(self) -> None:
-        """Clear the retained plans and close; a replaced planner leaves those of its successor."""
+        """Clear the retained plans and close; a replaced planner keeps its successor's plans."""
         replaced = isinstance(self.failure, ConfigError)
         if not replaced:
             for name in self.models:
@@ -748,7 +753,7 @@ class _Planner:
         return Will(self.topics.planner_status(), encode_status(status), 1, retain=True)
 
     def _shared(self, state: PlannerState) -> Will | None:
-        """Return our status at the site whose requests we share; None if we share none."""
+        """Return our status at the site of the shared requests, None without sharing."""
         if self.decoder.shared is None:
             return None
         return Will(self.decoder.shared.planner_status(self.config.site), self._status(state).payload, 1, retain=True)

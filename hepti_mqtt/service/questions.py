@@ -1,7 +1,7 @@
-"""What a request asks of a model's output beyond one answer for each input: rankings, labels of a user's own, spans.
+"""Conversions of outputs beyond the model's task: rankings, a user's own labels, spans of text.
 
-A question is made when the request is read, and answers when the devices have computed: `results` has one object for
-each input that the user sent.
+The request handler builds a question with the request. After the run, `results` returns an object per input of the
+user.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = dict[str, Any]
 
 
 class Question(Protocol):
-    """What is asked of an output of the spec's `output_shape`."""
+    """Conversion of an output of the spec's `output_shape` to results."""
 
     def results(self, checkpoint: Checkpoint, shape: RequestShape, output: Floats) -> list[Result]:
         """Return the JSON of each result."""
@@ -55,25 +55,22 @@ def labelled(labels: Sequence[str], scores: Floats, count: int | None) -> list[R
 
 
 def scoring(checkpoint: Checkpoint) -> CrossEncoder:
-    """Return how the model's files say that pairs are scored."""
+    """Return the cross-encoder settings of the model's files."""
     config = JsonConfig("config.json", checkpoint.config)
     return cross_encoder(config, checkpoint.extras, checkpoint.spec.head.outputs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Documents by a query.
+# Ranking of documents.
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Documents, best first: by the score of each pair, or by the similarity to the first of several vectors.
+    """Rank documents by the score of each pair, or by the similarity to the first vector, the query's."""
 
-    documents: to be returned, None if not. top_k: None for all. raw: the logits themselves.
-    """
-
-    top_k: int | None
-    raw: bool = False
-    documents: tuple[str, ...] | None = None
+    top_k: int | None  #: None for all
+    raw: bool = False  #: scores are logits
+    documents: tuple[str, ...] | None = None  #: texts to return, None for indices only
 
     def results(self, checkpoint: Checkpoint, _shape: RequestShape, output: Floats) -> list[Result]:
         """Return the ranking."""
@@ -81,25 +78,25 @@ class Ranking:
             scores = similarity(checkpoint.text_rules.similarity, output[0], output[1:])
         else:
             scores = output[:, 0] if self.raw else pair_scores(checkpoint, output[:, 0])
-        found: list[Result] = [{"index": i, "score": float(scores[i])} for i in best(scores, self.top_k)]
+        ranking: list[Result] = [{"index": i, "score": float(scores[i])} for i in best(scores, self.top_k)]
         if self.documents is not None:
-            found = [{**one, "document": self.documents[one["index"]]} for one in found]
-        return [{"ranking": found}]
+            ranking = [{**one, "document": self.documents[one["index"]]} for one in ranking]
+        return [{"ranking": ranking}]
 
 
 def pair_scores(checkpoint: Checkpoint, logits: Floats) -> Floats:
-    """Return the scores of pairs; raises UnsupportedModelError for an activation that is not computed."""
+    """Return the scores of pairs; raises UnsupportedModelError for an unsupported activation."""
     how = scoring(checkpoint)
     if how.sigmoid is None:
         raise UnsupportedModelError(
-            f"model {checkpoint.model}: its files want the activation {how.activation!r} for scores, which is not "
+            f"model {checkpoint.model}: its files require the activation {how.activation!r} for scores, which is not "
             'supported; send "raw_scores": true for scores without it'
         )
     return sigmoid(logits) if how.sigmoid else logits
 
 
 def similarity(name: str, one: Floats, others: Floats) -> Floats:
-    """Return how similar vectors [n, h] are to one [h], by a function of sentence-transformers: more is nearer."""
+    """Return the similarity of vectors [n, h] to a vector [h], by a function of sentence-transformers."""
     if name == "euclidean":
         return np.asarray(-np.linalg.norm(others - one, axis=1))
     if name == "manhattan":
@@ -116,19 +113,16 @@ def unit(vectors: Floats) -> Floats:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A user's own labels, by whether a text entails them.
+# A user's own labels (zero-shot classification).
 
 
 @dataclass(frozen=True)
 class OwnLabels:
-    """Labels that a text is said to be about; output: the logits of each text with each label.
-
-    several: each label has a score of its own, else they add up to 1. top_k: None for all.
-    """
+    """Zero-shot classification of texts; output: the entailment logits of each text with each label."""
 
     labels: tuple[str, ...]
-    several: bool
-    top_k: int | None
+    several: bool  #: score labels independently, else the scores add up to 1
+    top_k: int | None  #: None for all
 
     def results(self, checkpoint: Checkpoint, _shape: RequestShape, output: Floats) -> list[Result]:
         """Return the labels of each text."""
@@ -142,9 +136,9 @@ class OwnLabels:
 
 
 def entailment(labels: Sequence[str]) -> tuple[int, int]:
-    """Return the places of a model's labels for `it follows` and `it does not`; (-1, -1) if it has none such.
+    """Return the indices of a model's labels for entailment and contradiction; (-1, -1) without entailment.
 
-    As in transformers, what is not named a contradiction is the first label, or the last where that follows.
+    As in transformers, the contradiction defaults to the first label, or to the last label if the first is entailment.
     """
     names = [label.lower() for label in labels]
     follows = next((i for i, name in enumerate(names) if name.startswith("entail")), -1)
@@ -156,14 +150,14 @@ def entailment(labels: Sequence[str]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Matched:
-    """Labels that a picture is said to show; top_k: None for all."""
+    """Zero-shot classification of pictures; top_k: None for all."""
 
     labels: tuple[str, ...]
     similarity: Similarity
     top_k: int | None
 
     def results(self, _checkpoint: Checkpoint, _shape: RequestShape, output: Floats) -> list[Result]:
-        """Return the labels of each picture; output: the vectors of sentences about the labels, then of pictures."""
+        """Return the labels of each picture; output: vectors of the labels' sentences, then of the pictures."""
         factor, bias, apart = self.similarity
         sentences, pictures = np.split(unit(output), [len(self.labels)])
         logits = pictures @ sentences.T * np.float32(factor) + np.float32(bias)
@@ -171,25 +165,21 @@ class Matched:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parts of texts: entities, and answers.
+# Spans of texts: entities and answers.
 
 
 @dataclass(frozen=True)
 class Source:
-    """One sequence and the texts that it was made of.
+    """Positions of a sequence's tokens in its source texts."""
 
-    starts, stops: of each token in its text. text: of each token, 0 or 1, or -1 for the model's own tokens. words: by
-    token, -1 for none.
-    """
-
-    starts: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]  #: of each token in its text
     stops: npt.NDArray[np.int32]
-    text: npt.NDArray[np.int8]
-    words: npt.NDArray[np.int32]
+    text: npt.NDArray[np.int8]  #: index of each token's text, -1 for special tokens
+    words: npt.NDArray[np.int32]  #: word index of each token, -1 without a word
 
     @classmethod
     def of(cls, encoding: Encoding) -> Source:
-        """Return the places of an encoding's tokens."""
+        """Return the positions of an encoding's tokens."""
         starts, stops = np.array(encoding.offsets, np.int32).reshape(-1, 2).T
         text = [-1 if place is None else place for place in encoding.sequence_ids]
         words = [-1 if word is None else word for word in encoding.word_ids]
@@ -198,28 +188,24 @@ class Source:
 
 @dataclass(frozen=True)
 class Entities:
-    """Parts of texts with their labels, as the token classification of transformers has them.
+    """Labelled spans of texts, as in transformers' token classification."""
 
-    simple: neighbours with one label are one part. texts, sources: of each sequence; of a user's own ids there are
-    none, and the parts are numbers of tokens. own: ids of the model's own tokens among them.
-    """
-
-    simple: bool
-    texts: tuple[str, ...] = ()
-    sources: tuple[Source, ...] = ()
-    own: tuple[npt.NDArray[np.bool_], ...] = ()
+    simple: bool  #: join neighbouring tokens with the same label
+    texts: tuple[str, ...] = ()  #: of each sequence, () for a user's own ids
+    sources: tuple[Source, ...] = ()  #: of each sequence, () for a user's own ids; spans are then token indices
+    own: tuple[npt.NDArray[np.bool_], ...] = ()  #: masks of special tokens in a user's own ids
 
     def results(self, checkpoint: Checkpoint, shape: RequestShape, output: Floats) -> list[Result]:
         """Return the entities of each sequence."""
         stops = np.cumsum(shape.sizes)
         labels = checkpoint.spec.head.labels
-        found = []
+        results = []
         for i, scores in enumerate(np.split(softmax(output), stops[:-1])):
             source = self.sources[i] if self.sources else None
             tokens = np.flatnonzero(source.text == 0 if source is not None else ~self.own[i])
             parts = self._parts(labels, scores, tokens)
-            found.append({"entities": [self._entity(i, *part) for part in parts if part[0] != "O"]})
-        return found
+            results.append({"entities": [self._entity(i, *part) for part in parts if part[0] != "O"]})
+        return results
 
     def _parts(
         self, labels: Sequence[str], scores: Floats, tokens: npt.NDArray[np.intp]
@@ -244,33 +230,29 @@ class Entities:
         return _kind(label) if self.simple else label, score, group[0], group[-1]
 
     def _entity(self, item: int, label: str, score: float, first: int, last: int) -> Result:
-        found: Result = {"label": label, "score": score, "tokens": [first, last + 1]}
+        entity: Result = {"label": label, "score": score, "tokens": [first, last + 1]}
         if not self.sources:
-            return found
+            return entity
         start, stop = int(self.sources[item].starts[first]), int(self.sources[item].stops[last])
-        return found | {"start": start, "end": stop, "text": self.texts[item][start:stop]}
+        return entity | {"start": start, "end": stop, "text": self.texts[item][start:stop]}
 
 
 def _kind(label: str) -> str:
-    """Return a label without the mark of a part's beginning or inside."""
+    """Return a label without its prefix B- or I-."""
     return label[2:] if label[:2] in ("B-", "I-") else label
 
 
-NULL: Final = -10_000.0  # the logit of a token that no answer has
+NULL: Final = -10_000.0  # logit of excluded tokens
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """The part of a context that answers a question, as extractive question answering has it.
+    """Extractive question answering: the span of a context that answers a question."""
 
-    windows: each sequence of the question with a part of the context. most: tokens of an answer. empty: whether the
-    answer may be that there is none. Without windows the sequence is a user's own ids, and the answer is tokens of it.
-    """
-
-    most: int
-    empty: bool = False
+    most: int  #: tokens of an answer
+    empty: bool = False  #: allow an empty answer
     context: str = ""
-    windows: tuple[Source, ...] = ()
+    windows: tuple[Source, ...] = ()  #: question and part of the context; () for a user's own ids, answered by tokens
 
     def results(self, _checkpoint: Checkpoint, shape: RequestShape, output: Floats) -> list[Result]:
         """Return the answer."""
@@ -283,10 +265,10 @@ class Extraction:
             spans.append((score, *_whole_words(source, first, last)))
             nothing = min(nothing, none)
         score, start, stop = max(spans, key=lambda span: span[0])
-        found: Result = {"answer": self.context[start:stop], "score": score, "start": start, "end": stop}
+        answer: Result = {"answer": self.context[start:stop], "score": score, "start": start, "end": stop}
         if self.empty and nothing > score:
-            found = {"answer": "", "score": nothing, "start": 0, "end": 0}
-        return [{**found, "no_answer_score": nothing}]
+            answer = {"answer": "", "score": nothing, "start": 0, "end": 0}
+        return [{**answer, "no_answer_score": nothing}]
 
     def _own(self, logits: Floats) -> Result:
         possible = np.arange(len(logits)) > 0
@@ -295,7 +277,7 @@ class Extraction:
 
 
 def _span(logits: Floats, possible: npt.NDArray[np.bool_], most: int) -> tuple[float, int, int, float]:
-    """Return score, first and last token of the best answer, and the score of none, which the first token has."""
+    """Return score, first and last token of the best answer, and the score of no answer (of the first token)."""
     chances = []
     for column in logits.T.astype(np.float64):
         kept = np.where(possible | (np.arange(len(column)) == 0), column, NULL)
@@ -303,14 +285,16 @@ def _span(logits: Floats, possible: npt.NDArray[np.bool_], most: int) -> tuple[f
     none = float(chances[0][0] * chances[1][0])
     starts, stops = (np.where(possible, chance, 0.0) for chance in chances)
     ends = range(min(most, len(starts)))
-    scores = [starts[: len(starts) - more] * stops[more:] for more in ends]  # of answers of one token, of two ...
+    scores = [
+        starts[: len(starts) - more] * stops[more:] for more in ends
+    ]  # by answer length: one token, two tokens, ...
     firsts = [int(score.argmax()) for score in scores]
     more = max(ends, key=lambda more: scores[more][firsts[more]])
     return float(scores[more][firsts[more]]), firsts[more], firsts[more] + more, none
 
 
 def _whole_words(source: Source, first: int, last: int) -> tuple[int, int]:
-    """Return where an answer's first word begins in its text and its last one ends."""
+    """Return the start of an answer's first word in its text, and the end of its last word."""
 
     def word(token: int) -> npt.NDArray[np.bool_]:
         inside = (source.words == source.words[token]) & (source.text == source.text[token])

@@ -1,4 +1,4 @@
-"""The retained record of a model's plans: what people and programs read, and the next planner."""
+"""The retained record of a model's plans, for users, programs and the next planner."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ def encode_record(
 ) -> bytes:
     """Return the msgpack map of a model's plans.
 
-    served: the model, and its directory. boot: of the planner that publishes it. active, preparing: the planner's own
-    plans as `Plan.to_dict`, or None; pinned: those that are active for what requests have pinned, pinned_preparing:
-    those on their way there. candidates: the best of each strategy and variant, best first; feasible: None for
-    those that are too slow, so that nobody worked out whether they fit; expected_ms is predicted_ms times what
-    earlier runs have taught. reason: why the first one was chosen. error: {code, message, detail} where none was
-    found. progress: [bytes there, bytes in all] of the weights of `preparing`, by device; loading: the same in a
-    sentence. story: the last transitions of the plans, oldest first, in unix time; zero_s: when the session's clock
-    was zero. in_flight: requests that run at once. unused: why devices that are online are used for no plan, by
-    name. clocks: by how many seconds a device's clock is ahead of the planner's, where it is by more than a minute.
-    considered: what the rule said last of other plans, the best first, as `Assessment.to_dict`. evidence: what is
-    believed of each device, in sentences. needs: bytes that the active plan needs, by device. languages: that a
-    model of speech knows; others have no such key. machines: addresses of devices that share a machine, by device,
-    if any do: predictions for several of them hold for idle cores. card: what the model is (`service/card.py`).
-    `protocol/messages.py` names all keys that users read.
+    served: spec and directory of the model. boot: of the publishing planner. zero_s: unix time of the session
+    clock's zero. `protocol/messages.py` names all keys that users read:
+
+    active, preparing: plans without pins as `Plan.to_dict`, or None. pinned, pinned_preparing: plans for pins of
+    requests. candidates: the best of each strategy and variant, best first; feasible is None for pruned candidates;
+    expected_ms is predicted_ms corrected by earlier runs. reason: of the decision. error: {code, message, detail} of a
+    failed search. progress: [loaded bytes, all bytes] of the weights of `preparing`, by device; loading: the same as a
+    sentence. story: last transitions of the plans, oldest first, in unix time. in_flight: limit of concurrent runs.
+    unused: reasons of online devices without a plan. clocks: seconds by which a device's clock is ahead, if above a
+    minute. considered: last assessments of other plans, best first, as `Assessment.to_dict`. evidence: sentences about
+    each device's estimates. needs: memory of the active plan in bytes, by device. languages: only of speech models.
+    machines: addresses of devices on a shared machine; predictions for several of them assume idle cores. card: see
+    `service/card.py`.
     """
     (spec, directory), decision, error = served, shown.decision, shown.error
     ranking = decision.ranking if decision is not None else ()
-    behind = decision.pruned if decision is not None else ()
+    pruned = decision.pruned if decision is not None else ()
     record: dict[str, Any] = {
         "boot": boot,
         "active": None if shown.active is None else shown.active.to_dict(),
@@ -57,7 +56,7 @@ def encode_record(
         "pinned": [plan.to_dict() for plan in shown.pinned],
         "pinned_preparing": [plan.to_dict() for plan in shown.pinned_preparing],
         "spec": spec.to_dict(),
-        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a name may be any bytes
+        "directory": os.fsencode(directory).decode("utf-8", "replace"),  # a path may contain any bytes
         "in_flight": shown.in_flight,
         "card": dict(card),
         **({"languages": list(languages)} if languages else {}),
@@ -77,7 +76,7 @@ def encode_record(
                 "feasible": c.price.feasible if c in ranking else None,
                 "missing": dict(c.price.missing),
             }
-            for c in (*ranking, *behind)
+            for c in (*ranking, *pruned)
         ],
         "progress": {device: list(part) for device, part in shown.progress.items()},
         "loading": shown.loading,
@@ -96,16 +95,16 @@ def encode_record(
 
 
 def minimal_record(spec: Spec, recalled: Recalled) -> bytes:
-    """Return what `read_recalled` reads of a record."""
+    """Return a record with only the keys of `read_recalled`."""
     record = {"boot": 0, "active": recalled.plan.to_dict(), "spec": spec.to_dict(), "needs": dict(recalled.needs)}
     payload: bytes = msgpack.packb(record)
     return payload
 
 
 def read_recalled(payload: bytes, model: str, spec: Spec) -> tuple[int, Recalled | None]:
-    """Return whose record of a model this is (boot, 0 if it cannot be read), and the active plan if it is of `spec`.
+    """Return the boot of a record's planner (0 if malformed), and its active plan if the record is of `spec`.
 
-    Anybody may have written the record, so its plan is prepared like any other.
+    Any client may have written the record, so its plan is prepared like any other.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         return 0, None

@@ -1,4 +1,4 @@
-"""What a request asks of a model: its limits, its input for the devices, and batches of it."""
+"""Convert JSON requests to model inputs within the limits, and split inputs into batches."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ from hepti_mqtt.service.questions import (
     entailment,
     scoring,
 )
-from hepti_mqtt.service.seen import KEYS, Seen, read_pictures
+from hepti_mqtt.service.seen import KEYS, PromptPictures, read_pictures
 from hepti_mqtt.service.texts import TextReader, Tokens, describe, quoted
 from hepti_mqtt.service.thinking import OPEN
 from hepti_mqtt.spec import RequestShape, Want
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Limits of a request: each is checked before the work that it bounds. Documented in docs/reference/requests.md.
+# Limits of a request, each checked before the work that it limits. Documented in docs/reference/requests.md.
 
 
 MAX_REQUEST_BYTES: Final = 16_000_000
-MAX_ITEMS: Final = 500_000  # commas and opening brackets of a request's JSON, also those within texts
+MAX_ITEMS: Final = 500_000  # commas and opening brackets in a request's JSON, including those in texts
 MAX_SEQUENCES: Final = 64
-MAX_PIXELS: Final = 25_000_000  # of all pictures of a request; those of WebP count twice
-MAX_SCANS: Final = 64  # of a JPEG file: each covers all pixels, and may be a few bytes long
+MAX_PIXELS: Final = 25_000_000  # of all pictures of a request; WebP pixels count twice
+MAX_SCANS: Final = 64  # of a JPEG file: a scan covers all pixels and may be a few bytes long
 MAX_OUTPUT: Final = 8_000_000  # numbers in an answer
 MAX_WAITING_BYTES: Final = 128 << 20  # ids and pixels of all unanswered requests
 
 
 class MemoryQuota:
-    """Bytes that are held as long as their holders live, then released."""
+    """A memory limit; bytes stay reserved until their holder is garbage-collected."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
-        self._lock = threading.RLock()  # a holder may be collected while its own thread is in here
+        self._lock = threading.RLock()  # garbage collection may call `_give` while this thread holds the lock
 
     def take(self, nbytes: int, holder: object) -> None:
-        """Hold bytes until `holder` is gone; raises OverloadedError if too few are left."""
+        """Reserve bytes until `holder` is garbage-collected; raises OverloadedError if too few are left."""
         with self._lock:
             if nbytes > self._left:
                 raise OverloadedError(
-                    f"the requests that wait hold nearly {MAX_WAITING_BYTES >> 20} MB already, and this one brings "
+                    f"unanswered requests already hold nearly {MAX_WAITING_BYTES >> 20} MB, and this request needs "
                     f"{nbytes} bytes; try again later"
                 )
             self._left -= nbytes
@@ -83,10 +83,10 @@ class MemoryQuota:
 
 DEFAULT_TOP_K: Final = 5
 DEFAULT_NEW_TOKENS: Final = 16
-LAST_TOKENS: Final = 8  # of a prompt, in which an opened thought is looked for
+LAST_TOKENS: Final = 8  # of a prompt, searched for the start of a thought
 TEMPLATE: Final = "This example is {}."
 PICTURE_TEMPLATE: Final = "This is a photo of {}."
-# Of a question and a part of its context, as extractive question answering of transformers has them.
+# Tokens of a window (question and part of the context), as in transformers' extractive question answering.
 WINDOW: Final = 384
 OVERLAP: Final = 128
 MAX_ANSWER_TOKENS: Final = 15
@@ -115,82 +115,74 @@ REQUEST_KEYS: Final = frozenset({*_INPUTS, *OPTIONS, *_ENVELOPE})
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A request's input for the devices.
-
-    inputs: token ids int32 [m], for a decoder with a leading zero [1 + m], or pixels uint8 [B, C, S, S]. is_list: the
-    user sent a list and gets a list of results. wants_result: False for want "plan", which needs no devices.
-    new_tokens: number of tokens to generate, rules: for them. stop: texts at which they end. guesses: of
-    tokens may be computed along. seconds: of a recording.
-    empty: indices of empty texts, which are not computed and give zeros.
-    dimensions: of an embedding, 0 for all. raw_scores: logits instead of scores. question: what the output is asked,
-    None for one answer of the model's task for each input.
-    """
+    """A request's input for the devices."""
 
     shape: RequestShape
-    inputs: npt.NDArray[Any]
-    is_list: bool
+    inputs: npt.NDArray[Any]  #: token ids int32 [m], of a decoder [1 + m] after a zero, or pixels uint8 [B, C, S, S]
+    is_list: bool  #: the user sent a list and receives a list of results
     top_k: int
-    wants_result: bool = True
-    new_tokens: int = 0
-    empty: tuple[int, ...] = ()
-    dimensions: int = 0
-    raw_scores: bool = False
-    question: Question | None = None
-    rules: TokenRules = LIKELIEST
-    stop: tuple[str, ...] = ()
-    guesses: bool = False
-    seconds: float = 0.0
-    #: whether the text begins inside a thought; None: no thoughts are divided from it
-    thoughts: bool | None = None
-    #: a recording in which nobody speaks: its text is empty
-    silent: bool = False
-    #: rows of sound in a recording, if the times of words are wanted, else 0
-    sound_rows: int = 0
-    #: where rows of pictures stand in the prompt; None: it has none
-    pictured: PicturedPrompt | None = None
+    wants_result: bool = True  #: False for want "plan", which needs no run
+    new_tokens: int = 0  #: maximum number of generated tokens
+    empty: tuple[int, ...] = ()  #: indices of empty texts, answered by zeros without a run
+    dimensions: int = 0  #: of an embedding, 0 for all
+    raw_scores: bool = False  #: answer logits instead of scores
+    question: Question | None = None  #: conversion of the outputs; None: the model's task, one answer per input
+    rules: TokenRules = LIKELIEST  #: for generated tokens
+    stop: tuple[str, ...] = ()  #: texts that end the generation
+    guesses: bool = False  #: allow speculative decoding
+    seconds: float = 0.0  #: length of a recording
+    thoughts: bool | None = None  #: whether the text starts inside a thought; None: do not separate thoughts
+    silent: bool = False  #: a recording without speech: its text is empty
+    sound_rows: int = 0  #: rows of sound in a recording, if the request wants times of words, else 0
+    pictured: PicturedPrompt | None = None  #: picture rows of the prompt, None without pictures
 
 
 def read_input(
-    checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = (), seen: Seen | None = None
+    checkpoint: Checkpoint,
+    request: Any,
+    other_models: Sequence[Checkpoint] = (),
+    pictures: PromptPictures | None = None,
 ) -> ModelInput:
     """Return the model input of `request`, an object from `json.loads`; docs/reference/requests.md has its keys.
 
-    beside: other models of the same name, which read other requests. seen: the pictures of a prompt, whose keys are
-    then not in the request. Raises RequestError naming what is invalid or over a limit, ModelError if the checkpoint
-    lacks a tokenizer.
+    other_models: the other models of the same public name, listed in errors. pictures: of a prompt; their keys are
+    not in `request`. Raises RequestError for invalid or too large values, ModelError without tokenizer.
     """
-    prepared = _prepared(checkpoint, request, beside, seen)
+    prepared = _prepared(checkpoint, request, other_models, pictures)
     rows, columns = checkpoint.spec.output_shape(prepared.shape)
     if rows * columns > MAX_OUTPUT:
         raise RequestError(
-            f"the answer would have {rows} x {columns} numbers, and at most {MAX_OUTPUT} are given to one request; "
-            "send less at once"
+            f"the answer would have {rows} x {columns} numbers, and the limit is {MAX_OUTPUT}; send fewer or shorter "
+            "inputs in one request"
         )
     return prepared
 
 
 def reader_of(models: Sequence[Checkpoint], request: Mapping[str, Any]) -> int:
-    """Return the place of the model that reads a request, of those under one name; the first where none does."""
+    """Return the index of the model that reads a request; 0 if no model of the name reads its keys."""
     given = {key for key in _INPUTS if key in request}
     return next((i for i, one in enumerate(models) if any({*form} == given for form in forms(one))), 0)
 
 
 def read_seen(words: Checkpoint, eyes: Checkpoint, request: Mapping[str, Any]) -> tuple[ModelInput, ModelInput]:
-    """Return the inputs of a prompt with pictures: of the tower that sees them, then of the text around them.
+    """Return the inputs of a prompt with pictures: the vision tower's input, then the text model's input.
 
     Raises as `read_input` does.
     """
     if request.get("want", "task") == "hidden":
         raise RequestError("want hidden is for texts without pictures; leave the pictures out", "want")
-    seen = read_pictures(words, eyes, request)
-    text = read_input(words, {key: value for key, value in request.items() if key not in KEYS}, (eyes,), seen)
-    reads = eyes.spec.input_spec
-    assert isinstance(reads, ImageInput)
-    return ModelInput(reads.batch(len(seen.pixels)), seen.pixels, True, DEFAULT_TOP_K), text
+    pictures = read_pictures(words, eyes, request)
+    text = read_input(words, {key: value for key, value in request.items() if key not in KEYS}, (eyes,), pictures)
+    input_spec = eyes.spec.input_spec
+    assert isinstance(input_spec, ImageInput)
+    return ModelInput(input_spec.batch(len(pictures.pixels)), pictures.pixels, True, DEFAULT_TOP_K), text
 
 
 def _prepared(
-    checkpoint: Checkpoint, request: Any, beside: Sequence[Checkpoint] = (), seen: Seen | None = None
+    checkpoint: Checkpoint,
+    request: Any,
+    other_models: Sequence[Checkpoint] = (),
+    pictures: PromptPictures | None = None,
 ) -> ModelInput:
     if not isinstance(request, Mapping):
         raise RequestError(f'a request is a JSON object such as {{"text": "..."}}, not {describe(request)}')
@@ -203,12 +195,11 @@ def _prepared(
             f"{', '.join(sorted(REQUEST_KEYS))}"
         )
     reads, request = checkpoint.spec.input_spec, checked(request)
-    form = _form(checkpoint, request, beside)
-    # With "plan", no device computes.
+    form = _form(checkpoint, request, other_models)
     want: Want = "hidden" if request.get("want") == "hidden" else "task"
     computes = request.get("want") != "plan"
     top_k = request.get("top_k", DEFAULT_TOP_K)
-    if not top_k and not isinstance(reads, DecoderInput):  # of a decoder, 0 takes back what its files say
+    if not top_k and not isinstance(reads, DecoderInput):  # a decoder accepts 0, which overrides its files
         raise RequestError("top_k must be at least 1", "top_k")
     several = _is_several(form, request)
     if isinstance(reads, SpeechInput):
@@ -219,7 +210,7 @@ def _prepared(
     assert isinstance(reads, TextInput)
     truncate = "truncate" in request
     if isinstance(reads, DecoderInput):
-        return _decoded(checkpoint, reads, request, form[0], want, top_k, computes, seen)
+        return _decoded(checkpoint, reads, request, form[0], want, top_k, computes, pictures)
     request, empty = _without_empty(checkpoint, request, want)
     task = checkpoint.spec.head.task
     places = want == "task" and task in ("token_classification", "question_answering")
@@ -252,7 +243,7 @@ Form = tuple[str, ...]
 
 
 def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
-    """Return the keys that requests of a model may bring their input with, together."""
+    """Return the combinations of input keys that a model reads."""
     reads, head = checkpoint.spec.input_spec, checkpoint.spec.head
     if isinstance(reads, ImageInput):
         return () if head.square else IMAGE_FORMS
@@ -276,39 +267,39 @@ def forms(checkpoint: Checkpoint) -> tuple[Form, ...]:
     return (*texts, ("ids",), *(PAIR_FORMS if head.task == "masked_token" else ()))
 
 
-def _form(checkpoint: Checkpoint, request: Mapping[str, Any], beside: Sequence[Checkpoint] = ()) -> Form:
-    """Return the keys of a request's input; raises RequestError for those that the model does not read together."""
-    given = tuple(key for key in _INPUTS if key in request)
+def _form(checkpoint: Checkpoint, request: Mapping[str, Any], other_models: Sequence[Checkpoint] = ()) -> Form:
+    """Return the input keys of a request; raises RequestError if the model does not read this combination."""
+    keys = tuple(key for key in _INPUTS if key in request)
     allowed = forms(checkpoint)
-    found = next((form for form in allowed if {*form} == {*given}), None)
-    if found is None:
-        every = [*allowed, *(form for other in beside for form in forms(other))]
-        every += MATCHED_FORMS if beside and checkpoint.similarity is not None else ()
+    matched = next((form for form in allowed if {*form} == {*keys}), None)
+    if matched is None:
+        every = [*allowed, *(form for other in other_models for form in forms(other))]
+        every += MATCHED_FORMS if other_models and checkpoint.similarity is not None else ()
         reads = "; ".join(" and ".join(form) for form in every)
         raise RequestError(
-            f"a request to model {checkpoint.model} brings one of: {reads}. This one brings "
-            f"{' and '.join(given) or 'none'}{_why_not(checkpoint, given)}; send one of those, or ask another model"
+            f"model {checkpoint.model} reads one of: {reads}. This request has "
+            f"{' and '.join(keys) or 'none'}{_why_not(checkpoint, keys)}; send one of these, or use another model"
         )
     for name, option in OPTIONS.items():
         if name not in request:
             continue
-        if option.inputs and not {*option.inputs} & {*given}:
+        if option.inputs and not {*option.inputs} & {*keys}:
             raise RequestError(f"{name} goes with {' or '.join(option.inputs)}; leave it out", name)
         if option.tasks and checkpoint.spec.head.task not in option.tasks:
             words = " and ".join(option.tasks).replace("_", " ")
             raise RequestError(f"{name} is for {words}, which model {checkpoint.model} does not do; leave it out", name)
-    return found
+    return matched
 
 
 def _why_not(checkpoint: Checkpoint, given: Sequence[str]) -> str:
-    """Return why a classifier does not read what others read, as the end of a sentence."""
+    """Return why a classifier does not read a request, as the end of a sentence."""
     head = checkpoint.spec.head
     if head.task != "classification":
         return ""
     if "documents" in given and head.outputs > 1:
-        return f", and only models with one label rank documents: this one has {head.outputs}"
+        return f", and only models with one label rank documents: this model has {head.outputs}"
     if "candidate_labels" in given and entailment(head.labels)[0] < 0:
-        return ", and only models with a label that begins with 'entail' take labels of your own"
+        return ", and only models with a label that begins with 'entail' accept your own labels"
     return ", and its files say that it scores pairs of texts" if scoring(checkpoint).declared else ""
 
 
@@ -320,9 +311,7 @@ def _without_empty(
     if choice == "error" or not isinstance(texts, list):
         return request, ()
     if want != "task" or checkpoint.spec.head.task != "embedding":
-        raise RequestError(
-            f'"empty": "zero" is for embeddings, which model {checkpoint.model} is not asked for here; leave it out'
-        )
+        raise RequestError('"empty": "zero" applies only to embeddings, and this request wants none; leave it out')
     empty = tuple(i for i, text in enumerate(texts) if isinstance(text, str) and not text.strip())
     if len(texts) > MAX_SEQUENCES or len(empty) == len(texts):
         return request, ()  # an error, raised later
@@ -337,12 +326,14 @@ def _decoded(
     want: Want,
     top_k: int,
     computes: bool,
-    seen: Seen | None = None,
+    pictures: PromptPictures | None = None,
 ) -> ModelInput:
     """Return a decoder's input: one prompt, and the number of tokens to generate."""
     if _is_several((key,), request):
         raise RequestError(f"model {checkpoint.model} continues one text at a time; send one in each request")
-    usual = MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS  # an answer ends by itself
+    usual = (
+        MAX_NEW_TOKENS if key == "messages" else DEFAULT_NEW_TOKENS
+    )  # a chat model ends its answer with an end token
     most, is_bound = request.get("max_new_tokens", usual), "fit" in request or "max_new_tokens" not in request
     if most > MAX_NEW_TOKENS and not is_bound:
         raise RequestError(
@@ -355,23 +346,23 @@ def _decoded(
     reader, schema = TextReader(checkpoint, reads, truncate), read_format(request.get("response_format"))
     thoughts: bool | None = None
     if key == "messages":
-        tokens, schema, thoughts = _conversation(checkpoint, request, schema, seen)
-    elif seen is not None:
-        tokens = Tokens(seen.tokens(request[key]))
+        tokens, schema, thoughts = _conversation(checkpoint, request, schema, pictures)
+    elif pictures is not None:
+        tokens = Tokens(pictures.tokens(request[key]))
     else:
         tokens = reader.ids(key, request[key]) if key == "ids" else reader.text(key, request[key])
     ids = np.array(tokens.ids, np.int32)
     if len(ids) + new > limit:
         if not is_bound or len(ids) >= limit:
-            ask = f"ask for max_new_tokens {limit - len(ids)} at most, or " if new and len(ids) < limit else ""
+            ask = f"lower max_new_tokens to {limit - len(ids)}, or " if new and len(ids) < limit else ""
             raise ContextLengthError(
-                f"{key} has {len(ids)} tokens, and model {checkpoint.model} takes at most {limit} with those that it "
-                f"generates: {ask}shorten it",
+                f"{key} has {len(ids)} tokens, and model {checkpoint.model} has a context length of {limit}, including "
+                f"generated tokens: {ask}shorten it",
                 key,
             )
         new = limit - len(ids)
     shape, inputs = single_sequence(checkpoint.spec, ids, want, len(ids) + new)
-    pictured = None if seen is None else seen.prompt(tokens.ids)
+    pictured = None if pictures is None else pictures.prompt(tokens.ids)
     rules, stop = sampling.read_sampling(
         checkpoint, request, TokenRules(checkpoint.end_tokens), ids.tolist(), reads.vocab
     )
@@ -389,22 +380,25 @@ def _decoded(
 
 
 class _Conversation(NamedTuple):
-    """Messages as tokens, the schema of the answer, and whether it begins inside a thought, None without thoughts."""
+    """Messages as tokens, with the form of their answer."""
 
     tokens: Tokens
-    schema: Mapping[str, Any] | None
-    thoughts: bool | None
+    schema: Mapping[str, Any] | None  #: JSON schema of the answer
+    thoughts: bool | None  #: whether the answer starts inside a thought; None without thoughts
 
 
 def _conversation(
-    checkpoint: Checkpoint, request: Mapping[str, Any], schema: Mapping[str, Any] | None, seen: Seen | None
+    checkpoint: Checkpoint,
+    request: Mapping[str, Any],
+    schema: Mapping[str, Any] | None,
+    pictures: PromptPictures | None,
 ) -> _Conversation:
-    """Read messages; where a call is demanded, the answer follows the call's schema."""
+    """Read messages; if tool_choice demands a call, the answer follows the call's schema."""
     with naming("messages"):
         messages = read_messages(request["messages"], [] if checkpoint.sees else None)
-    pictures = None
-    if seen is not None and seen.messages is not None:
-        messages, pictures = seen.messages, (seen.mark, seen.written)
+    marks = None
+    if pictures is not None and pictures.messages is not None:
+        messages, marks = pictures.messages, (pictures.mark, pictures.written)
     with naming("tools"):
         tools = read_tools(request.get("tools"))
     demanded = read_choice(request.get("tool_choice"), tools)
@@ -421,10 +415,10 @@ def _conversation(
         raise RequestError(f"model {checkpoint.model} has no thoughts: leave thinking out", "thinking")
     if thinking and follows_schema:
         raise RequestError("a text by a schema has no thoughts: leave thinking out", "thinking")
-    ids = chat.ids(messages, tools, thinking, pictures)
-    if tools and ids == chat.ids(messages, None, thinking, pictures):
+    ids = chat.ids(messages, tools, thinking, marks)
+    if tools and ids == chat.ids(messages, None, thinking, marks):
         raise RequestError(
-            f"model {checkpoint.model} has no tools: its chat template writes none; leave them out", "tools"
+            f"model {checkpoint.model} supports no tools: its chat template ignores them; leave them out", "tools"
         )
     thoughts = None
     if chat.thinks and not follows_schema:
@@ -433,13 +427,13 @@ def _conversation(
     if demanded:
         ids, schema = [*ids, *chat.call_start], call_schema(demanded, chat.call_arguments)
     if not ids:
-        raise RequestError("messages give no tokens; send some words")
+        raise RequestError("messages contain no tokens; send some text")
     reads = checkpoint.spec.input_spec
     assert isinstance(reads, DecoderInput)
     if max(ids) >= reads.vocab:
         raise ModelError(
             f"{checkpoint.path}: its tokenizer gives id {max(ids)}, and config.json's vocab_size is {reads.vocab}; "
-            "both must be of the same model"
+            "both must belong to the same model"
         )
     return _Conversation(Tokens(ids), schema, thoughts)
 
@@ -457,13 +451,13 @@ def _mask_rows(checkpoint: Checkpoint, reads: TextInput, key: str, ids: npt.NDAr
     if not rows:
         mask = checkpoint.tokenizer.id_to_token(checkpoint.mask_id)
         raise RequestError(
-            f"{key} has no {mask} for model {checkpoint.model} to fill in; put {mask} where a token is wanted"
+            f"{key} has no {mask} for model {checkpoint.model} to fill in; put {mask} in the place of the wanted token"
         )
     return rows
 
 
 def _items(key: str, value: Any, several: bool = True) -> list[tuple[str, Any]]:
-    """Return each input with its name in errors."""
+    """Return the inputs, each with its name for errors."""
     if not several:
         return [(key, value)]
     if not isinstance(value, list) or not value:
@@ -474,7 +468,7 @@ def _items(key: str, value: Any, several: bool = True) -> list[tuple[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What each form of a request gives: sequences of tokens, and what their output is asked.
+# Convert each form of a request to token sequences, and to the question that their outputs answer.
 
 
 Read = tuple[list[Tokens], Question | None]
@@ -483,7 +477,7 @@ Read = tuple[list[Tokens], Question | None]
 def _read_inputs(
     checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
 ) -> Read:
-    """Read texts, or a user's own ids: one answer for each."""
+    """Read texts or token ids; each has its own answer."""
     (key,) = form
     task = checkpoint.spec.head.task
     if key == "ids":
@@ -504,24 +498,22 @@ def _read_inputs(
 
 
 def _prompt(checkpoint: Checkpoint, request: Mapping[str, Any]) -> str | None:
-    """Return the prompt that a request names, None for the model's default one."""
+    """Return the prompt that a request names, None for the model's default prompt."""
     if "prompt" not in request:
         return None
     rules, name = checkpoint.text_rules, request["prompt"]
     if not isinstance(name, str) or name not in rules.prompts:
-        known = ", ".join(map(repr, rules.prompts)) or "none"
-        raise RequestError(
-            f"prompt {quoted(name)} is none of model {checkpoint.model}'s prompts, which are: {known}", "prompt"
-        )
+        names = ", ".join(map(repr, rules.prompts)) or "none"
+        raise RequestError(f"model {checkpoint.model} has no prompt {quoted(name)}; its prompts are: {names}", "prompt")
     return _pooled(checkpoint, rules.prompts[name])
 
 
 def _pooled(checkpoint: Checkpoint, prompt: str) -> str:
-    """Return a prompt whose tokens are pooled with the others; raises RequestError where they are not."""
+    """Return the prompt; raises RequestError if the model excludes prompts from pooling."""
     if prompt and not checkpoint.text_rules.pools_prompt:
         raise RequestError(
-            f"model {checkpoint.model} leaves its prompts out of the pooling, which is not supported; send texts "
-            "without a prompt, or ask another model"
+            f"model {checkpoint.model} excludes its prompts from pooling, which is not supported; send texts "
+            "without a prompt, or use another model"
         )
     return prompt
 
@@ -540,7 +532,7 @@ def _entities(
 def _read_pairs(
     _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
 ) -> Read:
-    """Read pairs of texts: one answer for each."""
+    """Read pairs of texts; each has its own answer."""
     if not several:
         return [reader.pair(("text", "text_pair"), (request["text"], request["text_pair"]))], None
     read = []
@@ -555,7 +547,7 @@ def _read_pairs(
 def _read_ranking(
     checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], _form: Form, _several: bool
 ) -> Read:
-    """Read a query and documents: pairs for a model that scores those, else texts to compare."""
+    """Read a query and documents: as pairs for a cross-encoder, else as texts to compare."""
     query, documents = request["query"], _items("documents", request["documents"])
     top_k = request.get("top_k")
     returned = tuple(text for _, text in documents) if "return_documents" in request else None
@@ -570,7 +562,7 @@ def _read_ranking(
 def _read_labels(
     _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], form: Form, several: bool
 ) -> Read:
-    """Read texts and a user's own labels: a pair of each text with a sentence about each label."""
+    """Read texts and a user's own labels: pair each text with a sentence per label."""
     labels = _own_labels(request, TEMPLATE)
     items = _items(form[0], request[form[0]], several)
     if len(items) * len(labels) > MAX_SEQUENCES:
@@ -587,7 +579,7 @@ def _read_labels(
 
 
 def _own_labels(request: Mapping[str, Any], usual: str) -> dict[str, str]:
-    """Return a user's own labels, and the sentence about each of them; usual: the template without another one."""
+    """Return the sentence of each of a user's own labels; usual: the default template."""
     labels = [label for _, label in _items("candidate_labels", request["candidate_labels"])]
     if not all(isinstance(label, str) and label.strip() for label in labels) or len({*labels}) < len(labels):
         raise RequestError("candidate_labels must be different texts, none of them empty")
@@ -598,27 +590,27 @@ def _own_labels(request: Mapping[str, Any], usual: str) -> dict[str, str]:
 
 
 def read_matched(words: Checkpoint, pictures: Checkpoint, request: Mapping[str, Any]) -> tuple[ModelInput, ModelInput]:
-    """Return the inputs of pictures with a user's own labels: a sentence about each label, and the pictures.
+    """Return the inputs of pictures with a user's own labels: a sentence per label, and the pictures.
 
-    The question of the second one is asked of the vectors of both. Raises as `read_input` does.
+    The question of the pictures' input compares the vectors of both. Raises as `read_input` does.
     """
     if wrong := sorted(str(key)[:40] for key in request if key not in (*_MATCHED_KEYS, *_ENVELOPE)):
         raise RequestError(
-            f"labels of pictures go with {', '.join(_MATCHED_KEYS)}, and this request has {', '.join(wrong)}: leave it "
+            f"labels of pictures go with {', '.join(_MATCHED_KEYS)}, and this request has {', '.join(wrong)}; leave it "
             "out"
         )
     request = checked(request)
     labels, top_k = _own_labels(request, PICTURE_TEMPLATE), request.get("top_k")
     sentences = read_input(words, {"texts": [*labels.values()], "truncate": "truncate" in request})
-    seen = read_input(pictures, {key: request[key] for key in ("image", "images") if key in request})
+    images = read_input(pictures, {key: request[key] for key in ("image", "images") if key in request})
     assert words.similarity is not None
-    return sentences, replace(seen, question=Matched(tuple(labels), words.similarity, top_k))
+    return sentences, replace(images, question=Matched(tuple(labels), words.similarity, top_k))
 
 
 def _read_question(
     _checkpoint: Checkpoint, reader: TextReader, request: Mapping[str, Any], _form: Form, _several: bool
 ) -> Read:
-    """Read a question and a context: as many windows as a long context takes."""
+    """Read a question and a context; split a long context into windows."""
     values = (request["question"], request["context"])
     read = reader.windows(("question", "context"), values, WINDOW, OVERLAP, MAX_SEQUENCES)
     most = request.get("max_answer_tokens", MAX_ANSWER_TOKENS)
@@ -640,7 +632,7 @@ def _pictures(
     """Return all pixels [B, C, S, S]."""
     if "truncate" in request:
         raise RequestError("truncate is for texts; leave it out with pictures")
-    from hepti_mqtt.service.pictures import decode  # here: most planners read no pictures
+    from hepti_mqtt.service.pictures import decode  # imported late: most planners read no pictures
 
     key = "images" if several else "image"
     resample = preprocessor(checkpoint.config, checkpoint.extras).resample
@@ -650,19 +642,19 @@ def _pictures(
 def _speech(
     checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any], want: Want, computes: bool
 ) -> ModelInput:
-    """Return a recording as frames behind the tokens that its text begins with."""
-    from hepti_mqtt.service.speech import read_speech  # here: most planners read no sound
+    """Return a recording's input: the prompt tokens of its text, then its frames."""
+    from hepti_mqtt.service.speech import read_speech  # imported late: most planners read no sound
 
     if wrong := [key for key in ("truncate", "empty", "top_k") if key in request]:
-        raise RequestError(f"{' and '.join(wrong)}: not for speech; leave it out")
-    heard = read_speech(checkpoint, reads, request)
-    room = reads.positions - len(heard.prompt) - heard.rules.before_text
-    most = request.get("max_new_tokens", min(reads.positions // 2, room))
-    if most > room:
-        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {most}", "max_new_tokens")
-    shape = reads.run(len(heard.prompt), len(heard.frames) // (2 * reads.bands), want, heard.start)
-    inputs = np.concatenate([np.array([0, *heard.prompt], np.int32), heard.frames])
-    new = (1 if heard.silent else most) if want == "task" else 0
+        raise RequestError(f"{' and '.join(wrong)} does not apply to speech; leave it out")
+    recording = read_speech(checkpoint, reads, request)
+    room = reads.positions - len(recording.prompt) - recording.rules.before_text
+    requested = request.get("max_new_tokens", min(reads.positions // 2, room))
+    if requested > room:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {requested}", "max_new_tokens")
+    shape = reads.run(len(recording.prompt), len(recording.frames) // (2 * reads.bands), want, recording.start)
+    inputs = np.concatenate([np.array([0, *recording.prompt], np.int32), recording.frames])
+    new = (1 if recording.silent else requested) if want == "task" else 0
     return ModelInput(
         shape,
         inputs,
@@ -670,21 +662,21 @@ def _speech(
         DEFAULT_TOP_K,
         computes,
         new,
-        rules=heard.rules,
-        seconds=heard.seconds,
-        silent=heard.silent,
-        sound_rows=heard.sound_rows,
+        rules=recording.rules,
+        seconds=recording.seconds,
+        silent=recording.silent,
+        sound_rows=recording.sound_rows,
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Split a request into batches of whole items that fit a Program.
+# Split a request into batches of whole items within the largest shape of a Program.
 
 
 def split_into_batches(prepared: ModelInput, most: int) -> tuple[Batch, ...]:
-    """Return the batches of a request, each of at most the size `most`; their outputs concatenate to the whole output.
+    """Return the batches of a request, each of at most size `most`; their outputs concatenate to the whole output.
 
-    Raises ValueError if one item is larger.
+    Raises ValueError if an item is larger.
     """
     shape, starts, size = prepared.shape, [0], 0
     for place, more in enumerate(shape.sizes):

@@ -1,4 +1,4 @@
-"""Retained messages of a site: read which topics have one, clear topics, sweep those that no part of Hepti reads."""
+"""Retained messages of a site: list and clear topics, and sweep topics that no part of Hepti reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hepti_mqtt.transport.broker_limits import Echo
 from hepti_mqtt.transport.url import BrokerUrl
 
 ECHO_S: Final = 10.0
-SWEEP_S: Final = 300.0  # between two sweeps that clear nothing; after one that does, the next follows at once
+SWEEP_S: Final = 300.0  # between two sweeps; after a sweep that clears topics, the next follows after a second
 SWEPT_BYTES: Final = 64 << 20  # of retained payloads that one sweep receives
 RETAINED: Final[frozenset[Kind]] = frozenset({"status", "caps", "use", "planner_status", "plan"})
 
@@ -25,9 +25,9 @@ RETAINED: Final[frozenset[Kind]] = frozenset({"status", "caps", "use", "planner_
 def retained_topics(
     url: BrokerUrl, topics: Topics, filters: Iterable[str], *, cleared: Iterable[str] = (), most_bytes: float = inf
 ) -> list[str]:
-    """Clear topics; return the topics that were retained before that.
+    """Clear topics; return the topics retained before.
 
-    most_bytes: of payloads, after which the look ends. Raises NetworkError if the broker does not answer.
+    most_bytes: limit of received payloads. Raises NetworkError if the broker does not answer.
     """
     end, mark = topics.probe("doctor"), uuid.uuid4().bytes
     retained, left, name = set[str](), most_bytes, f"hepti-{topics.site}-retained-{uuid.uuid4().hex[:12]}"
@@ -62,7 +62,7 @@ def unread_topics(topics: Topics, retained: Iterable[str]) -> list[str]:
 
 
 class RetainedSweep:
-    """A thread that clears what nobody reads: a login that may write many topics could fill the broker's memory."""
+    """A thread that clears unread topics; otherwise a client with write access could fill the broker's memory."""
 
     def __init__(self, url: BrokerUrl, topics: Topics, log: logging.Logger) -> None:
         self._url, self._topics, self._log = url, topics, log
@@ -75,7 +75,7 @@ class RetainedSweep:
         self._thread.start()
 
     def close(self) -> None:
-        """Start no further sweep; does not wait for one that runs."""
+        """Start no further sweep, without waiting for a running sweep."""
         self._ended.set()
 
     def sweep(self) -> int:

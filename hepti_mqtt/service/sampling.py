@@ -1,4 +1,4 @@
-"""How a request wants its text drawn and ended: the options of OpenAI and transformers, checked."""
+"""Sampling and stop options of a request, with the names of OpenAI and transformers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hepti_mqtt.service.texts import describe, quoted
 from hepti_mqtt.service.written import WrittenText
 
 LONGEST_STOP: Final = 200  # characters
-MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer: more do not fit into the packets that brokers take
+MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer, to fit into the packets that brokers accept
 MAX_BIASED: Final = 1024
 
 
 def read_sampling(
     checkpoint: Checkpoint, request: Mapping[str, Any], rules: TokenRules, prompt: Sequence[int], vocab: int
 ) -> tuple[TokenRules, tuple[str, ...]]:
-    """Return the rules of a text and the texts at which it stops; raises RequestError naming what is wrong.
+    """Return the token rules of a text and its stop texts; raises RequestError for invalid options.
 
-    request: with options that were checked; the model's files have the others. prompt: its tokens.
+    request: with checked options; defaults come from the model's files. prompt: its tokens.
     """
     defaults = checkpoint.sampling_defaults
-    if request.get("temperature") == 0:  # the likeliest token follows, so that nothing is left out
+    if request.get("temperature") == 0:  # greedy decoding ignores the default filters
         defaults = {key: value for key, value in defaults.items() if key == "repetition_penalty"}
     request = {**defaults, **request}
     if request.get("top_p") == 0:
@@ -63,7 +63,7 @@ def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
         raise RequestError(
             f"logit_bias must be an object of at most {MAX_BIASED} token ids, not {describe(value)}", "logit_bias"
         )
-    found = []
+    bias = []
     for token, added in value.items():
         if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab):
             raise RequestError(f"logit_bias names {quoted(token)}; tokens are 0 to {vocab - 1}", "logit_bias")
@@ -71,21 +71,19 @@ def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
             raise RequestError(
                 f"logit_bias of {token} must be a number from -100 to 100, not {describe(added)}", "logit_bias"
             )
-        found.append((int(token), float(added)))
-    return tuple(found)
+        bias.append((int(token), float(added)))
+    return tuple(bias)
 
 
 def _stop(checkpoint: Checkpoint, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    found = [value] if isinstance(value, str) else value
-    fits = isinstance(found, list) and len(found) <= MAX_STOPS
-    if not fits or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found):
+    texts = [value] if isinstance(value, str) else value
+    fits = isinstance(texts, list) and len(texts) <= MAX_STOPS
+    if not fits or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in texts):
         raise RequestError(
             f"stop must be a text, or a list of up to {MAX_STOPS}, of 1 to {LONGEST_STOP} characters each", "stop"
         )
-    if found and not checkpoint.has_tokenizer:
-        raise RequestError(
-            f"model {checkpoint.model} has no tokenizer, so it writes no text that could stop; leave it out"
-        )
-    return tuple(found)
+    if texts and not checkpoint.has_tokenizer:
+        raise RequestError(f"model {checkpoint.model} has no tokenizer, so stop does not apply; leave it out")
+    return tuple(texts)

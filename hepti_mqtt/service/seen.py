@@ -1,4 +1,4 @@
-"""Prompts with pictures: the views that a tower computes, then a text in which its rows stand for tokens."""
+"""Prompts with pictures: views for the vision tower, and a text in which its rows replace picture tokens."""
 
 from __future__ import annotations
 
@@ -20,28 +20,23 @@ from hepti_mqtt.service.messages import GivenPicture, read_messages
 from hepti_mqtt.service.texts import MAX_CHARACTERS, describe
 
 KEYS: Final = ("image", "images")
-_LARGEST: Final = 2047.0  # that fixed point holds
+_LARGEST: Final = 2047.0  # of fixed point
 _BITS: Final = 0x7FFF_FFFF
 
 
-class Seen(NamedTuple):
-    """The pictures of a request, and the text around them."""
+class PromptPictures(NamedTuple):
+    """The pictures of a prompt."""
 
-    #: the model that continues the text
-    words: Checkpoint
-    #: uint8 [V, C, S, S], all views of all pictures
-    pixels: npt.NDArray[np.uint8]
-    #: what stands for a picture in a text, and what the model reads instead, for each picture
-    mark: str
-    written: tuple[str, ...]
-    #: the token of a row, and the rows of a view
-    row: str
-    rows: int
-    #: messages in which each picture has its place; None for a text
-    messages: list[dict[str, Any]] | None
+    words: Checkpoint  #: the text model
+    pixels: npt.NDArray[np.uint8]  #: uint8 [V, C, S, S], all views of all pictures
+    mark: str  #: placeholder of a picture in the user's text
+    written: tuple[str, ...]  #: the model's text in place of each picture's mark
+    row: str  #: token of a row
+    rows: int  #: of a view
+    messages: list[dict[str, Any]] | None  #: with a part for each picture; None for a text
 
     def tokens(self, text: Any) -> list[int]:
-        """Return the ids of a text with pictures; without marks they come before it."""
+        """Return the ids of a text with pictures; the pictures precede a text without marks."""
         if not isinstance(text, str):
             raise RequestError(f"text must be a string, not {describe(text)}", "text")
         if len(text) > MAX_CHARACTERS:
@@ -49,19 +44,21 @@ class Seen(NamedTuple):
         marked = text if self.mark in text else self.mark * len(self.written) + text
         tokenizer = self.words.marked
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        if spelt := next((one for one in special if one and one != self.mark and one in text), None):
-            raise RequestError(f"text has the model's control token {spelt!r} in it; take it out", "text")
+        if control := next(
+            (content for content in special if content and content != self.mark and content in text), None
+        ):
+            raise RequestError(f"text contains the model's control token {control!r}; remove it", "text")
         whole = expanded(marked, self.mark, self.written)
         if whole is None:
             raise RequestError(
-                f"text has {text.count(self.mark)} times {self.mark} for {len(self.written)} pictures; send as many, "
-                "or none to have the pictures before the text",
+                f"text has {text.count(self.mark)} marks {self.mark} for {len(self.written)} pictures; send as many, "
+                "or none to place the pictures before the text",
                 "text",
             )
         return list(tokenizer.encode(whole).ids)
 
     def prompt(self, ids: Sequence[int]) -> PicturedPrompt:
-        """Return where rows of pictures stand among the ids of a prompt; raises ModelError for other files."""
+        """Return the places of picture rows in a prompt's ids; raises ModelError if tokenizer and tower disagree."""
         token, spec = row_token(self.words), self.words.spec
         assert isinstance(spec, ModelSpec)
         places = np.flatnonzero(np.asarray(ids) == token).astype(np.int32)
@@ -76,7 +73,7 @@ class Seen(NamedTuple):
 
 
 def _marks(view: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.int32]:
-    """Return a negative number for each row of a view, by what the view shows."""
+    """Return a negative number for each row of a view, from the hash of its pixels."""
     data = np.frombuffer(hashlib.shake_128(view.tobytes()).digest(4 * rows), np.uint32)
     return -1 - (data & _BITS).astype(np.int32)
 
@@ -88,7 +85,7 @@ def _runs(places: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
 
 
 def row_token(words: Checkpoint) -> int:
-    """Return the token in whose place rows of pictures stand; raises UnsupportedModelError for none that has a row."""
+    """Return the token that picture rows replace; raises UnsupportedModelError if it is outside the vocabulary."""
     token, spec = words.config.get("image_token_id"), words.spec
     if not isinstance(token, int) or not isinstance(spec, ModelSpec) or not 0 <= token < spec.head.outputs:
         raise UnsupportedModelError(f"config.json: image_token_id {token!r} is no token of the vocabulary")
@@ -96,21 +93,21 @@ def row_token(words: Checkpoint) -> int:
 
 
 def has_pictures(request: Mapping[str, Any]) -> bool:
-    """Return whether a request brings pictures beside a text."""
+    """Return whether a request contains pictures for its text or messages."""
     messages = request.get("messages")
-    known = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
-    contents = [one.get("content") for one in known]
+    objects = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    contents = [one.get("content") for one in objects]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     kinds = {part.get("type") for part in parts if isinstance(part, Mapping) and isinstance(part.get("type"), str)}
     return any(request.get(key) not in (None, []) for key in KEYS) or bool({"image", "image_url"} & kinds)
 
 
-def read_pictures(words: Checkpoint, eyes: Checkpoint, request: Mapping[str, Any]) -> Seen:
-    """Return the pictures of a request and the places that they have in its messages; raises RequestError."""
-    from hepti_mqtt.service.pictures import decode_views  # here: most planners read no pictures
+def read_pictures(words: Checkpoint, eyes: Checkpoint, request: Mapping[str, Any]) -> PromptPictures:
+    """Return the pictures of a request, with their places in its messages; raises RequestError."""
+    from hepti_mqtt.service.pictures import decode_views  # imported late: most planners read no pictures
 
     if request.get("truncate"):
-        raise RequestError("a text with pictures is not truncated; leave truncate out", "truncate")
+        raise RequestError("truncate does not apply to a text with pictures; leave it out", "truncate")
     given, messages = _named(request), None
     if "messages" in request:
         inline: list[GivenPicture] = []
@@ -121,11 +118,11 @@ def read_pictures(words: Checkpoint, eyes: Checkpoint, request: Mapping[str, Any
     views, whole = eyes.views, [i for i, one in enumerate(given) if one.whole]
     pixels, cuts = decode_views([(one.name, one.value) for one in given], reads, views, whole)
     rows = eyes.spec.output_shape(reads.batch(1))[0]
-    return Seen(words, pixels, views.mark, tuple(map(views.written, cuts)), views.row, rows, messages)
+    return PromptPictures(words, pixels, views.mark, tuple(map(views.written, cuts)), views.row, rows, messages)
 
 
 def _named(request: Mapping[str, Any]) -> list[GivenPicture]:
-    """Return the pictures that stand beside a text."""
+    """Return the pictures of the keys image and images."""
     if request.get("image") is not None and request.get("images"):
         raise RequestError("image and images exclude each other; send one of them", "images")
     if (one := request.get("image")) is not None:
@@ -137,37 +134,38 @@ def _named(request: Mapping[str, Any]) -> list[GivenPicture]:
 
 
 def _placed(
-    messages: list[dict[str, Any]], inline: Sequence[GivenPicture], beside: Sequence[GivenPicture]
+    messages: list[dict[str, Any]], inline: Sequence[GivenPicture], separate: Sequence[GivenPicture]
 ) -> list[GivenPicture]:
     """Return all pictures in their order in the messages.
 
-    Those beside the messages are for parts without a picture of their own, or come first in the last message of a user.
+    Separate pictures fill the parts without data. If there are none, they come first in the last message of a user.
     """
     waiting = [one for one in inline if one.value is None]
-    if waiting and len(waiting) != len(beside):
+    if waiting and len(waiting) != len(separate):
         raise RequestError(
-            f"messages have {len(waiting)} parts for pictures, and {len(beside)} are sent beside them; send as many",
+            f"messages have {len(waiting)} picture parts without data, and {len(separate)} separate pictures; send as "
+            "many",
             "messages",
         )
     if waiting:
-        rest = iter(beside)
+        rest = iter(separate)
         return [next(rest) if one.value is None else one for one in inline]
-    if not beside:
+    if not separate:
         return list(inline)
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
         raise RequestError("pictures belong to a message of a user, and there is none; send one", "messages")
     before = sum(part["type"] == "image" for message in messages[:last] for part in message["content"])
-    messages[last]["content"] = [{"type": "image"}] * len(beside) + messages[last]["content"]
-    return [*inline[:before], *beside, *inline[before:]]
+    messages[last]["content"] = [{"type": "image"}] * len(separate) + messages[last]["content"]
+    return [*inline[:before], *separate, *inline[before:]]
 
 
-def rows_of(words: Checkpoint, seen: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """Return what is added to the embedding of the pictures' token to have rows of a tower [n, h]; fixed point.
+def rows_of(words: Checkpoint, tower_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Return the difference between a tower's rows and the embedding of the picture token [n, h]; fixed point.
 
     Raises ModelError for numbers that are not finite, or too large.
     """
-    added = seen - words.embedding(row_token(words))
+    added = tower_rows - words.embedding(row_token(words))
     if not np.isfinite(added).all() or np.abs(added).max(initial=0.0) > _LARGEST:
         raise ModelError(
             f"model {words.model}: rows of a picture are not finite, or larger than {_LARGEST:g}; check the "

@@ -1,4 +1,4 @@
-"""What became of the site's requests, told to all who watch it: an event with the last answers, once a second."""
+"""Events with the outcomes of the last requests, published once a second for viewers of the site."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Final
 from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.service.handler import Reply
 
-TOLD: Final = 64  # answers of one event: a page has no use for more in a second
+MAX_EVENT_ANSWERS: Final = 64  # per event: a page cannot show more in a second
 
 
 class Served:
-    """Answers that nobody was told of yet; any thread may call it."""
+    """Answers that no event contains yet; callable on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: deque[dict[str, object]] = deque(maxlen=TOLD)
+        self._answers: deque[dict[str, object]] = deque(maxlen=MAX_EVENT_ANSWERS)
 
     def record(self, reply: Reply, latency_ms: float, now_s: float) -> None:
-        """Remember an answer; latency_ms: from request to answer in the planner, now_s: unix seconds.
+        """Add an answer; latency_ms: from request to answer in the planner, now_s: unix seconds.
 
-        An error's message may quote its request, so its code alone is told.
+        An event contains only the code of an error, because the message may quote the request.
         """
-        told: dict[str, object] = {"time": now_s, "model": reply.key.model, "outcome": reply.outcome}
-        told |= {"latency_ms": latency_ms, "predicted_ms": reply.predicted_ms, "plan": reply.plan or None}
+        answer: dict[str, object] = {"time": now_s, "model": reply.key.model, "outcome": reply.outcome}
+        answer |= {"latency_ms": latency_ms, "predicted_ms": reply.predicted_ms, "plan": reply.plan or None}
         with self._lock:
-            self._answers.append(told)
+            self._answers.append(answer)
 
     def take(self) -> bytes | None:
-        """Return the event with what came since the last one, None without any."""
+        """Return an event with the answers since the last event, None without answers."""
         with self._lock:
             if not self._answers:
                 return None
-            told = list(self._answers)
+            answers = list(self._answers)
             self._answers.clear()
-        return json.dumps({"kind": ANSWERS, "answers": told, "time": told[-1]["time"]}).encode()
+        return json.dumps({"kind": ANSWERS, "answers": answers, "time": answers[-1]["time"]}).encode()

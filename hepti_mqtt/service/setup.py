@@ -1,4 +1,4 @@
-"""How a planner starts: configuration, models."""
+"""Start of a planner: configuration and models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hepti_mqtt.transport.url import BrokerUrl
 
 
 def state_directory(site: str, directory: Path | None = None) -> Path:
-    """Return the state directory of a site's planner, made if missing; directory: instead of the user's.
+    """Return the state directory of a site's planner; directory: parent, by default the user's state directory.
 
-    Raises ConfigError if it cannot be made.
+    Create it if it is missing. Raises ConfigError if the creation fails.
     """
     place = (directory or user_state_path("hepti")) / "planner" / site
     try:
@@ -43,7 +43,7 @@ def state_directory(site: str, directory: Path | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """One site's planner; state_dir: of the journal, by default the user's."""
+    """Configuration of a site's planner; state_dir: by default the user's state directory."""
 
     url: BrokerUrl
     site: str
@@ -58,9 +58,9 @@ class PlannerConfig:
 
 
 def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str, OpenModel]:
-    """Return the usable models and log the others; raises the first one's ModelError if there is none.
+    """Return the usable models and log the others; raises the first ModelError if no model is usable.
 
-    An unsupported weight dtype is a ConfigError for a single model; one of several falls back to f32.
+    An unsupported weight dtype raises ConfigError for a single model; one of several models falls back to f32.
     """
     models: dict[str, OpenModel] = {}
     bad: list[ModelError] = []
@@ -91,9 +91,10 @@ def open_models(config: PlannerConfig, stack: contextlib.ExitStack) -> dict[str,
 def _open_model(
     config: PlannerConfig, name: str, directory: str | Path, stack: contextlib.ExitStack
 ) -> dict[str, Checkpoint]:
-    """Return the models in a directory, kept as it is asked for; one of several that cannot be is as it is.
+    """Return the models of a directory, quantised as configured.
 
-    Raises ModelError, and ConfigError where quantising moves the answers of a single model too far.
+    If the quantisation is unsupported or its error too large, one of several models stays unquantised, and a single
+    model raises ConfigError. Raises ModelError.
     """
     how, cache = config.options.pins.quantised, config.options.pins.kv_cache
     try:
@@ -118,12 +119,12 @@ def _open_parts(
     quantised: Quantised | None = None,
     cache: CacheDtype = "f32",
 ) -> dict[str, Checkpoint]:
-    """Return the models in a directory by their names on the site; raises ModelError."""
+    """Return the models of a directory by their names on the site; raises ModelError."""
     opened = {}
     for part in model_parts(directory):
         checkpoint = stack.enter_context(Checkpoint.open(directory, name, part, quantised, cache))
         if checkpoint.has_tokenizer:
-            _ = checkpoint.tokenizer  # now: at the first request the directory may hold another model's
+            _ = checkpoint.tokenizer  # read now, because the directory may change before the first request
         _ = checkpoint.languages, checkpoint.similarity
         require_acceptable(checkpoint)
         opened[checkpoint.name] = checkpoint
@@ -131,7 +132,7 @@ def _open_parts(
 
 
 def require_acceptable(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError if every device would refuse a model: its checks are made here first."""
+    """Raise UnsupportedModelError if every device would refuse the model; run the devices' checks first."""
     spec, manifest = checkpoint.spec.to_dict(), checkpoint.manifest
     try:
         size = len(encode(Prepare(1, {}, spec, manifest.digest, in_flight=1)))
@@ -145,7 +146,7 @@ def require_acceptable(checkpoint: Checkpoint) -> None:
 
 
 def _with_able_weights(config: PlannerConfig, name: str, checkpoint: Checkpoint, pins: Pins) -> Pins:
-    """Return a model's pins, with f32 for an unsupported weight dtype, and for one that moves its answers too far."""
+    """Return a model's pins; replace an unsupported or too inaccurate weight dtype by f32."""
     able = weight_dtypes(checkpoint.spec)
     if pins.weight_dtype == "f32":
         return pins
@@ -157,8 +158,8 @@ def _with_able_weights(config: PlannerConfig, name: str, checkpoint: Checkpoint,
         else:
             return pins
     else:
-        what = f"{checkpoint.spec.architecture} can keep its weights in {' or '.join(able)} alone"
-        why = f"{what}, and {pins.weight_dtype} is asked for; leave out --weights, or ask for {able[0]}"
+        what = f"{checkpoint.spec.architecture} supports only weights in {' or '.join(able)}"
+        why = f"{what}, not {pins.weight_dtype}; leave out --weights, or choose {able[0]}"
     if len(config.options.models) == 1:
         raise ConfigError(f"model {name}: {why}")
     config.log.warning("model %s keeps f32: %s", name, why)

@@ -1,4 +1,4 @@
-"""Where somebody may speak in a recording, by the energy of its frames; models invent words for silence."""
+"""Detection of speech in a recording by the energy of its frames, because models invent words for silence."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 from hepti_mqtt.models.mel import RATE
 
 FRAME_S: Final = 0.03
-LEAST_S: Final = 0.1  # of sound; nobody says a word in less
+LEAST_S: Final = 0.1  # minimum length of a word
 QUIETEST: Final = 1e-3  # RMS of a frame (-60 dB of full scale): a microphone's noise
-#: speech changes its loudness within a second by more than its quietest frames do. That is asked of recordings below
-#: -40 dB alone, so that no loud one is taken for a quiet room.
+#: Below QUIET (-40 dB), a recording is speech only if its loudest frames exceed its quietest frames by CHANGES. Louder
+#: recordings are always speech.
 QUIET, CHANGES = 1e-2, 3.0
 PAUSE_S: Final = 1.0
 
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def is_silent(samples: Floats) -> bool:
-    """Return whether nobody speaks in samples [n] at 16 kHz: they are too short, too quiet, or an even noise."""
+    """Return whether samples [n] at 16 kHz have no speech: they are too short, too quiet, or even noise."""
     if len(samples) < LEAST_S * RATE:
         return True
     levels = _levels(samples)
@@ -32,7 +32,7 @@ def is_silent(samples: Floats) -> bool:
 
 
 def has_pause(samples: Floats) -> bool:
-    """Return whether samples [n] go on after a pause: there a text without times may end."""
+    """Return whether samples [n] continue after a pause, where a text without timestamps may end."""
     levels = _levels(samples)
     loud = np.flatnonzero(levels > max(QUIETEST, float(levels.max(initial=0.0)) / 30))
     return bool((np.diff(loud) > PAUSE_S / FRAME_S).any())

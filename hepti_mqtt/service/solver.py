@@ -1,7 +1,7 @@
-"""Run a plan search: a question in, `Solved` out, whatever goes wrong.
+"""Run a plan search: a question in, `Solved` out, also after an error.
 
-Errors of narrow wire dtypes (with an accuracy budget) and of narrow weights are measured here too, on the search
-thread; requests meanwhile run under the current plan, the first ones on the best device alone.
+The search thread also measures errors of narrow wire dtypes (with an accuracy budget) and of narrow weights. Meanwhile,
+requests run under the current plan; the first requests run on the best device alone.
 """
 
 from __future__ import annotations
@@ -53,29 +53,28 @@ _QUANTISED: Final[Mapping[str, Quantised]] = {how: how for how in get_args(Quant
 _WEIGHTS: Final[Mapping[str, WeightDtype | Quantised]] = {**_KEPT, **_QUANTISED}
 _OUTLIERS: Final = "a few of them are much larger than the others. Use --weights f16 or f32"
 _MOVED: Final[Mapping[str, str]] = {"q8": "leave out --weights", "q4": "use --weights q8"}
-COLLECTED: Final = 20_000  # new objects between garbage collections, a few megabytes at most
+COLLECTED: Final = 20_000  # objects allocated between two garbage collections
 
 
 def start_preloading() -> None:
-    """Import what searches need before the first of them begins; Numba takes longest."""
+    """Import the modules of searches on a thread before the first search; Numba takes longest."""
     threading.Thread(target=_load, name="planner-loads", daemon=True).start()
 
 
 @cache
 def _load() -> None:
     import_module("hepti_mqtt.kernels")
-    # A search makes many objects, and each collection would scan all of Numba: a tenth to a sixth of a search.
+    # A search allocates many objects, and each collection would scan all of Numba: a tenth to a sixth of a search.
     gc.freeze()
-    # The collector finds next to nothing: running it after every 700 objects takes another tenth.
+    # Collections free almost nothing: a collection per 700 objects takes another tenth.
     gc.set_threshold(COLLECTED, 20, 50)
 
 
 class MeasuredErrors:
-    """How far narrow dtypes move the answers of one model; tensors: its canonical ones, read on demand.
+    """Relative errors of a model's answers caused by narrow dtypes.
 
-    wire: errors of narrow wires. weights: errors of narrow weights. kept: the file that keeps errors across restarts,
-    None for no file. max_weight_error: above which weights are refused. originals: what tensors were before they were
-    quantised.
+    tensors: canonical tensors, read on demand. kept: file of the errors across restarts, None for no file.
+    max_weight_error: limit for narrow weights. originals: tensors before quantisation.
     """
 
     def __init__(
@@ -88,14 +87,14 @@ class MeasuredErrors:
     ) -> None:
         self._spec, self._tensors, self._kept, self._max_weight_error = spec, tensors, kept, max_weight_error
         self._originals = originals
-        self.wire: dict[WireErrorKey, float] = {}
-        self.weights: dict[WeightDtype | Quantised, float] = {}
-        self._measuring = threading.Lock()  # a hurried search and the whole one have threads of their own
+        self.wire: dict[WireErrorKey, float] = {}  #: errors of narrow wire dtypes
+        self.weights: dict[WeightDtype | Quantised, float] = {}  #: errors of narrow weights
+        self._measuring = threading.Lock()  # hurried and whole searches run on different threads
         self._read()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_weight_error: float = MAX_WEIGHT_ERROR) -> MeasuredErrors:
-        """Return those of a checkpoint; they are cached by weights, spec and version of Hepti."""
+        """Return the errors of a checkpoint, cached by weights, spec and version of Hepti."""
         computed = sha256(repr(checkpoint.spec.to_dict()).encode()).hexdigest()[:16]
         name = f"{checkpoint.manifest.digest.hex()}-{computed}-{__version__}.json"
         kept = Path(platformdirs.user_cache_dir("hepti")) / "accuracy" / name
@@ -104,22 +103,22 @@ class MeasuredErrors:
     def measure_wire(self, plan: Plan) -> Mapping[WireDtype, float]:
         """Return the errors of narrow wires under a plan; infinity if the measurement fails, so that f32 stays."""
         try:
-            found = wire_errors(self._spec, plan, self._tensors)
-        except Exception:  # whatever it is, it must not leave the model without a plan
-            _log.exception("cannot find how far narrow exchanges move the answers of %s", plan.model)
+            errors = wire_errors(self._spec, plan, self._tensors)
+        except Exception:  # no error may leave the model without a plan
+            _log.exception("cannot measure the errors of narrow wire dtypes for %s", plan.model)
             return dict.fromkeys(NARROW_WIRE_DTYPES, inf)
-        told = ", ".join(f"{wire} {error:.1e}" for wire, error in found.items())
-        _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), told)
-        self.wire.update({wire_error_key(plan, wire): error for wire, error in found.items()})
+        text = ", ".join(f"{wire} {error:.1e}" for wire, error in errors.items())
+        _log.info("%s: %s on %d devices moves answers by: %s", plan.model, plan.method, len(plan.devices), text)
+        self.wire.update({wire_error_key(plan, wire): error for wire, error in errors.items()})
         self._write()
-        return found
+        return errors
 
     def require_weights(self, weight_dtype: WeightDtype | Quantised) -> float:
-        """Return how far weights of a dtype, or quantised ones, move an answer; raises PlanError if it is too far."""
+        """Return the relative error of narrow or quantised weights; raises PlanError if it is too large."""
         with self._measuring:
             if weight_dtype not in self.weights:
                 _log.info("measuring how far weights in %s move the answers", weight_dtype)
-                kept = _KEPT.get(weight_dtype)  # else the tensors are quantised already
+                kept = _KEPT.get(weight_dtype)  # None: the tensors are already quantised
                 before = self._originals if kept is None else None
                 self.weights[weight_dtype] = weight_error(self._spec, self._tensors, kept or "f32", before)
                 _log.info("weights in %s move answers by %.1e", weight_dtype, self.weights[weight_dtype])
@@ -167,14 +166,14 @@ def solve(command: Solve, accuracy: MeasuredErrors | None = None) -> Solved:
         decision, active, is_whole = _search(command, accuracy)
     except HeptiError as error:
         return Solved(command.model, command.ticket, None, error=error)
-    except Exception as error:  # requests that wait need an end, whatever mistake there is in a strategy
+    except Exception as error:  # waiting requests need an answer, also after a bug in a strategy
         _log.exception("the search for a plan of %s failed", command.model)
         return Solved(command.model, command.ticket, None, error=PlanError(f"the search failed: {error!r}"))
     return Solved(command.model, command.ticket, decision, active, is_whole=is_whole)
 
 
 def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, Candidate | None, bool]:
-    """Return the decision, the active plan's price, and whether the search looked at all that a whole one would."""
+    """Return the decision, the active plan's price, and whether the search covered all candidates."""
     question, kind = command.question, command.kind
     if question.weight_dtype != "f32" and accuracy is not None:
         question = replace(question, weight_error=accuracy.require_weights(question.weight_dtype))
@@ -183,7 +182,7 @@ def _search(command: Solve, accuracy: MeasuredErrors | None) -> tuple[Decision, 
         return decide_recalled(question, command.recalled), None, False
     _load()
     if kind is SearchKind.HURRIED:
-        # Plans with loaded weights need no budget: they are priced first.
+        # Plans with loaded weights need no budget, because they are priced first.
         is_first = question.active is None and not question.residents
         budget = Budget(SEARCHES[kind].budget_s if is_first else 0.0, time.thread_time)
         decision = with_loads(question, decide_hurried(replace(question, budget=budget)), None)

@@ -1,6 +1,6 @@
-"""Recordings to samples at 16 kHz: WAV files are read here, other formats with the extra `speech` (PyAV).
+"""Convert recordings to samples at 16 kHz; formats other than WAV need the extra `speech` (PyAV).
 
-What a file has is known from its header before anything is converted, so that its length bounds the work.
+The header is checked before the conversion, so that the length limits the work.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Floats = npt.NDArray[np.float32]
 
 MIN_RATE, MAX_RATE = 4_000, 192_000  # samples per second
 MAX_CHANNELS: Final = 8
-MAX_VALUES: Final = 24_000_000  # of all channels: more than fit into a request
+MAX_VALUES: Final = 24_000_000  # of all channels; exceeds the largest request
 
 
 class Pcm(NamedTuple):
-    """Samples of a recording: values in a format, channels side by side, at a rate."""
+    """Samples of a recording: interleaved channels in a sample format, at a rate."""
 
     data: bytes | memoryview
     format: str
@@ -45,7 +45,7 @@ def _int(dtype: str, bits: int) -> Callable[[bytes | memoryview], Floats]:
     return lambda data: np.frombuffer(data, dtype).astype(np.float32) / np.float32(2 ** (bits - 1))
 
 
-# What a sample is -> bytes of it, and how they become numbers from -1 to 1.
+# Sample format -> bytes per sample, and the conversion to numbers from -1 to 1.
 FORMATS: Final[Mapping[str, tuple[int, Callable[[bytes | memoryview], Floats]]]] = {
     "u8": (1, lambda data: (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / np.float32(128)),
     "s16": (2, _int("<i2", 16)),
@@ -63,14 +63,14 @@ _WAV: Final[Mapping[tuple[int, int], str]] = {  # format tag and bits of a sampl
     (3, 64): "f64",
 }
 _TAGS: Final = {2: "Microsoft ADPCM", 6: "A-law", 7: "mu-law", 17: "IMA ADPCM", 49: "GSM", 85: "MP3"}
-_UNKNOWN_SIZE: Final = 0x7FFF0000  # and above: of programs that write to a pipe
+_UNKNOWN_SIZE: Final = 0x7FFF0000  # and above: sizes written by programs that write to a pipe
 _EXTENSIBLE: Final = 0xFFFE
 
 
 def read(name: str, value: Any, longest_s: float) -> Floats:
-    """Return the samples of a recording in base64, mono at 16 kHz; raises RequestError for what is none, or too long.
+    """Return the samples of a recording in base64, mono at 16 kHz; raises RequestError if it is invalid or too long.
 
-    name: for errors. longest_s: seconds that are read at most.
+    name: for errors. longest_s: limit in seconds.
     """
     return read_file(name, read_base64(name, value, "recording"), longest_s)
 
@@ -81,7 +81,7 @@ def read_file(name: str, file: bytes, longest_s: float) -> Floats:
 
 
 def pcm_of(name: str, file: bytes) -> Pcm:
-    """Return what a file holds; raises RequestError for a format that is not read."""
+    """Return the samples of a file; raises RequestError for an unsupported format."""
     if not file:
         raise RequestError(f"{name} is empty; send a WAV file")
     if file[:4] == b"RIFF" and file[8:12] == b"WAVE":
@@ -90,7 +90,7 @@ def pcm_of(name: str, file: bytes) -> Pcm:
 
 
 def _wav(name: str, file: bytes) -> Pcm:
-    """Return what a WAV file holds; data of a length that a stream could not know ends with the file."""
+    """Return the samples of a WAV file; data with the unknown size of a stream ends with the file."""
     at, form = 12, None
     while at + 8 <= len(file):
         kind, size = file[at : at + 4], int.from_bytes(file[at + 4 : at + 8], "little")
@@ -106,17 +106,17 @@ def _wav(name: str, file: bytes) -> Pcm:
             if (tag, bits) not in _WAV:
                 what = _TAGS.get(tag, f"format {tag}")
                 raise RequestError(
-                    f"{name} is WAV with {bits}-bit {what}, which is not read; send PCM of 8 to 32 bits, or float"
+                    f"{name} is WAV with {bits}-bit {what}, which is not supported; send PCM of 8 to 32 bits, or float"
                 )
             there = len(file) - at - 8
             if there < size < _UNKNOWN_SIZE:
-                raise RequestError(f"{name} is cut off: {there} of {size} bytes of its sound are there; send all of it")
+                raise RequestError(f"{name} is cut off: it has {there} of {size} bytes of sound; send all of it")
             return Pcm(memoryview(file)[at + 8 : at + 8 + size], _WAV[tag, bits], rate, channels)
         at += 8 + size + size % 2
     raise RequestError(f"{name} is a WAV file without samples; record it again")
 
 
-# The first bytes of a file -> FFmpeg's reader. None is chosen by FFmpeg itself: some readers open other files.
+# First bytes of a file -> FFmpeg's reader. FFmpeg must not choose a reader, because some readers open other files.
 _READERS: Final = (
     (b"ID3", "mp3"),
     (b"OggS", "ogg"),
@@ -129,22 +129,22 @@ _READERS: Final = (
 def _reader(file: bytes) -> str | None:
     if file[4:8] == b"ftyp":
         return "mov"
-    if file[:1] == b"\xff" and file[1:2] >= b"\xe0":  # frames of MPEG: without a layer they are AAC's
+    if file[:1] == b"\xff" and file[1:2] >= b"\xe0":  # MPEG frames: AAC if the layer is 0
         return "aac" if file[1] & 6 == 0 else "mp3"
     return next((reader for head, reader in _READERS if file.startswith(head)), None)
 
 
 def _other(name: str, file: bytes) -> Pcm:
-    """Return what a file of another format holds: MP3, Ogg, M4A, AAC, WebM, FLAC, AIFF."""
+    """Return the samples of a file in another format: MP3, Ogg, M4A, AAC, WebM, FLAC, AIFF."""
     reader = _reader(file)
     if reader is None:
-        raise RequestError(f"{name} is no recording that is read; send WAV, MP3, Ogg, M4A, AAC, WebM or FLAC")
+        raise RequestError(f"{name} is no recording in a supported format; send WAV, MP3, Ogg, M4A, AAC, WebM or FLAC")
     try:
         import av
     except ImportError:
         raise RequestError(
-            f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install Hepti with the extra speech where "
-            "the planner runs: pip install '.[speech]' in the checkout"
+            f"{name} is no WAV file; send WAV (ffmpeg -i FILE out.wav), or install Hepti with the extra speech in "
+            "the planner's environment: pip install '.[speech]' in the checkout"
         ) from None
     try:
         with av.open(io.BytesIO(file), mode="r", format=reader) as opened:
@@ -166,20 +166,19 @@ def _other(name: str, file: bytes) -> Pcm:
 
 
 def samples_of(name: str, pcm: Pcm, longest_s: float) -> Floats:
-    """Return samples [n] as mono at 16 kHz; raises RequestError for what cannot be sound, or is too long."""
+    """Return samples [n] as mono at 16 kHz; raises RequestError if they are invalid or too long."""
     width, convert = FORMATS[pcm.format]
     if not MIN_RATE <= pcm.rate <= MAX_RATE or not 1 <= pcm.channels <= MAX_CHANNELS:
         raise RequestError(
             f"{name} has {pcm.rate} samples per second in {pcm.channels} channels; {MIN_RATE} to {MAX_RATE} in 1 to "
-            f"{MAX_CHANNELS} are read"
+            f"{MAX_CHANNELS} are supported"
         )
     count = len(pcm.data) // (width * pcm.channels)
     if not count:
         raise RequestError(f"{name} has no samples; record it again")
     if count > longest_s * pcm.rate or count * pcm.channels > MAX_VALUES:
         raise RequestError(
-            f"{name} lasts {count / pcm.rate:.1f} s, and at most {longest_s:g} s are read at once; send it in parts, "
-            "cut in pauses"
+            f"{name} lasts {count / pcm.rate:.1f} s, and the limit is {longest_s:g} s; send it in parts, cut in pauses"
         )
     values = convert(memoryview(pcm.data)[: count * width * pcm.channels]).reshape(count, pcm.channels)
     if not np.isfinite(values).all():
@@ -203,14 +202,14 @@ def wav_file(pcm: bytes | bytearray, rate: int = RATE, width: int = 2, channels:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Other rates: each sample at the new rate is a sum over those near its time, weighted by a windowed sinc (polyphase).
+# Polyphase resampling: a new sample is the sum of the old samples near its time, weighted by a windowed sinc.
 
 
 _LOBES: Final = 24  # zero crossings of the sinc on each side
 _BETA: Final = 9.0  # of Kaiser's window: -90 dB beyond the edge
 _EDGE: Final = 0.94  # of the lower of both rates' limits
-_BLOCK: Final = 8192  # samples that are made at once, of rates that have little in common with the new one
-_GROUP, _MOST = 64, 1000  # new samples that one matrix makes at least, and filters up to which there is one
+_BLOCK: Final = 8192  # samples per block, for rates with more than `_MOST` filters
+_GROUP, _MOST = 64, 1000  # minimum of new samples per matrix, and maximum of filters for the matrix method
 
 
 def resampled(samples: Floats, rate: int) -> Floats:
@@ -227,7 +226,7 @@ def resampled(samples: Floats, rate: int) -> Floats:
         at = np.arange(count, dtype=np.int64) * down
         blocks = (at[i : i + _BLOCK] for i in range(0, count, _BLOCK))
         return np.concatenate([np.einsum("nt,nt->n", windows[block // up], bank[block % up]) for block in blocks])
-    # After `up` new samples the same filters come again: groups of new samples are products with one band matrix.
+    # The filters repeat after `up` new samples, so groups of new samples are products with one band matrix.
     turns = -(-_GROUP // up)
     at, wide = np.arange(turns * up) * down, turns * down + taps
     band = np.zeros((wide, len(at)), np.float32)
@@ -239,7 +238,7 @@ def resampled(samples: Floats, rate: int) -> Floats:
 
 
 def _filters(up: int, rate: int) -> Floats:
-    """Return the weights of the samples around a time that lies i / up behind one of them, [up, taps]."""
+    """Return the weights of the samples around the times i / up after a sample, [up, taps]."""
     cutoff = _EDGE * min(1.0, RATE / rate)  # of half the old rate
     reach = math.ceil(_LOBES / cutoff)  # samples on each side
     gaps = np.arange(up)[:, None] / up - np.arange(-reach, reach + 1)  # in old samples

@@ -1,4 +1,4 @@
-"""Requests for the text of speech, and their answers."""
+"""Read transcription requests, and write their answers."""
 
 from __future__ import annotations
 
@@ -28,31 +28,26 @@ from hepti_mqtt.service.words import token_times, words_of
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput
 
-SILENCE_S: Final = 0.5  # behind the last word, as in what the models have learnt
-# By these the reference takes a text for none, or for one to try again.
+SILENCE_S: Final = 0.5  # after the last word, as in the models' training data
+# Thresholds of openai/whisper: a text without speech, and a text to decode again at a higher temperature.
 NO_SPEECH, LOW_SCORE, REPEATS = 0.6, -1.0, 2.4
-WORDS: Final = "word"  # the value of `timestamps` for the times of words, too
+WORDS: Final = "word"  # value of `timestamps` that also wants times of words
 TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-class Heard(NamedTuple):
-    """A recording: the prompt of its text, the rules for its tokens, its frames [n], and its length.
+class Recording(NamedTuple):
+    """A recording to transcribe."""
 
-    start: the token of the prompt where the text is begun, behind what was said before.
-    """
-
-    prompt: tuple[int, ...]
-    rules: TokenRules
-    frames: npt.NDArray[np.int32]
+    prompt: tuple[int, ...]  #: tokens before the text
+    rules: TokenRules  #: for the text's tokens
+    frames: npt.NDArray[np.int32]  #: log-mel spectrogram [n], fixed point
     seconds: float
-    start: int
-    #: nobody speaks
-    silent: bool = False
-    #: rows of sound in the recording, if the times of words are wanted, else 0
-    sound_rows: int = 0
+    start: int  #: index in `prompt` of the start token, after the previous text
+    silent: bool = False  #: no speech
+    sound_rows: int = 0  #: rows of sound in the recording, if the request wants times of words, else 0
 
 
-def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Heard:
+def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Recording:
     """Return the recording of a request; raises RequestError."""
     tokens, task = checkpoint.speech, request.get("task", TASKS[0])
     language, among = _languages(request.get("language"), tokens.languages or {"en": 0})
@@ -64,21 +59,21 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
         raise RequestError(f'timestamps must be true, false or "{WORDS}"')
     timed, has_moments = bool(wanted), tokens.moments > reads.longest
     if timed and not has_moments:
-        raise RequestError(f"timestamps must be false: {checkpoint.model} has no tokens of times")
+        raise RequestError(f"timestamps must be false: {checkpoint.model} has no timestamp tokens")
     if wanted == WORDS and not getattr(checkpoint.spec, "alignment", ()):
         raise RequestError(
             f"timestamps must be true or false: generation_config.json of {checkpoint.model} names no alignment_heads "
-            "that the model has, and words have no times without them"
+            "of the model, and times of words need them"
         )
-    said = _said(checkpoint, reads, request.get("prompt"))
+    previous = _previous_tokens(checkpoint, reads, request.get("prompt"))
     samples = sound.read("audio", request["audio"], reads.longest / ROWS_PER_S)
     rows = window_rows(reads, len(samples) / RATE, request.get("window"))
     whole = np.zeros(2 * rows * HOP, np.float32)
     whole[: len(samples)] = samples[: len(whole)]
     silent = is_silent(samples)
-    # A text without times ends at a pause, although somebody goes on speaking.
+    # Without timestamps, the model ends the text at a pause although speech continues.
     timed = timed or (has_moments and not silent and has_pause(samples))
-    prompt, rules = tokens.begin(language, task, timed=timed, said=said, among=among)
+    prompt, rules = tokens.begin(language, task, timed=timed, said=previous, among=among)
     rules = replace(
         rules,
         temperatures=_temperatures(request.get("temperature", TEMPERATURES)),
@@ -89,28 +84,27 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
         rules = replace(rules, temperatures=(0.0,), judge=None)
     frames = fixed_point(log_mel(whole, reads.bands))
     count = min(max(-(-len(samples) // HOP) // 2, 1), rows) if wanted == WORDS else 0
-    return Heard(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent, count)
+    return Recording(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent, count)
 
 
-def _languages(value: Any, known: Mapping[str, int]) -> tuple[str | None, list[str]]:
-    """Return the language of a request, None to detect it, and of which ones, none for all; raises RequestError."""
+def _languages(value: Any, supported: Mapping[str, int]) -> tuple[str | None, list[str]]:
+    """Return the language, or None and the languages to detect among (empty: all); raises RequestError."""
     if value in (None, "", ANY, []):
         return None, []
     names = value if isinstance(value, list) else [value]
-    codes = [language_code(str(name), known) for name in names]
+    codes = [language_code(str(name), supported) for name in names]
     if None in codes:
-        some = ", ".join(sorted(known)[:120])
+        some = ", ".join(sorted(supported)[:120])
         raise RequestError(
-            f"language must be one of {some}, or a list of them, not {str(value)[:40]!r}; leave it out to have it "
-            "detected",
+            f"language must be one of {some}, or a list of them, not {str(value)[:40]!r}; leave it out to detect it",
             "language",
         )
-    found = [code for code in codes if code is not None]
-    return (found[0], []) if len(found) == 1 else (None, found)
+    chosen = [code for code in codes if code is not None]
+    return (chosen[0], []) if len(chosen) == 1 else (None, chosen)
 
 
-def _said(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int, ...]:
-    """Return the tokens of what was said before, as many of the last ones as the reference takes; [] is nothing."""
+def _previous_tokens(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int, ...]:
+    """Return the last tokens of the previous text, as many as openai/whisper uses."""
     if prompt in (None, "", []):
         return ()
     tokens = checkpoint.speech
@@ -128,19 +122,19 @@ def _said(checkpoint: Checkpoint, reads: SpeechInput, prompt: Any) -> tuple[int,
 
 
 def _temperatures(value: Any) -> tuple[float, ...]:
-    found = [value] if isinstance(value, int | float) else value
-    fits = isinstance(found, list | tuple) and all(
-        isinstance(t, int | float) and not isinstance(t, bool) and 0 <= t <= 1 for t in found
+    values = [value] if isinstance(value, int | float) else value
+    fits = isinstance(values, list | tuple) and all(
+        isinstance(t, int | float) and not isinstance(t, bool) and 0 <= t <= 1 for t in values
     )
-    if not fits or not 1 <= len(found) <= len(TEMPERATURES):
+    if not fits or not 1 <= len(values) <= len(TEMPERATURES):
         raise RequestError(
-            f"temperature must be a number from 0 to 1, or a list of up to {len(TEMPERATURES)} that are tried in turn"
+            f"temperature must be a number from 0 to 1, or a list of up to {len(TEMPERATURES)} to try in turn"
         )
-    return tuple(float(t) for t in found)
+    return tuple(float(t) for t in values)
 
 
 def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
-    """Return the rows of the window in which a recording is read: as asked, else as long as it needs.
+    """Return the rows of a recording's window: of the requested length, else just long enough.
 
     Raises RequestError for a window that is too short or too long.
     """
@@ -155,7 +149,7 @@ def window_rows(reads: SpeechInput, seconds: float, window: Any = None) -> int:
 
 
 def judge(checkpoint: Checkpoint, tokens: Sequence[int], scores: Sequence[float], silence: float) -> Verdict:
-    """Return whether the reference would try again: the text repeats itself or is unlikely, unless nobody speaks."""
+    """Return whether to decode again: the text is repetitive or improbable, and the recording contains speech."""
     score, compression = _mean(scores), compression_of(_words(checkpoint, tokens).strip())
     again = (compression > REPEATS or score < LOW_SCORE) and not _is_silent(silence, score)
     return Verdict(again, (float(compression <= REPEATS), score))
@@ -170,24 +164,24 @@ def _is_silent(silence: float, score: float) -> bool:
 
 
 def compression_of(text: str) -> float:
-    """Return how many times as long a text is as what is left of it compressed."""
+    """Return the ratio of a text's size to its compressed size."""
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _words(checkpoint: Checkpoint, tokens: Sequence[int]) -> str:
-    """Return the text of words, without times; it begins with a space where a word does."""
+    """Return the text of word tokens, without timestamps; it keeps a leading space."""
     end = checkpoint.speech.end
     return str(checkpoint.tokenizer.decode([token for token in tokens if token < end]))
 
 
 def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcription) -> dict[str, Any]:
-    """Return the answer: the text, and what is known of how sure it is.
+    """Return the answer: the text and its confidence.
 
-    no_speech: the probability that nobody speaks; where it is high and the text unlikely, the text is empty. score: the
-    mean logarithm of the probabilities of tokens. compression: of the text's bytes, high where it repeats itself.
-    doubtful: all temperatures were tried, and none gave a better text. segments: where timestamps were asked for, each
-    with `words` if their times were; seek: where the last one ends that is whole.
+    no_speech: probability of no speech; if it is high and the text improbable, the text is empty. score: mean log
+    probability of the tokens. compression: compression ratio of the text, high if the text is repetitive. doubtful: no
+    temperature gave a better text. segments: if the request wants timestamps, with `words` if it wants their times.
+    seek: end of the last complete segment.
     """
     tokens, written = checkpoint.speech, generation.text.tokens
     text, score, silence = _words(checkpoint, written).strip(), _mean(generation.text.scores), generation.silence or 0.0
@@ -220,38 +214,38 @@ def transcript(checkpoint: Checkpoint, prepared: ModelInput, generation: Transcr
 
 
 class Segment(NamedTuple):
-    """A part of a text: from when to when it is said, in seconds, its tokens, and the place of the first one."""
+    """A part of a transcript."""
 
-    start: float
+    start: float  #: seconds
     end: float
     ids: tuple[int, ...]
-    first: int = 0
+    first: int = 0  #: index of the first token in the text
 
 
 def segments_of(ids: Sequence[int], moments: Moments, seconds: float) -> tuple[list[Segment], float]:
-    """Return the segments of a text, and where the last one ends that is whole: there the next window begins.
+    """Return the segments of a text, and the end of the last complete segment, where the next window starts.
 
-    A pair of moments ends one segment and begins the next. Words behind the last pair are a segment until the end of
-    the sound, and are read again in the next window.
+    A pair of timestamps ends a segment and starts the next. Words after the last pair form a segment until the end of
+    the sound, and the next window transcribes them again.
     """
     tokens = [token for token in ids if token != moments.end]
     is_moment = [token >= moments.first for token in tokens]
     cuts = [i for i in range(1, len(tokens)) if is_moment[i - 1] and is_moment[i]]
     ends_in_silence = is_moment[-2:] == [False, True]
 
-    def at(token: int) -> float:
+    def seconds_of(token: int) -> float:
         return min((token - moments.first) / ROWS_PER_S, seconds)
 
     if not cuts:
-        last = next((at(token) for token in reversed(tokens) if token > moments.first), seconds)
-        first = at(tokens[0]) if is_moment[:1] == [True] else 0.0
+        last = next((seconds_of(token) for token in reversed(tokens) if token > moments.first), seconds)
+        first = seconds_of(tokens[0]) if is_moment[:1] == [True] else 0.0
         return ([Segment(min(first, last), last, tuple(tokens))] if not all(is_moment) else []), seconds
-    found, before = list[Segment](), 0
+    segments, start = list[Segment](), 0
     for cut in [*cuts, *([len(tokens)] if ends_in_silence else [])]:
-        part = tokens[before:cut]
-        found.append(Segment(at(part[0]), at(part[-1]), tuple(part), before))
-        before = cut
-    seek = seconds if ends_in_silence else at(tokens[before - 1])
-    if rest := [token for token in tokens[before:] if token < moments.first]:
-        found.append(Segment(at(tokens[before]), seconds, tuple(rest), len(tokens) - len(rest)))
-    return [part for part in found if any(token < moments.first for token in part.ids)], seek
+        segment = tokens[start:cut]
+        segments.append(Segment(seconds_of(segment[0]), seconds_of(segment[-1]), tuple(segment), start))
+        start = cut
+    seek = seconds if ends_in_silence else seconds_of(tokens[start - 1])
+    if rest := [token for token in tokens[start:] if token < moments.first]:
+        segments.append(Segment(seconds_of(tokens[start]), seconds, tuple(rest), len(tokens) - len(rest)))
+    return [segment for segment in segments if any(token < moments.first for token in segment.ids)], seek

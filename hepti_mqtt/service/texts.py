@@ -1,4 +1,4 @@
-"""Texts, and pairs of them, to token ids: of a long text only as much is tokenised as the model reads."""
+"""Convert texts and pairs of texts to token ids; of a long text, tokenise only the part that the model reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hepti_mqtt.errors import ContextLengthError, ModelError, RequestError
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
 
-MAX_CHARACTERS: Final = 400_000  # tokenised of all texts of a request; truncated text hardly counts
-CHARACTERS_PER_TOKEN: Final = 4  # first guess, doubled until it suffices
+MAX_CHARACTERS: Final = 400_000  # tokenised per request; truncated text hardly counts
+CHARACTERS_PER_TOKEN: Final = 4  # first estimate, doubled until it suffices
 
 
 def is_int(value: Any) -> bool:
@@ -41,7 +41,7 @@ def quoted(value: Any) -> str:
 
 
 class CharacterBudget:
-    """The characters that one request may still have tokenised."""
+    """The remaining characters that a request may tokenise."""
 
     def __init__(self) -> None:
         self._left = MAX_CHARACTERS
@@ -51,26 +51,23 @@ class CharacterBudget:
         self._left -= count
         if self._left < 0:
             raise RequestError(
-                f"the texts are too long: {MAX_CHARACTERS} characters of one request are read at the most; shorten "
-                "them, or send fewer at once"
+                f"the texts are too long: the limit is {MAX_CHARACTERS} characters per request; shorten "
+                "them, or send fewer in one request"
             )
 
 
 class Tokens(NamedTuple):
-    """One sequence for the model.
+    """A sequence for the model."""
 
-    ids: each with its type x vocabulary added. encoding: what the tokenizer made of texts, None for a user's own ids.
-    """
-
-    ids: Sequence[int]
-    encoding: Encoding | None = None
+    ids: Sequence[int]  #: token id + token type x vocabulary
+    encoding: Encoding | None = None  #: of the tokenizer, None for a user's own ids
 
 
 class TextReader:
-    """Makes token ids of the texts of one request, by the rules of its model.
+    """Convert the texts of a request to token ids, by the rules of its model.
 
-    truncate: what is too long is cut, else refused. offsets: whether the places of tokens in their texts are needed.
-    Raises RequestError naming the text, ModelError for a tokenizer of another model.
+    truncate: cut texts that are too long instead of refusing them. offsets: keep the positions of tokens in their
+    texts. Raises RequestError naming the text, ModelError for a tokenizer of another model.
     """
 
     def __init__(
@@ -80,10 +77,10 @@ class TextReader:
         self._characters = CharacterBudget()
 
     def text(self, name: str, value: Any, prompt: str | None = None) -> Tokens:
-        """Return the ids of a text; truncation keeps the tokens that the tokenizer adds at both ends.
+        """Return the ids of a text; truncation keeps the special tokens at both ends.
 
-        prompt: put before the text, by default the model's default one. Without truncation a long text may end early,
-        still longer than the model reads.
+        prompt: prefix of the text, by default the model's default prompt. Without truncation, the ids of a text above
+        the limit may be incomplete.
         """
         encoding = self._encoded(name, value, prompt)
         tokenizer = self._checkpoint.tokenizer
@@ -93,11 +90,11 @@ class TextReader:
         return self._finished(name, tokenizer.post_process(encoding))
 
     def pair(self, names: tuple[str, str], values: tuple[Any, Any], *, first_only: bool = False) -> Tokens:
-        """Return the ids of two texts as one sequence; truncation cuts the longer one first, or the first one only."""
+        """Return the ids of two texts as one sequence; truncation cuts the longer first, or only the first."""
         self._check_pairs()
         a, b = (self._encoded(name, value) for name, value in zip(names, values, strict=True))
         if self._truncate and not first_only and min(len(a), len(b)) > self._reads.longest:
-            # Which is longer decides which keeps one token more.
+            # The full lengths decide which text keeps an additional token.
             a, b = (self._encoded(name, value, whole=True) for name, value in zip(names, values, strict=True))
         texts, tokenizer = self._checkpoint.texts, self._checkpoint.tokenizer
         room = max(self._reads.longest - tokenizer.num_special_tokens_to_add(True), 0)
@@ -113,7 +110,7 @@ class TextReader:
     ) -> list[Tokens]:
         """Return the sequences of the first text with parts of the second, each of at most `longest` tokens.
 
-        overlap: tokens that two parts share, at most half a sequence. most: parts.
+        overlap: shared tokens of consecutive parts, at most half a sequence. most: limit of parts.
         """
         self._check_pairs()
         tokenizer, longest = self._checkpoint.tokenizer, min(longest, self._reads.longest)
@@ -127,7 +124,7 @@ class TextReader:
         stride = min(overlap, longest // 2, room - 1)
         if len(b) > (fits := stride + most * (room - stride)):
             raise RequestError(
-                f"{names[1]} has {len(b)} tokens, and at most {fits} are read with this {names[0]}; send parts of it"
+                f"{names[1]} has {len(b)} tokens, and at most {fits} fit with this {names[0]}; send it in parts"
             )
         b.truncate(room, stride=stride)
         parts = (b, *b.overflowing)
@@ -152,13 +149,13 @@ class TextReader:
         return Tokens(self._as_read(name, typed[: reads.longest]))
 
     def _as_read(self, name: str, ids: Sequence[int]) -> Sequence[int]:
-        """Return a text's ids as the model reads them: up to the token at which its vector is read, or filled up."""
+        """Return a text's ids up to the token of its vector, or padded to the model's length."""
         end, model = self._reads.end, self._checkpoint.model
         if end is not None:
             last = max(ids) if end == self._reads.vocab else end
             if last not in ids:
                 raise RequestError(
-                    f"{name} has no token {end}, at which model {model} reads a text's vector; put it at the end, or "
+                    f"{name} has no token {end}, from which model {model} reads the vector; put it at the end, or "
                     "send a text"
                 )
             ids = ids[: ids.index(last) + 1]
@@ -166,7 +163,7 @@ class TextReader:
         return [*ids, *[self._checkpoint.padding_id] * short] if self._reads.padded and short else ids
 
     def _check_own(self, name: str, ids: Sequence[int], types: Any) -> None:
-        """Raise RequestError for ids of which a model makes something else than was meant."""
+        """Raise RequestError for ids that the model would interpret differently from the user's intention."""
         spec, model, reads = self._checkpoint.spec, self._checkpoint.model, self._reads
         stem = spec.text if isinstance(spec, ModelSpec) else None
         offset = stem.position_offset if stem is not None else 0
@@ -176,8 +173,8 @@ class TextReader:
             if not isinstance(types, list) or len(types) != len(ids) or not all(map(is_int, types)):
                 raise RequestError(f"token_types must have one integer for each of the {len(ids)} tokens of {name}")
             if not all(0 <= kind < reads.types for kind in types):
-                known = f"0 to {reads.types - 1}" if reads.types > 1 else "0 alone"
-                raise RequestError(f"model {model} knows the token types {known}")
+                valid = f"0 to {reads.types - 1}" if reads.types > 1 else "0 alone"
+                raise RequestError(f"model {model} knows the token types {valid}")
             return
         separator = self._checkpoint.texts.separator if reads.types > 1 and self._checkpoint.has_tokenizer else None
         if separator is not None and separator in ids[:-1]:
@@ -202,7 +199,7 @@ class TextReader:
         return checkpoint.texts
 
     def _encoded(self, name: str, value: Any, prompt: str | None = None, *, whole: bool = False) -> Encoding:
-        """Return the tokens of a text without those that the tokenizer adds around it; whole: all of them."""
+        """Return the tokens of a text without special tokens; whole: tokenise the whole text."""
         if not isinstance(value, str):
             raise RequestError(f"{name} must be a string, not {describe(value)}")
         if not value.strip():
@@ -213,21 +210,21 @@ class TextReader:
         text = f"{rules.prompt if prompt is None else prompt}{value}"
         text = text.strip() if rules.strip else text
         text = text.lower() if rules.lower == "text" else text
-        # Of a text whose beginning is cut off, all tokens are needed.
+        # Truncation at the start needs all tokens.
         cut = self._truncate and texts.side == "left"
         longest = len(text) if whole or cut else self._reads.longest
         encoding = _encode_prefix(tokenizer, name, text, longest, self._characters, self._offsets)
         if (control := next((i for i in encoding.ids if i in texts.controls), None)) is not None:
             raise RequestError(
                 f"{name} has the model's control token {tokenizer.id_to_token(control)!r} in it, which this tokenizer "
-                "cannot read as text; take it out"
+                "cannot read as text; remove it"
             )
-        if not encoding.ids:  # of control characters alone: what the tokenizer adds would have an embedding, too
+        if not encoding.ids:  # only control characters: the special tokens alone would have an embedding, too
             raise RequestError(f"{name} has no tokens for model {checkpoint.model}; send some words")
         return encoding
 
     def _finished(self, name: str, encoding: Encoding) -> Tokens:
-        """Return the tokens of a whole sequence, each with its type."""
+        """Return the tokens of a sequence with special tokens, each with its type."""
         ids, checkpoint, vocab = encoding.ids, self._checkpoint, self._reads.vocab
         if max(ids) >= vocab:
             raise ModelError(
@@ -257,13 +254,13 @@ class TextReader:
     def _too_long(self, name: str) -> RequestError:
         way = "" if self._truncate else ', or send "truncate": true'
         return ContextLengthError(
-            f"{name} has more than {self._reads.longest} tokens, which is what model {self._checkpoint.model} takes at "
-            f"most: shorten it{way}"
+            f"{name} has more than {self._reads.longest} tokens, the limit of model {self._checkpoint.model}: "
+            f"shorten it{way}"
         )
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """Return how many tokens two texts keep: the longer one is cut first, then both alike, as `tokenizers` does."""
+    """Return the tokens that two texts keep: cut the longer text first, then both alike, as `tokenizers` does."""
     if a + b <= room:
         return a, b
     shorter = min(a, b)
@@ -276,12 +273,12 @@ def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
 def _encode_prefix(
     tokenizer: Tokenizer, name: str, text: str, longest: int, characters: CharacterBudget, offsets: bool
 ) -> Encoding:
-    """Return all tokens of a text, or more than `longest` of its first ones; offsets: with their places in it."""
+    """Return all tokens of a text, or more than `longest` first tokens; offsets: with their positions."""
     window = CHARACTERS_PER_TOKEN * longest
     while window < len(text):
         characters.take(window)
         encoding = _encode(tokenizer.encode_batch, name, text[:window])
-        # The last word may continue behind the window or start a special token, which changes its tokens.
+        # The last word may continue after the window, or start a special token, which changes its tokens.
         special = max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
         words, sure = encoding.word_ids, window - special
         pairs = zip(words, encoding.offsets, strict=True)
@@ -289,12 +286,12 @@ def _encode_prefix(
             return encoding
         window *= 2
     characters.take(len(text))
-    # The fast variant gives neither word ids nor offsets.
+    # The fast variant returns neither word ids nor offsets.
     return _encode(tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast, name, text)
 
 
 def _encode(encode: Callable[..., list[Encoding]], name: str, text: str) -> Encoding:
-    """Return a text's tokens, by a batch method: only those release the interpreter lock."""
+    """Return a text's tokens by a batch method, because only batch methods release the interpreter lock."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

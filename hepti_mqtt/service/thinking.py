@@ -1,4 +1,4 @@
-"""Thoughts before an answer, as models write them between `<think>` and `</think>`, divided from the answer."""
+"""Separation of thoughts between `<think>` and `</think>` from the answer."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ CLOSE: Final = "</think>"
 
 
 class Parts(NamedTuple):
-    """Two pieces of a text: of its thoughts, and of the answer."""
+    """A piece of the thoughts, and a piece of the answer."""
 
     thinking: str
     text: str
 
 
 class Thoughts:
-    """Divides a text that grows; inside: the prompt has opened the thoughts already."""
+    """Separate a growing text; inside: the prompt has already opened the thoughts."""
 
     def __init__(self, inside: bool) -> None:
-        #: the tag that comes next, "" in the answer; a text that does not begin with OPEN is an answer
+        #: the next tag, "" in the answer; a text without OPEN at its start is an answer
         self._tag = CLOSE if inside else OPEN
-        #: what cannot be shown yet: white space, or the beginning of the tag
+        #: held text: white space, or a possible start of the tag
         self._held = ""
-        #: white space at the beginning of a part is left out
+        #: strip white space at the start of a part
         self._begins = True
 
     def feed(self, text: str) -> Parts:
-        """Take more text; return what may be shown now."""
+        """Add text; return the final pieces."""
         self._held += text
         thinking = ""
         if self._tag == OPEN:
@@ -38,11 +38,11 @@ class Thoughts:
                 self._tag, self._held = CLOSE, start[len(OPEN) :]
             elif OPEN.startswith(start):
                 return Parts("", "")
-            else:  # white space before an answer without thoughts is the answer's
+            else:  # white space before an answer without thoughts belongs to the answer
                 self._tag, self._begins = "", False
         if self._tag == CLOSE:
             before, tag, after = self._held.partition(CLOSE)
-            # White space at the end may stand before the tag.
+            # White space at the end may precede the tag.
             shown = (before if tag else before[: mark_start(before, (CLOSE,))]).rstrip()
             self._held = after if tag else before[len(shown) :]
             thinking = self._trimmed(shown)
@@ -54,7 +54,7 @@ class Thoughts:
         return Parts(thinking, self._trimmed(shown))
 
     def end(self) -> Parts:
-        """Return what was held back."""
+        """Return the held text."""
         rest, self._held = self._held, ""
         return Parts(self._trimmed(rest.rstrip()), "") if self._tag == CLOSE else Parts("", rest)
 

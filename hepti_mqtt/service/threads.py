@@ -20,12 +20,10 @@ Outcome = TypeVar("Outcome")
 
 
 class Window(NamedTuple):
-    """How many items may be open, i.e. taken and not closed."""
+    """Limits of open items, i.e. taken and not closed."""
 
-    #: Of one client.
-    client: int
-    #: Of all clients of a group.
-    group: int
+    client: int  #: per client
+    group: int  #: of all clients of a group
 
 
 @dataclass(slots=True)
@@ -33,13 +31,10 @@ class _Line(Generic[Item]):
     """The items of one client."""
 
     group: str
-    #: Waiting items with their bytes, oldest first.
-    items: deque[tuple[Item, int]] = field(default_factory=deque)
+    items: deque[tuple[Item, int]] = field(default_factory=deque)  #: waiting items with their bytes, oldest first
     nbytes: int = 0
-    #: Whether an item is being worked on.
-    busy: bool = False
-    #: Items that are taken and not closed.
-    open: int = 0
+    busy: bool = False  #: an item is being processed
+    open: int = 0  #: items taken and not closed
 
 
 class RoundRobin(Generic[Item]):
@@ -53,14 +48,14 @@ class RoundRobin(Generic[Item]):
     def __init__(self, limit: float, limit_bytes: float, window: Window | None = None) -> None:
         self._limit, self._limit_bytes, self._window = limit, limit_bytes, window
         self._lines: dict[str, _Line[Item]] = {}
-        self._next: OrderedDict[str, None] = OrderedDict()  # clients whose next item may be taken
+        self._next: OrderedDict[str, None] = OrderedDict()  # clients with an admitted next item
         self._full: dict[str, OrderedDict[str, None]] = {}  # clients that wait for their group's window
         self._open: Counter[str] = Counter()  # by group
         self._count = self._nbytes = self._busy = 0
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is being done and nothing may be taken."""
+        """Return whether no item is being processed and no item may be taken."""
         return not (self._busy or self._next)
 
     def put(self, client: str, item: Item, nbytes: int, group: str = "") -> list[Item]:
@@ -92,7 +87,7 @@ class RoundRobin(Generic[Item]):
         return None
 
     def done(self, client: str) -> None:
-        """Note that a client's item is done: the client is last in turn now."""
+        """Record that a client's item is done, and move the client to the end of the turn."""
         line = self._lines[client]
         line.busy = False
         self._busy -= 1
@@ -179,7 +174,7 @@ class FairExecutor:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -218,7 +213,7 @@ class FairExecutor:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is being done and nothing may begin."""
+        """Return whether no task is running and no task may start."""
         with self._changed:
             return self._turns.idle
 
@@ -245,10 +240,10 @@ class FairExecutor:
 # Throttle plan searches so that requests keep the CPU on a small machine.
 
 
-AGAIN: Final = 1.0  # pause of a search, per time that it waited for the CPU
+AGAIN: Final = 1.0  # pause of a search, relative to its wait for the CPU
 MOST_S: Final = 2.0  # longest such pause
-IN_HAND_S: Final = 0.25  # longest pause while the planner is busy: a search must end even if that never stops
-SEARCH_S: Final = 10.0  # of the processor for one search beside requests: what it has found by then is enough
+IN_HAND_S: Final = 0.25  # longest pause while the planner is busy, so that a search ends in any case
+SEARCH_S: Final = 10.0  # processor time of a search during requests; then it returns its best plan so far
 LOOKS_S: Final = 0.005  # between two checks whether the planner is busy
 SWITCH_S: Final = 0.0005  # the interpreter's thread switch interval: a search must not delay the session thread
 
@@ -315,7 +310,7 @@ class SearchThrottle:
 
 
 def run_into(future: Future[Outcome], act: Callable[[], Outcome]) -> None:
-    """Settle a future with what an action returns or raises."""
+    """Settle a future with the result or error of an action."""
     try:
         future.set_result(act())
     except BaseException as error:

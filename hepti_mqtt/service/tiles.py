@@ -1,4 +1,4 @@
-"""Publish tiles of weights to the devices that request them, one at a time."""
+"""Publish requested tiles of weights to devices, one at a time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class TilePace:
-    """When each device may get its next tile. While no run is under way that is now; time is an argument."""
+    """Due times of each device's next tile: limited during runs, immediate otherwise."""
 
     def __init__(self) -> None:
-        self.serving = False  # whether runs are under way
+        self.serving = False  # whether runs are active
         self._rates: dict[str, float] = {}
         self._free_s: dict[str, float] = {}
 
@@ -36,7 +36,7 @@ class TilePace:
         self._rates[device] = bytes_per_s
 
     def due_s(self, device: str) -> float:
-        """Return when a device may get a tile; 0: at once."""
+        """Return the due time of a device's next tile, 0 for immediately."""
         return self._free_s.get(device, 0.0) if self.serving else 0.0
 
     def record(self, device: str, nbytes: int, now: float) -> None:
@@ -46,14 +46,15 @@ class TilePace:
 
 
 class TileServer:
-    """Publishes requested tiles: those of one device in order, those of several devices in turn.
+    """Publish requested tiles: in order per device, round-robin across devices.
 
-    So on a slow link a device waits for one tile of each other device, not for all, and is not taken for hung. Beside
-    runs each gets its tiles at the pace of `TilePace`. Devices pass tiles on to each other, so each is requested once.
+    On a slow link, a device waits for one tile per other device, not for all tiles, so the planner does not consider it
+    hung. During runs, `TilePace` limits each device's rate. Devices forward tiles to each other, so each tile is
+    requested once.
 
-    publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which bounds the tiles in memory.
-    unreadable(model, device, error): the weights can no longer be read. changed(error): they are others than those that
-    the plans were made for, which only another start can read. counters: of published and unknown tiles.
+    publish(topic, payload): at QoS 1; raises NetworkError while its queue is full, which limits the tiles in memory.
+    unreadable(model, device, error): called if reading the weights fails. changed(error): called if the weight files
+    changed after the start; only a restart can read them. counters: of published and unknown tiles.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class TileServer:
         changed: Callable[[WeightsChangedError], None],
     ) -> None:
         self._topics = Topics(site)
-        self._epoch = PlanVersion(boot, 0)
+        self._version = PlanVersion(boot, 0)
         self._checkpoints = checkpoints
         self._publish, self._unreadable, self._weights_changed = publish, unreadable, changed
-        #: Models and hashes by device; the device that got a tile last is last.
+        #: Models and hashes by device; the last served device is last.
         self._wanted: OrderedDict[str, OrderedDict[tuple[str, bytes], None]] = OrderedDict()
         self._pace = TilePace()
         self._changed = threading.Condition()
@@ -81,7 +82,7 @@ class TileServer:
     ) -> None:
         """Queue tiles for a device; callable on any thread.
 
-        bytes_per_s: of its link. share: of the link that the tiles may take from runs.
+        bytes_per_s: of its link. share: fraction of the link for tiles during runs.
         """
         with self._changed:
             self._pace.set_rate(device, max(share, BACKGROUND_SHARE) * bytes_per_s)
@@ -89,7 +90,7 @@ class TileServer:
             self._changed.notify()
 
     def set_serving(self, is_serving: bool) -> None:
-        """Set whether runs are under way; callable on any thread."""
+        """Set whether runs are active; callable on any thread."""
         if is_serving != self._pace.serving:
             with self._changed:
                 self._pace.serving = is_serving
@@ -103,14 +104,14 @@ class TileServer:
                 payload = self._payload(model, digest)
             except KeyError:
                 self.counters["unknown"] += 1
-                _log.warning("%s asked for a tile that %s does not have; update it", device, model)
+                _log.warning("%s requested an unknown tile of %s; update its agent", device, model)
             except WeightsChangedError as error:
                 self._weights_changed(error)
             except (HeptiError, OSError) as error:
                 self.counters["unreadable"] += 1
                 _log.warning("the weights of %s cannot be sent: %s", model, error)
-                found = error if isinstance(error, HeptiError) else ModelError(f"the weights cannot be read: {error}")
-                self._unreadable(model, device, found)
+                reason = error if isinstance(error, HeptiError) else ModelError(f"the weights cannot be read: {error}")
+                self._unreadable(model, device, reason)
             else:
                 self.counters["sent"] += 1
                 self.counters["sent_bytes"] += len(payload)
@@ -138,7 +139,7 @@ class TileServer:
             return device, wanted
 
     def _ready(self) -> str | None:
-        """Return the device whose turn it is."""
+        """Return the next device that is due, or None."""
         now = time.monotonic()
         return next((device for device in self._wanted if self._pace.due_s(device) <= now), None)
 
@@ -146,7 +147,7 @@ class TileServer:
         checkpoint = self._checkpoints[model]
         manifest = checkpoint.manifest
         body = manifest.encode() if digest == manifest.digest else checkpoint.tile(digest)
-        return encode(Frame("tile", model, self._epoch, 0, shape=(len(body),), body=body))
+        return encode(Frame("tile", model, self._version, 0, shape=(len(body),), body=body))
 
     def _send(self, topic: str, payload: bytes) -> None:
         while not self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Words of a transcript and when they are said: tokens grouped as openai-whisper and transformers do."""
+"""Words of a transcript and their times; tokens are grouped as in openai-whisper and transformers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BROKEN: Final = "\ufffd"  # a part of a character
 
 
 class TokenTimes(NamedTuple):
-    """From when to when a token is said, in seconds."""
+    """Start and end of a token in the sound, in seconds."""
 
     start: float
     end: float
 
 
 class Word(NamedTuple):
-    """A word as it is written, with the space before it, and the places of its tokens."""
+    """A word with its leading space, and the range of its tokens."""
 
     text: str
     first: int
@@ -34,7 +34,7 @@ class Word(NamedTuple):
 
 
 def token_times(ids: Sequence[int], beginnings: npt.NDArray[Any] | None) -> list[TokenTimes]:
-    """Return when each token of a text is said: until it begins, from where the token before it did.
+    """Return the times of each token: from the beginning of the token before it to its own.
 
     beginnings: rows of sound of all tokens but the last, None for a text of one token.
     """
@@ -56,7 +56,7 @@ def words_of(
 
 
 def split_words(checkpoint: Checkpoint, language: str, ids: Sequence[int]) -> list[Word]:
-    """Return the words that tokens write: single characters where a language has no spaces."""
+    """Return the words of tokens; single characters for languages without spaces."""
     pieces = _characters(checkpoint, ids)
     if language not in UNSPACED:
         pieces = _spaced(pieces)
@@ -64,22 +64,24 @@ def split_words(checkpoint: Checkpoint, language: str, ids: Sequence[int]) -> li
 
 
 def _characters(checkpoint: Checkpoint, ids: Sequence[int]) -> list[Word]:
-    """Return the shortest runs of tokens that write whole characters."""
+    """Return the shortest runs of tokens with whole characters."""
     decode, whole = checkpoint.tokenizer.decode, checkpoint.tokenizer.decode(list(ids))
     words, first, offset = list[Word](), 0, 0
     for stop in range(1, len(ids) + 1):
         text = str(decode(list(ids[first:stop])))
         broken = offset + text.find(_BROKEN)
-        if _BROKEN not in text or broken >= len(whole) or whole[broken] == _BROKEN:  # the text itself has the mark
+        if (
+            _BROKEN not in text or broken >= len(whole) or whole[broken] == _BROKEN
+        ):  # the text itself contains this character
             words.append(Word(text, first, stop))
             first, offset = stop, offset + len(text)
-    if first < len(ids):  # the reference drops what follows a mark of the text itself
+    if first < len(ids):  # the reference drops these tokens
         words.append(Word(str(decode(list(ids[first:]))), first, len(ids)))
     return words
 
 
 def _spaced(pieces: Sequence[Word]) -> list[Word]:
-    """Join pieces to words, which begin at a space or are punctuation."""
+    """Join pieces to words; a word starts at a space or is punctuation."""
     words = list[Word]()
     for piece in pieces:
         if not words or piece.text.startswith(" ") or piece.text.strip() in punctuation:

@@ -1,4 +1,4 @@
-"""The text of generated tokens as they come: each is read with the few before it, however long the text is."""
+"""Incremental decoding of generated tokens: each token is decoded together with the few tokens before it."""
 
 from __future__ import annotations
 
@@ -8,68 +8,67 @@ from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
 
-_BEHIND: Final = 4  # tokens: a character has up to four bytes, and a byte may be a token
+_CONTEXT: Final = 4  # tokens: a character has up to four bytes, and a byte may be a token
 _BYTE: Final = re.compile(r"<0x[0-9A-F]{2}>")
-_OPEN: Final = "\ufffd"  # what an incomplete character is read as
+_OPEN: Final = "\ufffd"  # decoding of an incomplete character
 
 
 def mark_start(text: str, marks: Sequence[str]) -> int:
-    """Return where the end of a text begins that may be the beginning of a mark; the text's length without one."""
+    """Return the start of a suffix that may be the start of a mark, or the text's length."""
     longest = max(map(len, marks), default=1) - 1
     starts = range(max(len(text) - longest, 0), len(text))
     return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class WrittenText:
-    """A text that grows, up to the first of some texts in it; its pieces and its end, joined, are what all tokens give.
+    """A growing text up to the first stop text; its pieces and its end, joined, equal the decoding of all tokens.
 
-    A character that the last token cuts is in none of them. A piece lacks what later tokens may change: an incomplete
-    character, a run of tokens that stand for bytes, which the tokenizer reads as a whole, and the beginning of a text
-    to stop at. The library's own `DecodeStream` fails where such a run is no text. Without a tokenizer the text is
-    empty.
+    A character cut by the last token is omitted. A piece excludes text that later tokens may change: an incomplete
+    character, a run of byte tokens, which the tokenizer decodes as a whole, and the start of a stop text. The library's
+    `DecodeStream` fails if such a run is invalid text. Without a tokenizer the text is empty.
     """
 
     def __init__(self, checkpoint: Checkpoint, stop: Sequence[str] = ()) -> None:
         self._tokenizer = checkpoint.tokenizer if checkpoint.has_tokenizer else None
         added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
-        self._unseen = {i for i, token in added.items() if token.special}
+        self._special = {i for i, token in added.items() if token.special}
         self._stop = tuple(stop)
         self._restart()
 
     def _restart(self) -> None:
-        self._count, self._last = 0, list[int]()  # tokens that were read
-        self._window = list[int]()  # of those, the last that are settled, and what is not yet
+        self._count, self._last = 0, list[int]()  # decoded tokens
+        self._window = list[int]()  # the last settled tokens, and the unsettled tokens
         self._settled = 0  # characters of the window's text
-        self._held = ""  # settled, and not shown
+        self._held = ""  # settled text, not returned yet
         self._stopped = False
 
     def extend_to(self, tokens: Sequence[int]) -> str:
-        """Take all tokens of the text so far; return what of it may be shown and was not shown before.
+        """Return the new final part of a text; tokens: all tokens so far.
 
-        A text that does not go on with what was read begins again; the last few tokens are compared.
+        Start again if the last few tokens differ from the previous call.
         """
-        if list(tokens[max(self._count - _BEHIND, 0) : self._count]) != self._last:
+        if list(tokens[max(self._count - _CONTEXT, 0) : self._count]) != self._last:
             self._restart()
         new = "".join(map(self._add, tokens[self._count :]))
-        self._count, self._last = len(tokens), list(tokens[-_BEHIND:])
+        self._count, self._last = len(tokens), list(tokens[-_CONTEXT:])
         return self._show(new, self._stop)
 
     def stops(self, tokens: Sequence[int]) -> bool:
-        """Take all tokens of the text so far; return whether one of the texts to stop at is in it."""
+        """Return whether the text contains a stop text; tokens: all tokens so far."""
         self.extend_to(tokens)
         return self._stopped
 
     def end(self) -> tuple[str, bool]:
-        """Return what was held back, and whether one of the texts to stop at is in the whole text."""
+        """Return the held part, and whether the whole text contains a stop text."""
         return self._show(self._complete_text()[self._settled :], ()), self._stopped
 
     def _complete_text(self) -> str:
-        """Return the text of the window without a character that its last tokens have only the first bytes of.
+        """Return the text of the window without an incomplete last character.
 
-        A decoder reads all bytes of such a run of byte tokens as unknown, so the last ones are left out before.
+        A decoder decodes all bytes of an incomplete run as unknown, so its last byte tokens are omitted first.
         """
         whole, kept = self._text(self._window), list(self._window)
-        while kept and len(self._window) - len(kept) < _BEHIND and self._text(kept).endswith(_OPEN):
+        while kept and len(self._window) - len(kept) < _CONTEXT and self._text(kept).endswith(_OPEN):
             if not self._is_byte(kept.pop()):
                 return whole.removesuffix(_OPEN)
         text = self._text(kept)
@@ -80,27 +79,27 @@ class WrittenText:
         return named is not None and _BYTE.fullmatch(named) is not None
 
     def _show(self, new: str, marks: Sequence[str]) -> str:
-        """Return what may be shown, because it is the beginning of no mark."""
+        """Return the text up to a possible start of a mark, and hold the rest."""
         if self._stopped:
             return ""
         text = self._held + new
-        if found := [at for one in self._stop if (at := text.find(one)) >= 0]:
+        if places := [at for one in self._stop if (at := text.find(one)) >= 0]:
             self._stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(places)]
         end = mark_start(text, marks)
         self._held = text[end:]
         return text[:end]
 
     def _add(self, token: int) -> str:
         """Return the characters that a token settles."""
-        named = None if self._tokenizer is None or token in self._unseen else self._tokenizer.id_to_token(token)
+        named = None if self._tokenizer is None or token in self._special else self._tokenizer.id_to_token(token)
         if not named:
             return ""
         self._window.append(token)
         if _BYTE.fullmatch(named):
             return ""
         new = self._text(self._window).removesuffix(_OPEN)[self._settled :]
-        del self._window[:-_BEHIND]
+        del self._window[:-_CONTEXT]
         self._settled = len(self._text(self._window).removesuffix(_OPEN))
         return new
 

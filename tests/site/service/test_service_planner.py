@@ -487,7 +487,7 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
     for job in jobs:
         unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
     del said[:]
-    while unconnected.telling.step():
+    while unconnected.answering.step():
         continue
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
 

@@ -35,19 +35,19 @@ from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import (
-    CLIENT_UNHEARD,
-    CLIENT_UNHEARD_BYTES,
+    CLIENT_UNDELIVERED,
+    CLIENT_UNDELIVERED_BYTES,
     MAX_DELIVERY_ATTEMPTS,
     MAX_MARKS,
-    UNHEARD,
-    UNHEARD_BYTES,
+    UNDELIVERED,
+    UNDELIVERED_BYTES,
     Journal,
     RequestChannel,
 )
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import parse
 from hepti_mqtt.service.forecast import Forecasts
-from hepti_mqtt.service.handler import Asked, OpenModel, Reply, RequestHandler
+from hepti_mqtt.service.handler import ClientRequest, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, MemoryQuota, read_input
 from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
@@ -490,14 +490,14 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
         site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[0], Asked(key, b""))
+    site.post.journal.record_waiting(site.requests[0], ClientRequest(key, b""))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters[counted]) == (2, 0)
     post_clock.now += 2 * post_module.LOST_S
     for _ in range(2):
         site.post.resend_due(post_clock.now)
     assert (site.counters[counted], len(caplog.records)) == (1, 1), "one waits for its answer, the other is lost"
-    site.post.journal.settle(site.post.journal.take_waiting(Asked(key, b"")))
+    site.post.journal.settle(site.post.journal.take_waiting(ClientRequest(key, b"")))
     assert site.post.unacknowledged == 1
 
 
@@ -505,9 +505,9 @@ def test_a_request_whose_answer_is_resent_is_not_called_lost(site, post_clock):
     """As after a client was killed in the middle of a long request: nobody hears the answer, and it is given up."""
     site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, 1), repeated=False))
     site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[0], Asked(KEY, b""))
+    site.post.journal.record_waiting(site.requests[0], ClientRequest(KEY, b""))
     post_clock.now += 2 * post_module.LOST_S
-    site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(Asked(KEY, b"")))
+    site.post.send(Reply("answers", b"{}", KEY), site.post.journal.take_waiting(ClientRequest(KEY, b"")))
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters["unacknowledged"]) == (1, 0)
     while site.post.unacknowledged:
@@ -559,18 +559,18 @@ def test_an_answer_that_nobody_hears_goes_out_again_for_a_while(site, post_clock
 
 
 def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, post_clock):
-    for packet in range(CLIENT_UNHEARD):
+    for packet in range(CLIENT_UNDELIVERED):
         site.answer(packet)
     site.answers.taken(heard=False)
     assert not site.settled, "as when a broker has been killed, and all readers are on their way back"
-    for packet in range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100):
+    for packet in range(CLIENT_UNDELIVERED, CLIENT_UNDELIVERED + 100):
         site.answer(packet)
     site.answers.taken(heard=False)
-    assert site.settled == list(range(CLIENT_UNHEARD, CLIENT_UNHEARD + 100))
+    assert site.settled == list(range(CLIENT_UNDELIVERED, CLIENT_UNDELIVERED + 100))
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    assert sorted(site.settled) == list(range(CLIENT_UNHEARD + 100)), "one that is heard makes room"
+    assert sorted(site.settled) == list(range(CLIENT_UNDELIVERED + 100)), "one that is heard makes room"
     del site.settled[:]
     site.answer(1000)
     site.answers.taken(heard=False)
@@ -579,27 +579,27 @@ def test_requests_of_a_client_that_does_not_listen_do_not_fill_the_broker(site, 
 
 def test_answers_that_nobody_hears_fill_no_memory(site, post_clock):
     for packet in range(3):
-        site.answer(packet, b"{%d" % packet + b" " * (CLIENT_UNHEARD_BYTES // 2))
+        site.answer(packet, b"{%d" % packet + b" " * (CLIENT_UNDELIVERED_BYTES // 2))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2]
     post_clock.now += post_module.RESEND_S
     site.post.resend_due(post_clock.now)
     site.answers.taken(heard=True)
-    site.answer(3, b" " * (2 * CLIENT_UNHEARD_BYTES))
+    site.answer(3, b" " * (2 * CLIENT_UNDELIVERED_BYTES))
     site.answers.taken(heard=False)
     assert site.settled == [1, 2, 0], "one waits, however large"
 
 
-@pytest.mark.parametrize("size", [10, UNHEARD_BYTES // 100], ids=["many", "large"])
+@pytest.mark.parametrize("size", [10, UNDELIVERED_BYTES // 100], ids=["many", "large"])
 def test_clients_that_do_not_listen_push_out_no_answer_of_one_that_does(site, post_clock, size):
     site.answer(0, client="late")
-    for packet in range(1, 2 * UNHEARD):
+    for packet in range(1, 2 * UNDELIVERED):
         site.answer(packet, b" " * size, client=f"deaf-{packet % 5}")
     site.answers.taken(heard=False)
     assert 0 not in site.settled
-    kept = 2 * UNHEARD - len(site.settled)
-    assert kept <= UNHEARD
-    assert (kept - 1) * size <= UNHEARD_BYTES
+    kept = 2 * UNDELIVERED - len(site.settled)
+    assert kept <= UNDELIVERED
+    assert (kept - 1) * size <= UNDELIVERED_BYTES
     post_clock.now += 3.0
     site.post.resend_due(post_clock.now)
     assert b"{}" in site.answers.taken(heard=True)

@@ -195,8 +195,8 @@ def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):
 
 def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
     forecasts._clock = time.monotonic
-    done, work = threading.Event(), forecasts._make
-    forecasts._make = lambda one: (work(one), done.set())
+    done, work = threading.Event(), forecasts._forecast
+    forecasts._forecast = lambda one: (work(one), done.set())
     forecasts.set_plans((standing(spec),))
     forecasts.set_busy_models(frozenset({"bert"}))
     thread = threading.Thread(target=forecasts.run)
@@ -212,7 +212,7 @@ def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
 def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING", 2)
     monkeypatch.setattr(module, "KEPT", 1)
-    monkeypatch.setattr(module, "LATE", 1)
+    monkeypatch.setattr(module, "RECENT_SHAPES", 1)
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES)
