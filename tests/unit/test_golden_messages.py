@@ -65,7 +65,7 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: split_envelope({"report": 1}),
         "bad_request",
-        "report must be true or false: whether the answer waits for what the devices counted",
+        "report must be true or false: whether the answer waits for the devices' measurements",
     ),
     (
         lambda: request_pins({"wire": "f16", "accuracy": 0.1}, Pins()),
