@@ -98,7 +98,7 @@ class WalkedSite(Swarm):
             state_dir=directory / "state",
         )
         self.process = planner._Planner(config, Start(1, 7), {MODEL: OpenModel(MODEL, self.checkpoint, Pins())})
-        for name in ("reading", "telling", "refusing", "searching", "hurried"):
+        for name in ("reading", "answering", "refusing", "searching", "hurried"):
             setattr(self.process, name, Inline())
         self.process.control.publish = self._published
         self.process.channel._requests.acknowledge = lambda _receipt: None
