@@ -130,6 +130,10 @@ class RemeasurePolicy:
             self._wrong_s = 0.0
         return self._wrong_s >= MISMATCH_S and now >= self._not_before_s
 
+    def postpone(self) -> None:
+        """Wait for as much doubt again: a run has ended the measurement."""
+        self._wrong_s = 0.0
+
     def record_measurement(self, now: float) -> None:
         """Record that the device was measured again."""
         self._wrong_s = 0.0
@@ -190,13 +194,15 @@ class BackgroundTuning:
         while not self._closing.wait(POLL_S):
             doubted = doubts.should_remeasure(self._meter.last_slowdown, time.monotonic())
             if (doubted or not self._is_measured) and self._idle():
-                self._measure(force=doubted)
-                if doubted:
+                is_over = self._measure(force=doubted)
+                if doubted and is_over:
                     doubts.record_measurement(time.monotonic())
+                elif doubted:
+                    doubts.postpone()
 
     def _rest(self, seconds: float) -> None:
         """Charge a kernel's seconds to the budget, and wait until the next one may be compiled."""
-        self._budget.spend(seconds, time.perf_counter())
+        self._budget.spend(seconds * self._budget.cores, time.perf_counter())  # by the wall, other processes included
         while (pause_s := self._pause_s()) and not self._closing.wait(pause_s):
             continue
         self._give_up()
@@ -207,8 +213,8 @@ class BackgroundTuning:
     def _idle(self) -> bool:
         return not self._budget.loading and self._budget.is_unused(time.perf_counter())
 
-    def _measure(self, force: bool) -> None:
-        """Measure within the free memory; a run in the meantime ends the measurement.
+    def _measure(self, force: bool) -> bool:
+        """Measure within the free memory; return False if a run in the meantime has ended the measurement.
 
         Narrow weights are measured one storage at a time, because an agent that starts here waits for the lock.
         """
@@ -228,13 +234,13 @@ class BackgroundTuning:
                 )
                 check()
         except InterruptedError:
-            return
+            return False
         finally:
             workers.close()
             return_memory()
         before, self._count = self._count, len(curves["linear"])
         if not force and not has_narrow_curves(curves) and self._count > before:  # else the disk keeps nothing
-            return
+            return True
         self._is_measured = True
         self._meter.set_curves(curves)
         self._log.info("measured again" if force else "measured with narrow weights too")
@@ -242,6 +248,7 @@ class BackgroundTuning:
             self._announce()
         except NetworkError as error:
             self._log.warning("cannot publish the new measurement: %s", error)
+        return True
 
     def _give_up(self) -> None:
         if self._closing.is_set():

@@ -37,7 +37,7 @@ class Budget:
 
     def __init__(self, quota_cores: float | None = None) -> None:
         self._throttled = quota_cores is not None
-        self._cores = min(quota_cores or 1.0, 1.0)  # cores of one thread
+        self.cores = min(quota_cores or 1.0, 1.0)  # cores of one thread
         #: Share of the runs' time that background work may take; the loader raises it for a load that has a share.
         self.share = BACKGROUND_SHARE
         #: Whether weights are loading: the compiling of unneeded kernels waits for the end of the load.
@@ -72,7 +72,7 @@ class Budget:
         """Charge the processor time of work that has just ended, unless it was free."""
         if not self._is_free(now):
             with self._lock:
-                self._left_s = self._refill(now) - seconds / self._cores
+                self._left_s = self._refill(now) - seconds / self.cores
 
     def last_run_s(self, now: float) -> float:
         """Return the last time at which a run was active."""

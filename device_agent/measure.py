@@ -226,14 +226,17 @@ def _measured(workers: Workers, memory_bytes: int, narrow: bool, check: Callable
             continue
         linear.append({"k": k, "n": n, "points": _linear_points(_ColdMatmul(k, n, memory_bytes), workers, check)})
     forget = _cache_flusher(linear, workers, memory_bytes)
-    curves: Curves = {
-        "linear": linear,
-        "attention_flops_per_s": _attention(workers),
-        "rowwise_bytes_per_s": _rowwise(workers),
-        "op_overhead_s": _op_overhead(workers, forget),
-        **_frames(forget),
-        **_mesh_frames(forget),
-    }
+    curves: Curves = {"linear": linear}
+    check()
+    curves["attention_flops_per_s"] = _attention(workers)
+    check()
+    curves["rowwise_bytes_per_s"] = _rowwise(workers)
+    check()
+    curves["op_overhead_s"] = _op_overhead(workers, forget)
+    check()
+    curves |= _frames(forget)
+    check()
+    curves |= _mesh_frames(forget)
     del forget  # free its weights before the next measurement
     if narrow:
         linear += list(chain.from_iterable(_narrow(curves, workers, memory_bytes, check)))

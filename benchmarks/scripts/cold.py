@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -99,9 +100,17 @@ def _wait_for_copies(hosts: Lab) -> None:
     nbytes, since = 0, time.monotonic()
     while time.monotonic() - since < SETTLED_S:
         time.sleep(1)
-        now = sum(path.stat().st_size for host in hosts.hosts.values() for path in host.kept.rglob("*"))
+        now = sum(map(_size_of, chain.from_iterable(host.kept.rglob("*") for host in hosts.hosts.values())))
         if now != nbytes:
             nbytes, since = now, time.monotonic()
+
+
+def _size_of(path: Path) -> int:
+    """Return a file's size, 0 for a file that an agent has just renamed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _ask(driver: Process, begun_s: float, most_s: float) -> Iterator[Asked]:

@@ -98,8 +98,8 @@ def fill_cache(
     with Compilers([sys.executable, "-m", "hepti_mqtt.kernels.precompile", *arguments], most) as compilers:
         if which == "slowly":
             for job in left:
-                begun_s = time.perf_counter()
                 with compile_lock(directory, missing):
+                    begun_s = time.perf_counter()
                     compilers.compile([] if job.done() else [job.place], missing)
                 rest(time.perf_counter() - begun_s)
                 time.sleep(_PAUSE_S)
@@ -181,11 +181,11 @@ def load_rest(tell: Tell, rest: Callable[[float], None]) -> jit.Warm:
     """
     jobs = _jobs("all")
     for job in jobs:
-        begun_s = time.thread_time()
+        begun_s = time.perf_counter()
         if not job.dispatcher.signatures and job.done():
             with suppress(RuntimeError):  # another thread has just loaded it, and disabled its compilation
                 job.compile()
-            rest(time.thread_time() - begun_s)
+            rest(time.perf_counter() - begun_s)
     jit.compile_all(lambda: fill_cache("slowly", tell, rest=rest))
     tape.prepare()
     for job in jobs:

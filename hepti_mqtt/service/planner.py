@@ -27,7 +27,8 @@ from hepti_mqtt.errors import (
     RefusedError,
     RemoteError,
 )
-from hepti_mqtt.ids import Start, asked_name, check_name
+from hepti_mqtt.ids import PlanVersion, Start, asked_name, check_name
+from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
@@ -180,6 +181,11 @@ def _coordinator(config: PlannerConfig, start: Start, models: Mapping[str, OpenM
         recalls=True,
         checks=config.log.isEnabledFor(logging.DEBUG),
     )
+
+
+def _placement(plan: Plan | None) -> tuple[PlanVersion, tuple[str, ...]] | None:
+    """Return a plan's version and devices: its prices change with each search, and nothing is saved for them."""
+    return None if plan is None else (plan.version, plan.devices)
 
 
 class _Planner:
@@ -636,8 +642,8 @@ class _Planner:
         served, unused = (checkpoint.spec, checkpoint.path.resolve()), self.session.fleet.unused_reasons()
         before = self.shown.get(shown.model)
         self.shown[shown.model], self.unused = shown, unused
-        if shown.active is not None and (before is None or before.active != shown.active):
-            self.has_served = True
+        self.has_served = self.has_served or bool(shown.active or shown.pinned)
+        if shown.active is not None and (before is None or _placement(before.active) != _placement(shown.active)):
             self._save_state(())  # KV caches only at the end, because they change with every request
         now = time.monotonic()
         evidence = self.session.fleet.estimates.describe(now)
@@ -656,8 +662,8 @@ class _Planner:
 
     def _save_state(self, texts: Iterable[HeldText]) -> None:
         """Save the plans for the next planner, including plans of models that have not served yet."""
-        plans = {**self.last.plans, **self.session.last_plans()}
-        save_state(self.state, plans, texts, self.checkpoints, self.log)
+        self.last = self.last._replace(plans={**self.last.plans, **self.session.last_plans()})
+        save_state(self.state, self.last.plans, texts, self.checkpoints, self.log)
 
     def _connected(self) -> None:
         """Publish all retained messages again after each connection, because the broker may have lost them."""

@@ -431,9 +431,7 @@ class Executor:
         if not isinstance(slot, int):
             return slot
         spec = running.template.program.slots[slot]
-        if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype] or not array.flags.c_contiguous:
-            text = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
-            raise ValueError(f"{key}: got {text}, the Program expects {spec}, row by row")
+        _check_array(array, spec, str(key))
         inside = running.bound.received.get(slot)
         if inside is not None:
             stretch, row = inside
@@ -535,6 +533,13 @@ class Executor:
         self._scratch = [scratch for scratch in self._scratch if len(scratch) <= most]
 
 
+def _check_array(array: Array, spec: SlotSpec, name: str) -> None:
+    """Raise ValueError if an array does not have a slot's shape, dtype and layout."""
+    if array.shape != spec.shape or array.dtype != NUMPY_DTYPE[spec.dtype] or not array.flags.c_contiguous:
+        text = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
+        raise ValueError(f"{name}: got {text}, the Program expects {spec}, row by row")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Run one Program in this process: for `model verify`, benchmarks and tests.
 
@@ -582,8 +587,10 @@ def run_local(
     for slot, name in states.items():
         slots[slot] = sessions[name]
     parts: list[tuple[int, Array]] = []
+    left = list(template.reader_counts)
     for place, op in enumerate(program.ops):
         if isinstance(op, Recv):
+            _check_array(inputs, program.slots[op.slot], "the input")
             slots[op.slot] = inputs
         elif isinstance(op, Send):
             parts.append((op.row, np.array(view_of_slot(program, op.slot).of(slots))))
@@ -595,7 +602,10 @@ def run_local(
             stretch.tape.run(arrays, np.empty(stretch.tape.nbytes, np.uint8))
             del stretch  # its weights, before the next op's
             release()
-        for slot in template.effects[place].freed_slots:
+        effects = template.effects[place]
+        for slot in effects.shared_slots:
+            left[slot] -= 1
+        for slot in (*effects.freed_slots, *(slot for slot in effects.shared_slots if not left[slot])):
             if slot not in states:
                 slots[slot] = None
     return np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])

@@ -422,6 +422,15 @@ def test_what_stays_wrong_is_measured_more_and_more_rarely():
     assert [b - a for a, b in pairwise(times)] == [REMEASURE_S, 2 * REMEASURE_S]
 
 
+def test_a_measurement_that_a_run_ended_is_tried_again_soon():
+    doubts, times = RemeasurePolicy(), []
+    for now in range(200):
+        if doubts.should_remeasure(2.0, now):
+            doubts.postpone()
+            times.append(now)
+    assert {b - a for a, b in pairwise(times)} == {MISMATCH_S}
+
+
 @pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])
 def test_measuring_again_takes_what_is_free_beside_the_weights_and_gives_it_back(monkeypatch, free, takes):
     told, curves = [], {"linear": []}
