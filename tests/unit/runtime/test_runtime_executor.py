@@ -210,3 +210,14 @@ def test_a_program_with_peers_cannot_run_alone():
     half = device_program(spec, plan(spec, ("block", {}), (1.0, 1.0)), shape, "d0")
     with pytest.raises(ValueError):
         run_local(half, tensors(spec), inputs)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda x: x.astype(np.float64), lambda x: x[:-1], lambda x: np.stack([x, x], 1)[:, 0]]
+)
+def test_run_local_refuses_an_input_that_the_program_does_not_expect(spoil):
+    spec = FAMILIES["bert-embedding"]
+    shape, inputs = request(spec, (7, 5))
+    alone = device_program(spec, plan(spec, ("single", {}), (1.0,)), shape, "d0")
+    with pytest.raises(ValueError):
+        run_local(alone, tensors(spec), spoil(inputs))
