@@ -200,7 +200,7 @@ class TileCache:
         try:
             try:
                 stat = write_atomically(path, data)
-            except FileNotFoundError:  # its directory is made once: mkdir and stat took a tenth of a load
+            except FileNotFoundError:  # create the directory only if missing: mkdir per tile took 6 % of a load
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stat = write_atomically(path, data)
         except OSError as error:
