@@ -93,18 +93,13 @@ def test_preparation_without_progress_is_given_up() -> None:
 
 def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
     site = preparing("a")
-    prepare, version = last_prepare(site)
-    shown = []
     for part in range(10):
-        out = site.event(
-            interface.DeviceMessage("a", messages.PrepareProgress(prepare.transaction_id, "m", version, part, 10))
-        )
-        shown += [c.progress for c in out if isinstance(c, interface.PublishPlan)]
+        site.progress("a", part, 10)
         site.now += 0.25
-    assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.commands if isinstance(c, interface.PublishPlan)][-1]
-    assert (last.preparing, last.progress) == (None, {})
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)]
+    assert [c.progress for c in shown if c.progress] == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
+    assert (shown[-1].preparing, shown[-1].progress) == (None, {})
 
 
 def time_until_lost(site: Site, device: str, *repeated: messages.Message, seconds: float = 60.0) -> float:
@@ -349,26 +344,16 @@ def other_version(site: Site, device: str) -> None:
 
 
 def test_a_device_that_derives_other_programs_is_refused_until_it_restarts() -> None:
-    site = site_of("a", "b")
-    site.tick(1.1)
-    other_version(site, "b")
-    site.tick(1.1)
-    site.ready("a")
-    active = site.plan
-    assert active.devices == ("a",)
-    (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]
-    assert caps("b", 1).version in note
-    assert __version__ in note
-    site.tick(1.0)
-    assert site.plan is active
-    site.join("b", boot=2)
-    assert site.settle().devices == ("a", "b")
-
-
-def test_without_another_device_requests_end() -> None:
     site = site_of("b")
     site.submit("r")
     site.tick(1.1)
     other_version(site, "b")
     site.tick(10.0)
-    assert isinstance(site.errors["r"], PlanError)
+    assert isinstance(site.errors["r"], PlanError), "there is no other device"
+    (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]
+    assert caps("b", 1).version in note
+    assert __version__ in note
+    site.join("a")
+    assert site.settle().devices == ("a",)
+    site.join("b", boot=2)
+    assert site.settle().devices == ("a", "b")

@@ -28,27 +28,6 @@ def unanswered(*devices: str) -> tuple[Site, Solve]:
     return site, site.solves[-1]
 
 
-def named(site: Site, search: Solve) -> Solve:
-    """Answer a search with two plans, the second one better; return the search that prices it again."""
-    best = decide(search.question)
-    slow = simulate_plan(search.question, everyone(search.question).chosen.plan)
-    site.event(Solved("m", search.ticket, replace(best, chosen=slow, ranking=(slow, best.chosen))))
-    priced = site.solves[-1]
-    assert priced.kind is SearchKind.NAMED
-    return priced
-
-
-def test_a_named_plan_without_a_price_leads_to_a_whole_search() -> None:
-    site, search = unanswered("a", "b")
-    priced = named(site, search)
-    site.event(Solved("m", priced.ticket, None, error=PlanError("memory was taken meanwhile")))
-    again = site.solves[-1]
-    assert (again.kind, again.plans) == (SearchKind.WHOLE, ())
-    site.event(Solved("m", again.ticket, decide(again.question)))
-    site.ready()
-    assert site.plan is not None
-
-
 def test_a_named_plan_that_can_never_be_priced_leaves_the_other_plan() -> None:
     site, search = unanswered("a", "b")
     for _ in range(9):

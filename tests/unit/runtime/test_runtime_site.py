@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from sites import FAMILIES, METHODS, MODEL, TOLERANCE, always, plan, request, tensors
 from sites import everyone as divided
-from swarm import ALONE, SECRET, Swarm, plan_of, profile_curve
+from swarm import ALONE, SECRET, Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.errors import DeadlineError, RemoteError
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.planner import Question, price
+from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare
 from hepti_mqtt.runtime.coordinator import interface
@@ -35,7 +34,6 @@ Method = tuple[str, Mapping[str, str]]
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
 PLENTY = 1 << 30
-ROOMY = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9, memory_bytes=PLENTY)
 SPLIT = [m for m in METHODS if STRATEGIES[m[0]].max_devices is None]
 IDS = ["-".join([m[0], *m[1].values()]) for m in SPLIT]
 # Every moment with some of the methods, and every method at some of the moments; all of both wait for the night. Half
@@ -137,26 +135,22 @@ def test_a_network_that_loses_every_exchange_ends_in_an_error_and_frees_the_devi
     assert all(h.session.runs.idle for h in swarm.hosts.values())
 
 
-def needed(*plans) -> int:
-    """Return the memory that the neediest device of some plans needs."""
-    swarm = site(n=2)
-    ask = replace(
-        swarm.planner._rollout.question(swarm.planner.groups.default(MODEL), 0.0),
-        cluster=Cluster(dict.fromkeys(("d0", "d1"), ROOMY), {d: Link() for d in ("d0", "d1")}),
-    )
-    return max(need for each in plans for need in price(ask, each).needs.values())
-
-
 def tight(memory: int, decider: Callable[[Question], object]) -> Swarm:
     swarm = Swarm(SPEC, TENSORS, {"d0": (1e9, memory), "d1": (1e9, memory)}, decider=decider)
     settle(swarm)
     return swarm
 
 
+def needed(decider: Callable[[Question], object]) -> int:
+    """Return the memory that the neediest device of a plan needs."""
+    record = tight(PLENTY, decider).planner.groups.default(MODEL).plans.active
+    return max(record.needed_bytes(device) for device in record.plan.devices)
+
+
 @pytest.mark.parametrize("room", ["for both", "for one"])
 def test_pins_hold_for_their_request_alone_whether_or_not_both_plans_fit(room):
     """The default plan stays, or is evicted and returns."""
-    swarm = tight(int(needed(plan(SPEC, ROW, (1.0, 1.0))) * (2.5 if room == "for both" else 1.02)), divided(ROW))
+    swarm = tight(int(needed(divided(ROW)) * (2.5 if room == "for both" else 1.02)), divided(ROW))
     first = plan_of(swarm).version
     for i in range(6):
         swarm.submit(i, SHAPE, INPUTS, pins=Pins(weight_dtype="f16") if i % 2 else None)
@@ -174,7 +168,7 @@ def test_pins_hold_for_their_request_alone_whether_or_not_both_plans_fit(room):
 def test_an_old_and_a_new_plan_that_do_not_fit_together_are_swapped():
     """Budgets for one plan only: the old one is given up before the new one is loaded."""
     first, second = plan(SPEC, ("block", {}), (1.0, 3.0)), plan(SPEC, ("block", {}), (3.0, 1.0))
-    swarm = tight(int(1.02 * needed(first, second)), always(first))
+    swarm = tight(int(1.02 * max(needed(always(first)), needed(always(second)))), always(first))
     swarm.decider = always(second)
     swarm.tell_planner(interface.PinPlan(MODEL, Pins()))
     before = plan_of(swarm).version
