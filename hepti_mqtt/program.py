@@ -255,19 +255,29 @@ def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], i
     return offsets, most
 
 
-class SameProgram:
+class Keyed:
+    """An argument of a cached function, compared by its key alone."""
+
+    __slots__ = ("hash", "key")
+
+    def __init__(self, key: object) -> None:
+        self.key, self.hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.key == other.key
+
+
+class SameProgram(Keyed):
     """A Program as a key, compared by identity."""
 
     __slots__ = ("program",)
 
     def __init__(self, program: Program) -> None:
+        super().__init__(id(program))
         self.program = program
-
-    def __hash__(self) -> int:
-        return id(self.program)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameProgram) and self.program is other.program
 
 
 def slots_written(op: Op) -> tuple[Slot, ...]:

@@ -21,7 +21,7 @@ from hepti_mqtt.lowering.ops import (
     AppendRows,
     Candidates,
     Columns,
-    ConcatColumns,
+    Concat,
     Embedding,
     Gate,
     Input,
@@ -33,7 +33,6 @@ from hepti_mqtt.lowering.ops import (
     OpaqueOp,
     Rows,
     SessionState,
-    Slice,
 )
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef, state_name
@@ -426,7 +425,9 @@ class GraphBuilder:
 
     def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [n] -> x[start:stop]."""
-        return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
+        return self._add(
+            name, (x,), role, (), Columns, space=(stop - start,), rank=1, dtype=self._ops[x].dtype, start=start
+        )
 
     def session_state(
         self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE, kept: SlotDtype = "f32"
@@ -497,7 +498,7 @@ class GraphBuilder:
         xs = tuple(xs)
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
         space = (self.shape_of(xs[0])[0], total)
-        return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
+        return self._add(name, xs, role, (), Concat, space=space, starts=tuple(starts))
 
     def candidates(self, name: str, logits: str, temperatures: str, role: str, count: int) -> str:
         """logits [r, V], temperatures i32 [r] -> the likeliest tokens in the kernel's format [r, 2 count + 3]."""

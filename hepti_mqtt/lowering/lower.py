@@ -29,7 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.lowering.rewrites import fuse_ops
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover, plan_tiles
-from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
+from hepti_mqtt.program import Compute, Keyed, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
 from hepti_mqtt.program import Op as ProgramOp
 
 
@@ -553,10 +553,10 @@ def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation
 KEPT_PARTS: Final = 64  # some hundred KB each
 
 
-class DevicePart:
+class DevicePart(Keyed):
     """The key of a device's ops: its own tiles, and the messages that it receives."""
 
-    __slots__ = ("hash", "key", "walk")
+    __slots__ = ("walk",)
 
     def __init__(self, lowered: Lowered, device: int) -> None:
         self.walk: Callable[[], ProgramBuilder] | None = lambda: ForwardWalk(
@@ -564,14 +564,7 @@ class DevicePart:
         ).draft()
         tiles = [_tiles_of(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
         ops = tuple([op.name for op in lowered.graph.ops])
-        self.key = (lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles))
-        self.hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DevicePart) and self.key == other.key
+        super().__init__((lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles)))
 
 
 def _tiles_of(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:

@@ -241,7 +241,7 @@ class Rows(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Op):
-    """A range of a tensor's columns, from `start`."""
+    """A range of a tensor's last dimension, from `start`."""
 
     start: int
 
@@ -249,12 +249,12 @@ class Columns(Op):
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((region[0], shift(region[1], self.start)),)
+        return ((*region[:-1], shift(region[-1], self.start)),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ConcatColumns(Op):
-    """Tensors concatenated along their columns; starts: the first column of each."""
+class Concat(Op):
+    """Tensors concatenated along their last dimension; starts: the first index of each."""
 
     starts: tuple[int, ...]
 
@@ -262,27 +262,13 @@ class ConcatColumns(Op):
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        r, c = region
-        ends = (*self.starts, self.space[1])
-        return tuple((r, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise(ends))
+        *others, c = region
+        ends = (*self.starts, self.space[-1])
+        return tuple((*others, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise(ends))
 
     def filled_region(self, number: int, region: Region) -> Region:
-        a, z = (*self.starts, self.space[1])[number : number + 2]
-        return region[0], intersect_sets(region[1], span(a, z))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Slice(Op):
-    """Elements of a vector, from `start`."""
-
-    start: int
-    rank: int = 1
-
-    kind = "slice"
-    is_view = True
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((shift(region[0], self.start),),)
+        a, z = (*self.starts, self.space[-1])[number : number + 2]
+        return (*region[:-1], intersect_sets(region[-1], span(a, z)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -857,24 +843,3 @@ class MapAsRows(Op):
         width = self.source[1]
         rows = tuple((a // width, z // width) for a, z in round_to_units(region[0], width))
         return ((rows, span(0, width), region[1]),)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ConcatMaps(Op):
-    """Maps of one size concatenated along their channels; starts: the first channel of each."""
-
-    rank: int = 3
-    starts: tuple[int, ...]
-
-    kind = "join_maps"
-    is_view = True
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        y, x, c = region
-        return tuple(
-            (y, x, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise((*self.starts, self.space[2]))
-        )
-
-    def filled_region(self, number: int, region: Region) -> Region:
-        a, z = (*self.starts, self.space[2])[number : number + 2]
-        return (*region[:2], intersect_sets(region[2], span(a, z)))

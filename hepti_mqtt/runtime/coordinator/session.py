@@ -48,6 +48,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
@@ -97,8 +98,9 @@ class CoordinatorSession:
         self._online, self._begun = True, False
         self._pending: list[CoordinatorCommand] = []  # commands that `handle` has yet to return
         ids = Ids(boot, secret)
-        self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
+        orders = Orders(self.topics, self.fleet)
+        self._scheduler = Scheduler(orders, self.groups, self.fleet, ids, in_flight, self.counters)
+        self._rollout = Rollout(orders, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._searches = Searches(self.groups, self.fleet, self._rollout, self._moves, self._standby)
@@ -270,8 +272,7 @@ class CoordinatorSession:
         if change != "unwanted":
             return self._handle_change(event.device, change, now)
         lost = self._handle_lost(event.device, f"was {UNWANTED}", now)
-        release = messages.ReleaseAll(self._rollout.ids.next_transaction())
-        return [*lost, self._rollout.command_device(event.device, release)]
+        return [*lost, self._rollout.release_all(event.device)]
 
     def _log_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
         """Log a new refusal of a device; before: the earlier one."""
@@ -336,8 +337,7 @@ class CoordinatorSession:
                     kind = SearchKind.BRIEF if group.former_plans.released else SearchKind.WHOLE
                     group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S, kind=kind)
             # The device may have missed a Release. No plan uses it now, so it can release everything.
-            release = messages.ReleaseAll(self._rollout.ids.next_transaction())
-            return [self._rollout.command_device(device, release), LogEvent("joined", f"{device} has joined")]
+            return [self._rollout.release_all(device), LogEvent("joined", f"{device} has joined")]
         if change == "starting":
             for group in self.groups:  # a wanted search lets new requests wait for the device
                 if group.active is None and (not group.pinned or group.in_use(now)):
@@ -513,7 +513,7 @@ class CoordinatorSession:
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
-                    yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
+                    yield from self._scheduler.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
             if text is None or text.session.plan_version not in record.versions:
