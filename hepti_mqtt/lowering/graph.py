@@ -51,8 +51,7 @@ class Repeat:
 
     first: int
     stop: int
-    #: Blocks of the run in the shortened graph.
-    kept: int = KEPT_BLOCKS
+    kept: int = KEPT_BLOCKS  #: blocks of the run in the shortened graph
 
     @property
     def template_count(self) -> int:

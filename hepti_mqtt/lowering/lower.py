@@ -38,8 +38,7 @@ class HeldRegion(NamedTuple):
 
     slot: Slot
     region: Region
-    #: The slot holds a partial result in a format of its own.
-    state: bool
+    state: bool  #: the slot holds a partial result in a format of its own
 
 
 @dataclass(slots=True)
@@ -47,18 +46,14 @@ class ProgramBuilder:
     """A Program in blocks."""
 
     slots: list[SlotSpec] = field(default_factory=list)
-    #: (turn, block, op)
-    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
-    #: First slot of each block.
-    first_buffers: list[Slot] = field(default_factory=list)
-    #: First op of each block.
-    first_ops: list[int] = field(default_factory=list)
+    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)  #: (turn, block, op)
+    first_buffers: list[Slot] = field(default_factory=list)  #: first slot of each block
+    first_ops: list[int] = field(default_factory=list)  #: first op of each block
     #: Regions of each tensor that the device computes or receives.
     held: Mapping[str, list[HeldRegion]] = field(default_factory=dict)
     #: Regions of tensors that the device assembles.
     gathered: Mapping[tuple[str, Region], Operand] = field(default_factory=dict)
-    #: The Program, after the first `build`.
-    program: Program | None = None
+    program: Program | None = None  #: the Program, after the first `build`
 
     def begin_block(self) -> None:
         """Begin a block."""
@@ -84,15 +79,11 @@ class Relocation(NamedTuple):
     A layer's dozens of ops become hundreds, so the methods construct each with as few calls as possible.
     """
 
-    #: Slots from `first` on move by `by`.
-    first: Slot
+    first: Slot  #: slots from `first` on move by `by`
     by: int
-    #: Distance of the nodes.
-    nodes: int
-    #: Stored tensors of the other block, by those of this one.
-    tensors: Mapping[str, str]
-    #: Layer of each node.
-    layers: Mapping[int, int] | Sequence[int]
+    nodes: int  #: distance of the nodes
+    tensors: Mapping[str, str]  #: stored tensors of the other block, by those of this one
+    layers: Mapping[int, int] | Sequence[int]  #: layer of each node
 
     def relocate_buffers(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Return relocated slots."""

@@ -38,10 +38,8 @@ class Operand(NamedTuple):
     """An input of an op, in a slot."""
 
     slot: Slot
-    #: Indices that the slot's array holds, by dimension.
-    cells: Region
-    #: The region of the source's space, of a partial result.
-    region: Region = ()
+    cells: Region  #: indices that the slot's array holds, by dimension
+    region: Region = ()  #: the region of the source's space, of a partial result
 
 
 class Call(NamedTuple):
@@ -81,17 +79,14 @@ class Op:
 
     name: str = field(compare=False)
     inputs: tuple[str, ...] = field(compare=False, default=())
-    #: Role in its family, by which methods place tensors.
-    role: str = field(compare=False, default="")
+    role: str = field(compare=False, default="")  #: role in its family, by which methods place tensors
     #: Layer and branch, for topics, people and methods that cut between layers.
     layer: int = field(compare=False, default=0)
     branch: int = field(compare=False, default=-1)
     #: Stored tensors that the op reads, in an order of its own.
     tensors: tuple[str, ...] = field(compare=False, default=())
-    #: Place in the whole graph.
-    index: int = field(compare=False, default=-1)
-    #: Dimensions of the result, then the reduced ones; the first `rank` are the result's.
-    space: tuple[int, ...]
+    index: int = field(compare=False, default=-1)  #: place in the whole graph
+    space: tuple[int, ...]  #: dimensions of the result, then the reduced ones; the first `rank` are the result's
     rank: int = 2
     dtype: SlotDtype = "f32"
 
@@ -275,8 +270,7 @@ class Concat(Op):
 class Reshape(Op):
     """A tensor in another shape."""
 
-    #: Shape of the input.
-    source: tuple[int, ...]
+    source: tuple[int, ...]  #: shape of the input
 
     kind = "reshape"
     is_view = True
@@ -332,10 +326,8 @@ class AppendRows(Op):
     inputs: the state, the new rows of all items [m, *], and `at`.
     """
 
-    #: First column of the state among those of the new rows.
-    start: int
-    #: New rows of the item: first..stop.
-    rows: tuple[int, int]
+    start: int  #: first column of the state among those of the new rows
+    rows: tuple[int, int]  #: new rows of the item: first..stop
     item: int = 0
 
     kind = "append"
@@ -371,12 +363,10 @@ class Linear(Op):
     contain it once.
     """
 
-    #: Columns of each matrix.
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  #: columns of each matrix
     #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
     storages: tuple[BlockStorage | None, ...] = ()
-    #: Values of the model's largest block.
-    unit: int = 1
+    unit: int = 1  #: values of the model's largest block
     bias: bool = True
     activation: str | None = None
     residual: bool = False
@@ -465,10 +455,8 @@ class Norm(NamedTuple):
 
     eps: float
     rms: bool = False
-    #: Added to gamma.
-    gamma_offset: float = 0.0
-    #: Divides the sum of gamma and its offset.
-    divisor: float = 1.0
+    gamma_offset: float = 0.0  #: added to gamma
+    divisor: float = 1.0  #: divides the sum of gamma and its offset
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -568,12 +556,9 @@ class OpaqueOp(Op):
     """A kernel that computes its whole result from its whole inputs, e.g. pooling over sequences."""
 
     kernel: str
-    #: The kernel's attributes.
-    attrs: tuple[tuple[str, Any], ...] = ()
-    #: The kernel's weights, in its order.
-    weights: tuple[WeightRef, ...] = field(compare=False, default=())
-    #: Shapes of the inputs.
-    sources: tuple[tuple[int, ...], ...] = ()
+    attrs: tuple[tuple[str, Any], ...] = ()  #: the kernel's attributes
+    weights: tuple[WeightRef, ...] = field(compare=False, default=())  #: the kernel's weights, in its order
+    sources: tuple[tuple[int, ...], ...] = ()  #: shapes of the inputs
 
     kind = "whole"
 
@@ -637,8 +622,7 @@ class Embedding(OpaqueOp):
 class AddTable(Op):
     """x [r, c] + the same rows of a stored table, which every device keeps whole."""
 
-    #: Rows of the table.
-    rows: int
+    rows: int  #: rows of the table
 
     kind = "add_table"
 
@@ -671,11 +655,9 @@ class Window(Op):
     rank: int = 3
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
-    #: Rows and columns beyond the borders: top, left, bottom, right.
-    pad: tuple[int, int, int, int] = (0, 0, 0, 0)
+    pad: tuple[int, int, int, int] = (0, 0, 0, 0)  #: rows and columns beyond the borders: top, left, bottom, right
     dilation: tuple[int, int] = (1, 1)
-    #: Y, X, C.
-    source: tuple[int, int, int]
+    source: tuple[int, int, int]  #: Y, X, C
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((r,) for r in ranges) for ranges in product(*region))
@@ -709,13 +691,11 @@ class Conv(Window):
     tensors: the matrix [ky * kx * C / groups, n], rows in the order (ky, kx, c), and an optional bias.
     """
 
-    #: Groups of channels; each reads its own input channels.
-    groups: int = 1
+    groups: int = 1  #: groups of channels; each reads its own input channels
     bias: bool = True
     activation: str | None = None
     residual: bool = False
-    #: The residual is added before the activation, not after it.
-    residual_first: bool = False
+    residual_first: bool = False  #: the residual is added before the activation, not after it
 
     kind = "conv"
 
@@ -785,8 +765,7 @@ class MaxPool(Window):
 class AveragePool(MaxPool):
     """The mean under the window, channel by channel."""
 
-    #: Cells beyond the map count as zeros.
-    count_pad: bool
+    count_pad: bool  #: cells beyond the map count as zeros
 
     kind = "average_pool"
 
@@ -830,8 +809,7 @@ class ScaleMap(Op):
 class MapAsRows(Op):
     """A map [Y, X, C] as rows [Y X, C], one per pixel, cut in whole rows of the map."""
 
-    #: Y, X, C.
-    source: tuple[int, int, int]
+    source: tuple[int, int, int]  #: Y, X, C
 
     kind = "pixels"
     is_view = True

@@ -100,14 +100,11 @@ class Search:
     def __init__(self, question: Question) -> None:
         check_question(question)
         self.question = question
-        #: Feasible candidates.
-        self.feasible: list[Candidate] = []
+        self.feasible: list[Candidate] = []  #: feasible candidates
         #: Feasible standing plans: the active plan and its variants, plans with loaded weights, one device alone.
         self.standing: list[Candidate] = []
-        #: Drafts that do not fit into memory.
-        self.oversized: list[Draft] = []
-        #: Candidates that are too slow to refine; their prices have no memory needs.
-        self.pruned: list[Candidate] = []
+        self.oversized: list[Draft] = []  #: drafts that do not fit into memory
+        self.pruned: list[Candidate] = []  #: candidates that are too slow to refine; their prices have no memory needs
         self._number = 0  # of guesses so far
         self._kept_out: list[Plan] = []  # plans with packets beyond a limit
         self._larger: dict[str, list[Draft]] = {}  # by name: drafts that wait for the price of half as many devices
