@@ -218,11 +218,9 @@ def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], root: st
     return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, root)}" for place in places)
 
 
-def timeline_text(
-    events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int = 72
-) -> list[str]:
+def timeline_text(events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float) -> list[str]:
     """Return one line per device and lane, with the load of each moment from ' ' (idle) to '#' (always busy)."""
-    marks = " .:+#"
+    marks, width = " .:+#", 72
     lines = []
     for (device, lane), busy in timeline_busy(events, devices, seconds, width).items():
         bar = "".join(marks[min(int(b * len(marks)), len(marks) - 1)] for b in busy)

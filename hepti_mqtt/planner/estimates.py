@@ -197,7 +197,7 @@ class SiteEstimates:
             if rate is not None and not loading and not (is_shared and ("pair rate", key) in self._quantities):
                 self._record_rate(key, _log_rate(rate), "idle", weight, now)
 
-    def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
+    def record_compute(self, name: str, log_ratio: float, now: float) -> None:
         """Learn from a run: logarithm of the device's compute time relative to its price at slowdown 1.
 
         Runs are the strongest evidence. The meter's readings since the last run give the meter's offset.
@@ -205,8 +205,8 @@ class SiteEstimates:
         device = self._devices.get(name)
         if device is None:
             return
-        change = self._observe("slowdown", (name,), log_ratio, "run", weight, now)
-        if device.meters and weight >= 0.8 and change is None:
+        change = self._observe("slowdown", (name,), log_ratio, "run", 1.0, now)
+        if device.meters and change is None:
             meter = self._quantities["slowdown", (name,)].streams["meter"]
             meter.learn_offset(median_low(device.meters) - log_ratio)
         device.meters.clear()

@@ -83,17 +83,6 @@ _BROKER: Final = "the site's broker"
 _Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
 
 
-def candidates(question: Question) -> Iterator[Candidate]:
-    """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
-
-    First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded weights,
-    the best device alone. Then all others by price, in the order of their lower bounds. Then refinements of the best.
-    The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide` does, except
-    PlanError: if no plan fits, nothing is yielded.
-    """
-    return Search(question).candidates()
-
-
 class Search:
     """One search and its results so far."""
 
@@ -111,7 +100,13 @@ class Search:
         self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates as described in `candidates`."""
+        """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
+
+        First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded
+        weights, the best device alone. Then all others by price, in the order of their lower bounds. Then refinements
+        of the best. The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide`
+        does, except PlanError: if no plan fits, nothing is yielded.
+        """
         guesses, without_room = _by_room(self.question, list(_initial_plans(self.question)))
         if not self.question.is_exhaustive:
             guesses, self._larger = _by_size(guesses)

@@ -260,17 +260,15 @@ class Rollout:
             return [] if record.unready_devices else self._activate(group, record, now)
         return self._handle_refusal(group, record, device, message, now)
 
-    def handle_unreachable_peers(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Replace the plan of a device that cannot connect to peers; the next plan relays their frames."""
-        note = LogEvent("relayed", f"{message.text}; the broker relays their frames")
-        return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # wait for reports of other devices
+    def replace_plan(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
+        """Replace a plan, and retry its runs.
 
-    def handle_forgotten(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Replace a plan that a device released while it was doubted, and retry its runs."""
-        return [LogEvent("forgotten", message.text), *self._replace_plan(message, now, now)]
-
-    def _replace_plan(self, message: messages.PrepareFailed, due_s: float, now: float) -> list[CoordinatorCommand]:
-        out: list[CoordinatorCommand] = []
+        The device cannot connect to peers, whose frames the next plan relays, or it released the plan in doubt.
+        """
+        due_s, note = now, LogEvent("forgotten", message.text)
+        if message.code == "mesh":  # wait for reports of other devices
+            due_s, note = now + SETTLE_S, LogEvent("relayed", f"{message.text}; the broker relays their frames")
+        out: list[CoordinatorCommand] = [note]
         for group in self._groups.of_model(message.model):
             preparing, active = group.plans.preparing, group.plans.active
             if preparing is not None and message.plan_version in preparing.versions:

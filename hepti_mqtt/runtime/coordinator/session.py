@@ -247,9 +247,7 @@ class CoordinatorSession:
     def _handle_status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        before = self.fleet.member(event.device).refused
-        out = self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
-        return self._log_refused(event.device, before) + out
+        return self._handle_news(event.device, partial(self.fleet.record_status, event.device, event.status, now), now)
 
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
@@ -260,9 +258,7 @@ class CoordinatorSession:
             return self._warn_implausible(
                 event.device, f"Refused the caps of {event.device} ({wrong}). Restart its agent, or update it."
             )
-        before = self.fleet.member(event.device).refused
-        out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
-        return self._log_refused(event.device, before) + out
+        return self._handle_news(event.device, partial(self.fleet.record_caps, event.device, event.caps), now)
 
     def _handle_use(self, event: DeviceUse, now: float) -> list[CoordinatorCommand]:
         """Switch a device off or on: runs on a device that is switched off are retried, and it releases all plans."""
@@ -274,10 +270,12 @@ class CoordinatorSession:
         lost = self._handle_lost(event.device, f"was {UNWANTED}", now)
         return [*lost, self._rollout.release_all(event.device)]
 
-    def _log_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
-        """Log a new refusal of a device; before: the earlier one."""
+    def _handle_news(self, device: str, record: Callable[[], str | None], now: float) -> list[CoordinatorCommand]:
+        """Record a status or caps of a device, and log a new refusal."""
+        before = self.fleet.member(device).refused
+        out = self._handle_change(device, record(), now)
         refused = self.fleet.member(device).refused
-        return [LogEvent("refused", refused)] if refused not in ("", before) else []
+        return [LogEvent("refused", refused), *out] if refused not in ("", before) else out
 
     def _handle_heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
         device = event.device
@@ -466,11 +464,10 @@ class CoordinatorSession:
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
             self.counters["foreign_message"] += 1
             return []
-        if isinstance(message, messages.PrepareFailed) and message.code == "mesh":
-            self.fleet.record_unreachable(device, message.peers, now)
-            return self._rollout.handle_unreachable_peers(message, now)
-        if isinstance(message, messages.PrepareFailed) and message.code == "forgotten":
-            return self._rollout.handle_forgotten(message, now)
+        if isinstance(message, messages.PrepareFailed) and message.code in ("mesh", "forgotten"):
+            if message.code == "mesh":
+                self.fleet.record_unreachable(device, message.peers, now)
+            return self._rollout.replace_plan(message, now)
         self._rollout.record_device_progress(device, message, now)
         group = self.groups.group_of_preparation(message.model, message.transaction_id)
         if group is None:
