@@ -106,8 +106,6 @@ class Attention(HeadedAttention):
     #: `tensors` are keys and queries of distances instead, [buckets, heads x d] each (DeBERTa, He et al., 2021).
     disentangled: bool = False
 
-    kind = "attention"
-
     @cached
     def _sequences(self) -> tuple[IndexSet, ...]:
         return tuple(span(*pair) for pair in pairwise((0, *accumulate(self.lengths))))
@@ -269,8 +267,6 @@ class Rotate(Op):
     norm: Norm | None = None
     places: int = 0  #: positions of a session; the second input is then `at`, the position of each item's first row
     divisors: tuple[float, ...] = ()  #: of the frequencies [d / 2], empty if all are 1
-
-    kind = "rotate"
 
     def granularity(self) -> tuple[int, ...]:
         return 1, self.d

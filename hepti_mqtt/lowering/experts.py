@@ -67,8 +67,6 @@ class ExpertsUp(ExpertsOp):
     limit: float = 0.0  #: bound of gates, and of the size of up columns before the offset; 0 for none
     offset: float = 0.0
 
-    kind = "experts_up"
-
     def granularity(self) -> tuple[int, ...]:
         return self.chosen, 1, self.space[2]
 
@@ -95,8 +93,6 @@ class ExpertsDown(ExpertsOp):
     """
 
     normed: bool  #: the weights of the chosen experts add up to 1
-
-    kind = "experts_down"
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         rows = tuple((a * self.chosen, z * self.chosen) for a, z in region[0])

@@ -7,6 +7,7 @@ dimension is a partial result. Letters: r rows, c columns, k reduced indices, d 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise, product
@@ -90,11 +91,15 @@ class Op:
     rank: int = 2
     dtype: SlotDtype = "f32"
 
-    kind: ClassVar[str] = "op"
+    kind: ClassVar[str] = "op"  # for people: by default the name of the class
     summed_input: ClassVar[int] = -1  # the input that the kernel reads as several parts and adds up
     is_view: ClassVar[bool] = False  # the result consists of unchanged pieces of the inputs
     stays_f32: ClassVar[bool] = False  # too sensitive for a narrow dtype on the wire
     is_session_state: ClassVar[bool] = False  # an array that outlives the run in place; `tensors` is its name
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in cls.__dict__:
+            cls.kind = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __post_init__(self) -> None:
         # The identity of an op, without name and place. Ops are the keys of every cache, so it is computed once.
@@ -210,8 +215,6 @@ class Op:
 class Input(Op):
     """An input of the request, which the planner sends to every device: token ids, pixels."""
 
-    kind = "input"
-
     def granularity(self) -> tuple[int, ...]:
         return self.space  # the planner sends all of it to every device
 
@@ -226,7 +229,6 @@ class Rows(Op):
 
     rows: tuple[int, ...] | None = None
 
-    kind = "rows"
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
@@ -240,7 +242,6 @@ class Columns(Op):
 
     start: int
 
-    kind = "columns"
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
@@ -272,7 +273,6 @@ class Reshape(Op):
 
     source: tuple[int, ...]  #: shape of the input
 
-    kind = "reshape"
     is_view = True
 
     def computed_region(self, region: Region) -> Region:
@@ -288,7 +288,6 @@ class Flatten(Op):
 
     source: tuple[int, int, int]
 
-    kind = "flatten"
     is_view = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -371,8 +370,6 @@ class Linear(Op):
     activation: str | None = None
     residual: bool = False
 
-    kind = "linear"
-
     def share_unit(self, dim: int) -> int:
         # The columns become the next product's k, which is cut between blocks.
         return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
@@ -420,7 +417,6 @@ class Activation(Op):
 
     function: str
 
-    kind = "activation"
     summed_input = 0
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
@@ -431,7 +427,6 @@ class Activation(Op):
 class Add(Op):
     """x + y, where y may come as several summands."""
 
-    kind = "add"
     summed_input = 1
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
@@ -443,8 +438,6 @@ class Gate(Op):
     """function(x) * y over (r, c): the hidden columns of a gated MLP."""
 
     function: str
-
-    kind = "gate"
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("gate", (), {"activation": self.function})
@@ -487,7 +480,6 @@ class LayerNorm(Op):
 class Moments(Op):
     """Mean and sum of squared deviations over (r, 2, k): partial if columns lie on several devices."""
 
-    kind = "moments"
     stays_f32 = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -510,7 +502,6 @@ class Candidates(Op):
     inputs: the logits, and the temperature of each row, i32 [r].
     """
 
-    kind = "candidates"
     stays_f32 = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -534,7 +525,6 @@ class Normalise(Op):
 
     norm: Norm
 
-    kind = "normalise"
     summed_input = 1
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
@@ -583,8 +573,6 @@ class Embedding(OpaqueOp):
     token, then those of the addends. The part that contains token 0 adds the addends, so that sums contain them once.
     """
 
-    kind = "embedding"
-
     def granularity(self) -> tuple[int, ...]:
         # A fused norm needs whole sums.
         return 1, 1, self.space[2] if "gamma" in dict(self.attrs).get("parts", ()) else 1
@@ -623,8 +611,6 @@ class AddTable(Op):
     """x [r, c] + the same rows of a stored table, which every device keeps whole."""
 
     rows: int  #: rows of the table
-
-    kind = "add_table"
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((part,) for part in parts) for parts in product(*region))
@@ -697,8 +683,6 @@ class Conv(Window):
     residual: bool = False
     residual_first: bool = False  #: the residual is added before the activation, not after it
 
-    kind = "conv"
-
     def granularity(self) -> tuple[int, ...]:
         return (1, 1, 1 if self.groups == 1 else self.space[2] // self.groups)
 
@@ -767,8 +751,6 @@ class AveragePool(MaxPool):
 
     count_pad: bool  #: cells beyond the map count as zeros
 
-    kind = "average_pool"
-
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("average_pool2d", (), {**self.window(region), "count_pad": self.count_pad})
 
@@ -776,8 +758,6 @@ class AveragePool(MaxPool):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalAverage(Op):
     """The mean of each channel of a map [Y, X, C], over (1, c, Y, X): parts of a map yield partial means."""
-
-    kind = "global_average"
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple((*region[:2], (y,), (x,)) for y, x in product(*region[2:]))
@@ -795,8 +775,6 @@ class ScaleMap(Op):
 
     rank: int = 3
     function: str | None
-
-    kind = "scale_map"
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         return (span(0, 1), region[2]), region
