@@ -28,7 +28,7 @@ from device_agent.links import MeshLinks, open_links
 from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget, usable_cores
 from device_agent.measure import Curves, load_or_measure, measurement_file
-from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
+from device_agent.network import PLANES, AgentEvent, ErrorLog, Network, Stop
 from device_agent.probes import Prober
 from device_agent.saved_caches import SHARE, SavedCaches
 from device_agent.shell import BuilderThread, SessionLoop
@@ -57,7 +57,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport.base import Backoff, Inbox, OnMessage, OnState, Will
+from hepti_mqtt.transport.base import Backoff, Connected, Inbox, OnMessage, OnState, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import PacketLimit, open_broker_warning
 from hepti_mqtt.transport.name_claim import claim, new_boot
@@ -426,11 +426,11 @@ class _Agent:
         release_compiler()
         return workers, curves
 
-    def _announce(self, link: LinkUp) -> int | None:
+    def _announce(self, link: Connected) -> int | None:
         device = self._config.device_id
         largest, limit = self._packets.largest(link.protocol, link.largest_packet_bytes)
         self._caps = replace(self._caps, largest_packet_bytes=largest or 0, mqtt=link.protocol)
-        self._prober.set_packet_limit(limit, link.broker_is_local)
+        self._prober.set_packet_limit(limit, link.local)
         self._publish_caps()
         self._is_announced = True
         self._announce_status()

@@ -21,15 +21,12 @@ from device_agent.network import (
     PLANES,
     AgentEvent,
     ErrorLog,
-    LinkDown,
-    LinkUp,
     Network,
     OwnStatus,
     PeerProbeDue,
+    PlaneState,
     PlannerStatus,
-    RefusedByBroker,
     Stop,
-    SubscriptionAcknowledged,
     Subscriptions,
 )
 from device_agent.probes import BUSY_S
@@ -53,7 +50,7 @@ from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport.base import Inbox
+from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 
 Orders = SimpleQueue[interface.BuildProgram | interface.AnalysePrepare | None]
 
@@ -146,7 +143,7 @@ class SessionLoop:
         builder: BuilderThread,
         meter: Meter,
         complaints: ErrorLog,
-        announce: Callable[[LinkUp], int | None],
+        announce: Callable[[Connected], int | None],
         log: logging.Logger,
         links: MeshLinks | None = None,
         private_key: bytes = b"",
@@ -165,7 +162,7 @@ class SessionLoop:
         self._subscriptions = Subscriptions(network)
         self._pauses = IdleProbes(network, links)
         self._logged = 0  # transitions of plans in the log
-        self._up: dict[Plane, LinkUp] = {}
+        self._up: dict[Plane, Connected] = {}
         self._announced = False
         self._name = NameHolder(start)
         self._planner: Start | None = None
@@ -177,10 +174,7 @@ class SessionLoop:
         self.packet_limit_bytes: int | None = None
         self.last_op_s = float("-inf")  # time of the last op, by time.perf_counter()
         self._event_handlers: Mapping[type, Callable[[Any], None]] = {
-            LinkUp: self._link_up,
-            LinkDown: self._link_down,
-            SubscriptionAcknowledged: self._acknowledged,
-            RefusedByBroker: self._filters_refused,
+            PlaneState: self._plane_state,
             PlannerStatus: self._planner_status,
             MessageIn: self._message,
             OwnStatus: self._own_status,
@@ -405,40 +399,48 @@ class SessionLoop:
 
     # -- the connections -----------------------------------------------------------------------------------------
 
-    def _link_up(self, event: LinkUp) -> None:
-        self._up[event.plane] = event
+    def _plane_state(self, event: PlaneState) -> None:
+        match event.state:
+            case Connected() as link:
+                self._link_up(event.plane, link)
+            case Disconnected(reason):
+                self._link_down(event.plane, reason)
+            case Subscribed(token):
+                for model, plan_version in self._subscriptions.acknowledged(event.plane, token):
+                    self.handle_event(interface.Subscribed(model, plan_version))
+            case Refused() as refusal:
+                self._filters_refused(event.plane, refusal)
+
+    def _link_up(self, plane: Plane, link: Connected) -> None:
+        self._up[plane] = link
         is_complete = not self._announced and len(self._up) == len(PLANES)
         if is_complete:
             self._announced = True
             self.packet_limit_bytes = self._announce(self._up["control"])
-        if is_complete or event.plane == "control":  # after the status: the planner must know the device
+        if is_complete or plane == "control":  # after the status: the planner must know the device
             self._loader.post(RequestAgain())
 
-    def _link_down(self, event: LinkDown) -> None:
-        self._log.warning("the %s connection is lost (%s); connecting again", event.plane, event.reason)
-        self._up.pop(event.plane, None)
-        if event.plane == "control":
+    def _link_down(self, plane: Plane, reason: str) -> None:
+        self._log.warning("the %s connection is lost (%s); connecting again", plane, reason)
+        self._up.pop(plane, None)
+        if plane == "control":
             self._announced = False
             self._feed_session(interface.MayHaveMissedCommands("the control connection was lost"))
 
-    def _acknowledged(self, event: SubscriptionAcknowledged) -> None:
-        for model, plan_version in self._subscriptions.acknowledged(event.plane, event.token):
-            self.handle_event(interface.Subscribed(model, plan_version))
-
-    def _filters_refused(self, event: RefusedByBroker) -> None:
-        what = f"the broker refused {', '.join(event.topics)}: {event.reason}; check its access list"
-        if event.token is None and self._session.topics.status(self._session.device) in event.topics:
+    def _filters_refused(self, plane: Plane, refusal: Refused) -> None:
+        what = f"the broker refused {', '.join(refusal.topics)}: {refusal.reason}; check its access list"
+        if refusal.token is None and self._session.topics.status(self._session.device) in refusal.topics:
             what += f"; the broker's user must be named {self._session.device}, as the device is"
             self._inbox.post(Stop(RefusedError(what), announce_offline=False))
             return
-        if event.token is None:
+        if refusal.token is None:
             self._complaints.record("publish_refused", what)
             return
         error = RefusedError(what)
-        if (event.plane, event.token) in self._network.base_subscription_tokens:
+        if (plane, refusal.token) in self._network.base_subscription_tokens:
             self._inbox.post(Stop(error))
             return
-        for model, plan_version in self._subscriptions.refused(event.plane, event.token):
+        for model, plan_version in self._subscriptions.refused(plane, refusal.token):
             self.handle_event(interface.LoadFailed(model, plan_version, error))
 
     # -- statuses ------------------------------------------------------------------------------------------------
