@@ -243,13 +243,6 @@ def test_simulate_an_onnx_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert json.loads(out)["candidates"]
 
 
-def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--json", "--variant", "kv")
-    code, out, err = run(capsys, *common, "--strategy", "auto")
-    assert code == 0, err
-    assert out == run(capsys, *common)[1]
-
-
 CATALOGUE = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
 
 
@@ -371,20 +364,6 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 
 
 NO_SPEC = cast(Spec, None)  # what only --tokens asks
-
-
-@pytest.mark.parametrize("ids", ["", "1,", "1,b"])
-def test_ids_that_are_none_are_told_so(ids: str) -> None:
-    args = build().parse_args(["infer", "tiny", "--ids", ids])
-    with pytest.raises(ConfigError):
-        request_body(args, NO_SPEC)
-
-
-def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"spec": {"family": "new"}}
-    client = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
-    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
 
 
 #: As cli.md and troubleshooting.md say, and the services' units, which give up at 2 and 6.
@@ -587,32 +566,3 @@ def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do(
     code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
     assert code == 0
     assert "task 0" in out
-
-
-@pytest.mark.parametrize("config", [{"num_parts": 5}, {"num_groups": 3}, {"num_parts": 2}, "tiny-bert"], ids=str)
-def test_a_planner_ends_with_what_is_wrong_with_a_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, int] | str
-) -> None:
-    for kind in ("tiny-debert", "tiny-bert"):
-        run(capsys, "model", "make", kind, "--out", str(tmp_path / kind))
-    file = tmp_path / "tiny-debert" / "config.json"
-    other = json.loads((tmp_path / "tiny-bert" / "config.json").read_text())
-    changed = {**json.loads(file.read_text()), **config} if isinstance(config, dict) else other
-    file.write_text(json.dumps(changed))
-    broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
-    code, out, err = run(capsys, "planner", "--model", f"m={file.parent}", *broker)
-    assert (code, out) == (2, "")
-    assert len(err) < 1500
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["agent", "--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
-def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path, arguments: list[str]) -> None:
-    arguments = [str(tmp_path / "model") if a == "OUT" else a for a in arguments]
-    code = (
-        "import sys\nfrom hepti_mqtt.cli.main import main\n"
-        f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
-        "heavy = ('numba', 'PIL', 'psutil', 'benchmarks')\n"
-        "print([m for m in sys.modules if m.startswith(heavy)], file=sys.stderr)\nsys.exit(code)"
-    )
-    done = python(code)
-    assert (done.returncode, done.stderr.strip()) == (0, "[]")

@@ -22,7 +22,7 @@ from hepti_mqtt.cli.main import main
 from hepti_mqtt.config.process import StopSignals
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError, NetworkError, RefusedError
+from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
@@ -366,19 +366,6 @@ def agent_config(url, tmp_path, **options):
     return AgentConfig(BrokerUrl.parse(url), "home", "own1", threads=1, cache_dir=tmp_path, **options)
 
 
-def test_an_agent_in_a_thread_ends_on_request(planner, broker, tmp_path):
-    stop = StopSignals()
-    thread = threading.Thread(target=run_agent, args=(agent_config(broker.url, tmp_path), stop), daemon=True)
-    thread.start()
-    start = planner.online("own1")
-    stop.request()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert planner.wait("own1", protocol_messages.Status, STARTED) == protocol_messages.Status(
-        "offline", start.boot, version=__version__, term=start.term, reason="stopped"
-    )
-
-
 def test_an_agent_that_cannot_start_says_why(planner, broker, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no room for kernels")
@@ -401,14 +388,6 @@ def test_a_broker_of_the_old_protocol_is_tried_for_its_largest_packet(planners, 
         stop.request()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def test_a_wrong_password_is_told_at_once(tmp_path):
-    with start_broker(users=USERS) as broker:
-        url = broker.url.replace("mqtt://", "mqtt://hepti:wrong@")
-        with pytest.raises(RefusedError) as caught:
-            run_agent(agent_config(url, tmp_path))
-        assert "wrong" not in str(caught.value)
 
 
 def test_no_broker_without_patience_is_an_error(tmp_path, capsys):
@@ -441,15 +420,3 @@ def test_the_budget_is_what_is_given_as_far_as_it_is_free_or_most_of_what_is_fre
     assert memory_budget(None, 1000 * mib) == 800 * mib - LOADING_BYTES
     with pytest.raises(ConfigError):
         memory_budget(LOADING_BYTES, 10**12)
-
-
-@pytest.mark.parametrize("options", [["--id", "No Name"], ["--id", "d1", "--site", "a/b"]])
-def test_wrong_names_are_usage_errors(tmp_path, options):
-    assert main(["agent", "--broker", "mqtt://127.0.0.1", "--cache", str(tmp_path), *options]) == ConfigError.exit_code
-
-
-@pytest.mark.parametrize("option", [["--threads", "0"], ["--memory", "x"]])
-def test_wrong_values_are_usage_errors(option):
-    with pytest.raises(SystemExit) as end:
-        main(["agent", "--broker", "mqtt://127.0.0.1", "--id", "d1", *option])
-    assert end.value.code == ConfigError.exit_code

@@ -304,12 +304,6 @@ def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
         ready.infer("tiny", text="x", devices=["nobody"])
 
 
-def test_a_repeated_id_is_answered_again_without_computing(user: User) -> None:
-    _, first = user.ask("tiny", {"text": "hello again", "id": "twice"})
-    _, second = user.ask("tiny", {"text": "hello again", "id": "twice"})
-    assert second == {**first, "repeated": True}, "the very same answer, its measured times included"
-
-
 def test_a_second_planner_ends_at_once(site: Site, ready: Hepti) -> None:
     second = site.planner(name="second")
     assert second.wait(PATIENCE_S) == ConfigError.exit_code
