@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from client_support import A_PLAN, PATIENCE_S, Planner
 from limited_broker import mosquitto_with
+from site_processes import poll
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -47,7 +48,7 @@ def planner(broker, site):
 def hepti(broker, planner, site):
     planner.online()
     with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
-        h.models(PATIENCE_S)  # the status of the planner, arriving later, would repeat waiting requests
+        poll(lambda: h.planner_online, "the planner's status, which would repeat waiting requests if it came later")
         yield h
 
 
@@ -126,7 +127,7 @@ def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
         busy = Planner(str(broker.url), site, acknowledges=False)
         busy.online()
         with Hepti.connect(str(broker.url), site=site) as h:
-            h.models(PATIENCE_S)
+            poll(lambda: h.planner_online, "the planner's status")
             futures = [h.submit("m", text="x") for _ in range(4)]
             ids = [busy.next()[1]["id"] for _ in range(2)]
             futures[0].cancel()
