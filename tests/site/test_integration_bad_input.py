@@ -84,7 +84,6 @@ WRONG: dict[tuple[str, str], tuple[Any, ...]] = {
     ),
     ("tiny", "context_length_exceeded"): ({"text": "word " * 200},),
     ("vit", "bad_request"): ({"image": "bm8gcGljdHVyZQ=="},),
-    ("huge", "no_plan"): ({"ids": [1, 2, 3]},),
     ("tiny", "config"): ({"ids": [1], "strategy": "decoupled"},),
 }
 

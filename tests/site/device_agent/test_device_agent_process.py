@@ -38,7 +38,6 @@ PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it
 MODEL = "tiny"
 TOPICS = Topics("home")
 STARTED = lambda status: status.state != "starting"  # noqa: E731
-USERS = {"hepti": "secret"}
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
-import struct
 
 import pytest
 from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
@@ -25,7 +23,7 @@ from hepti_mqtt.transport.endpoint import (
 )
 
 IN_311, IN_5 = b"\x20\x02\0\0", b"\x20\x10\0\0\x0d\x24\0\x25\0\x29\0\x2a\0\x27\0\0\x40\0"
-PING, PONG, BYE = b"\xc0\0", b"\xd0\0", b"\xe0\0"
+PING, PONG = b"\xc0\0", b"\xd0\0"
 
 
 def session(version=4):
@@ -378,19 +376,6 @@ def test_what_covers_is_never_more_than_what_matches():
         if allowed == wanted:
             assert covers(allowed, wanted)
     assert covered > 500
-
-
-@pytest.mark.parametrize("last", [BYE, b"", None], ids=["DISCONNECT", "closes", "reset"])
-def test_who_leaves_is_not_counted_as_an_offender(site, last):
-    client = site.let_in()
-    if last:
-        client.sendall(last)
-    else:
-        if last is None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client.close()
-    site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.rejected == 0
 
 
 def test_a_token_and_its_filters_hold_as_long_as_their_grant():
