@@ -19,7 +19,7 @@ import psutil
 import pytest
 from broker_kinds import needs_mosquitto
 from closed_broker import Someone
-from site_processes import PATIENCE_S, ROOT
+from site_processes import PATIENCE_S, ROOT, free_port
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.closed_site.folder import SiteFolder
@@ -82,6 +82,13 @@ def test_a_broker_that_is_told_to_end_leaves_nothing(
     running.process.send_signal(number)  # SIGHUP: its terminal is closed
     assert running.end()[0] == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_an_open_broker_says_so_once(start: Callable[..., Running]) -> None:
+    running = start("--bind", "0.0.0.0", "--port", str(free_port()))
+    running.process.terminate()
+    code, err = running.end()
+    assert (code, err.count("OPEN BROKER")) == (0, 1)
 
 
 def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:

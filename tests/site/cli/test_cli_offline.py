@@ -97,10 +97,6 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: 
     [
         ("infr m", "infer"),
         ("infer m --text x --reapet 3", "--repeat"),
-        ("infer m --text x --wire f61", "f16"),
-        ("plan --sotry", "--story"),
-        ("infer --txt hello", "--text"),
-        ("site init --dri home", "--dir"),
         ("simulate bert-lage --devices-file paper-pair", "bert-large"),
         ("simulate bert-large --devices-file paper-pear", "paper-pair"),
         ("model make bert-bse --out x", "bert-base"),
@@ -153,9 +149,6 @@ def test_common_options_may_stand_before_the_command(
         ("hepti inf", ["infer"]),
         ("hepti --json mod", ["model"]),
         ("hepti infer m --wire ", ["f32", "f16", "i8"]),
-        ("hepti model ma", ["make"]),
-        ("hepti health pl", ["planner"]),
-        ("hepti plan --sto", ["--story"]),
         ("hepti infer m --image doo", []),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -239,35 +238,6 @@ def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> N
                 assert "Traceback" not in err
         code, _, _ = run("devices", "--broker", broker.url.replace("://", "://someone:right@"), "--wait", "0.1")
         assert code == ConfigError.exit_code, "let in, and nobody is there"
-
-
-def test_a_broker_where_it_was_asked_for(site: Site, run: Any) -> None:
-    with socket.socket() as sock:
-        sock.bind(("0.0.0.0", 0))
-        port = sock.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hepti_mqtt.cli", "broker", "--bind", "0.0.0.0", "--port", str(port)],
-        env=site.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    watchdog = threading.Timer(PATIENCE_S, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"mqtt://0.0.0.0:{port}\n"
-        code, _, err = run("broker", "--bind", "0.0.0.0", "--port", str(port))
-        assert code == 2
-        assert f"port {port}" in err
-        process.terminate()
-        _, err = process.communicate()
-        assert process.returncode == 0
-        assert sum("OPEN BROKER" in line for line in err.splitlines()) == 1
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
 
 
 def test_ctrl_c_is_no_traceback(site: Site) -> None:

@@ -36,7 +36,6 @@ from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
-from hepti_mqtt.service.threads import FairExecutor
 from hepti_mqtt.transport.base import Connected, Delivery, Receipt
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
@@ -302,14 +301,6 @@ def waiting(inbox):
     return commands
 
 
-def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
-    unconnected.channel._handle_state(Connected(5, None))
-    unconnected.channel._handle_state(Connected(5, None, resumed=True))
-    assert not caplog.records, "the first time in this life nobody knows us"
-    unconnected.channel._handle_state(Connected(5, None, resumed=False))
-    assert len(caplog.records) == 1
-
-
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
 def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
     log = logging.getLogger(f"planner at {level}")
@@ -353,16 +344,6 @@ def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, 
     unconnected.channel.handle_delivery(Delivery(topic, b'{"cancel": "q1"}', receipt, repeated=False))
     assert unconnected.reading.step()
     assert acknowledged == [receipt]
-
-
-def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
-    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
-    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
-    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
-    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
-    assert unconnected.refusing.step()
-    answer = json.loads(said[0].payload)
-    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
 
 
 def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):

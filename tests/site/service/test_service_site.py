@@ -295,6 +295,9 @@ def test_errors_come_back_as_json(ready: Hepti, user: User) -> None:
         ("tiny", {"text": "x", "reply_to": "hepti/v1/test/dev/a/cmd"}, "bad_request"),
         ("tiny", {"text": "x", "devices": ["nobody"]}, "no_plan"),
         ("tiny", {"text": "x", "strategy": "magic"}, "bad_request"),
+        ("tiny", {"ids": [1, -1]}, "bad_request"),
+        ("tiny", {"ids": [1], "strategy": "decoupled"}, "config"),
+        ("tiny", {"text": "word " * 200}, "context_length_exceeded"),
     ):
         _, answer = user.ask(model, {"id": f"wrong-{code}", **request})
         assert (answer["id"], answer["error"]["code"]) == (f"wrong-{code}", code)

@@ -89,15 +89,6 @@ def test_what_the_broker_has_not_acknowledged_is_sent_again(protocol, proxy, mos
     assert payloads == {b"%d" % n for n in range(200)}
 
 
-def test_a_subscription_made_while_disconnected_comes_with_the_connection(proxy, mosquitto, peers):
-    early = peers(mosquitto.url, connect=False)
-    token = early.transport.subscribe([("early", 1)])
-    early.transport.connect()
-    assert [early.state(), type(early.state())] == [Subscribed(token), Connected]
-    early.transport.publish("early", b"yes", 1)
-    assert early.message() == ("early", b"yes")
-
-
 def test_the_queue_is_bounded_when_the_broker_does_not_read(proxy, peers):
     sender = peers(proxy.url, max_queued_bytes=2_000_000)
     proxy.flowing.clear()
@@ -270,16 +261,6 @@ def test_hundreds_may_wait_and_other_connections_go_on(mosquitto, protocol, topi
     assert other.message() == (f"{topic}/200", b"200")
     for delivery in kept:
         keeper.acknowledge(delivery)
-
-
-@needs_mosquitto
-def test_a_publish_tells_when_the_broker_has_it(mosquitto, protocol, topic, peers):
-    sender, taken = peers(mosquitto.url, protocol=protocol), threading.Event()
-    mosquitto.stop()
-    sender.transport.publish(topic, b"x", 1, taken=lambda _: taken.set())
-    assert not taken.is_set()
-    mosquitto.start()
-    assert taken.wait(PATIENCE_S)
 
 
 @needs_mosquitto

@@ -90,19 +90,20 @@ def test_wills_keep_alive_and_limits_of_a_client_are_understood():
     assert (client_session.largest_bytes, client_session.silence_s) == (4096, float("inf"))
 
 
-def test_subscriptions_are_granted_one_by_one():
-    client_session = session()
-    assert client_session.feed(subscribe("x/a", "y/a", "x/a#", packet_id=258)) == b"\x90\x05\x01\x02\0\x80\x80"
+@pytest.mark.parametrize(
+    ("version", "own", "granted", "left"),
+    [
+        (4, {}, b"\x90\x05\x01\x02\0\x80\x80", b"\xb0\x02\0\x01"),
+        (5, {"options": 0x2E, "properties": b"\x0b\x07"}, b"\x90\x06\x01\x02\0\0\x87\x8f", b"\xb0\x05\0\x01\0\0\x11"),
+    ],
+)
+def test_subscriptions_are_granted_one_by_one(version, own, granted, left):
+    client_session = session(version)
+    packets = subscribe("x/a", "y/a", "x/a#", packet_id=258, version=version, **own)
+    assert client_session.feed(packets) == granted
     assert client_session.filters == {"x/a"}
-    assert client_session.feed(unsubscribe("x/a", "x/b")) == b"\xb0\x02\0\x01"
+    assert client_session.feed(unsubscribe("x/a", "x/b", version=version)) == left
     assert client_session.filters == set()
-
-
-def test_version_5_says_why():
-    client_session = session(5)
-    packets = subscribe("x/a", "y/a", "x/a#", options=0x2E, version=5, properties=b"\x0b\x07")
-    assert client_session.feed(packets) == b"\x90\x06\0\x01\0\0\x87\x8f"
-    assert client_session.feed(unsubscribe("x/a", "x/b", version=5)) == b"\xb0\x05\0\x01\0\0\x11"
 
 
 @pytest.mark.parametrize(("version", "code"), [(4, 0x80), (5, 0x97)])
