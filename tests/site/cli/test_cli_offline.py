@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -395,41 +396,27 @@ def test_an_error_ends_a_command_with_its_code(
     assert (ended, json.loads(out)) == (code, {"ok": False, "error": {"code": error.code, "message": "why"}})
 
 
+@pytest.mark.parametrize("absent", ["broker", "planner"])
 @pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
-def test_a_user_who_names_a_time_waits_for_a_planner(
-    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
+def test_a_user_who_names_a_time_waits_and_the_wait_counts(
+    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError], absent: str
 ) -> None:
-    calls: list[int] = []
-
-    def plan(*_: Any, **__: Any) -> dict[str, Any]:
-        calls.append(1)
-        if len(calls) < 4:
-            raise NetworkError("no planner answers")
-        return {"spec": {"family": "new"}}  # and so it ends
-
-    client = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
-    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
-
-
-@pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
-def test_a_user_who_names_a_time_waits_for_a_broker_and_the_wait_counts(
-    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
-) -> None:
-    limits: list[float] = []
     record = {"spec": {"family": "new"}}  # and so it ends
+    limits: list[float] = []
+    calls = Counter[str]()
 
-    def wait_ready(_model: str, timeout: float, **_: Any) -> dict[str, Any]:
+    def answer(who: str, value: Any) -> Any:
+        calls[who] += 1
+        if who == absent and calls[who] < 4:
+            raise NetworkError(f"no {who} answers")
+        return value
+
+    def wait_ready(_model: str, timeout: float, **_: Any) -> Any:
         limits.append(timeout)
-        return record
+        return answer("planner", record)
 
-    def connect(*_: Any, **__: Any) -> Any:
-        limits.append(600.0)
-        if len(limits) < 3:
-            raise NetworkError("no broker answers")
-        return contextlib.nullcontext(SimpleNamespace(plan=lambda *_, **__: record, wait_ready=wait_ready))
-
-    monkeypatch.setattr(infer.Hepti, "connect", connect)
+    client = SimpleNamespace(plan=lambda *_, **__: answer("planner", record), wait_ready=wait_ready)
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: answer("broker", contextlib.nullcontext(client)))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
     assert not patience or limits[-1] < 600.0
 
@@ -463,28 +450,22 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
         check(hepti, args, body, paths["bert"], spec)
 
 
+NET = """<ir_version: 9, opset_import: ["" : 17]> net (float[1, 3, 9, 9] x) => (float[1, 5] y) {
+    c = Conv(x, w)
+    p = GlobalAveragePool(c)
+    f = Flatten(p)
+    y = Gemm <transB = 1> (f, v)
+}"""
+
+
 def small_net(path: Path) -> Path:
     """Write a classifier of small pictures; the test is skipped without the package onnx."""
     onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    shapes = {"w": (4, 3, 3, 3), "v": (5, 4)}
-    rng = np.random.default_rng(0)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in shapes.items()
-    ]
-    nodes = [
-        onnx.helper.make_node("Conv", ["x", "w"], ["c"]),
-        onnx.helper.make_node("GlobalAveragePool", ["c"], ["p"]),
-        onnx.helper.make_node("Flatten", ["p"], ["f"]),
-        onnx.helper.make_node("Gemm", ["f", "v"], ["y"], transB=1),
-    ]
-    ends = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims)
-        for name, dims in (("x", (1, 3, 9, 9)), ("y", None))
-    ]
-    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
-    version = [onnx.helper.make_operatorsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=version, ir_version=9), path)
+    model, rng = onnx.parser.parse_model(NET), np.random.default_rng(0)
+    for name, shape in {"w": (4, 3, 3, 3), "v": (5, 4)}.items():
+        weight = rng.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    onnx.save(model, path)
     pictures = {"size": 9, "resample": 2, "image_mean": 0.5, "image_std": 0.5}
     (path.parent / "preprocessor_config.json").write_text(json.dumps(pictures))
     return path
