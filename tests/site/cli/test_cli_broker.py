@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import queue
 import signal
 import socket
 import stat
@@ -19,14 +18,13 @@ import psutil
 import pytest
 from broker_kinds import needs_mosquitto
 from closed_broker import Someone
-from site_processes import PATIENCE_S, ROOT, free_port
+from site_processes import PATIENCE_S, ROOT, Voice, free_port
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 
@@ -140,26 +138,20 @@ def health(capsys, url, *arguments):
 
 def test_the_exit_code_says_who_is_online(capsys):
     with start_broker() as broker:
-        acknowledged = queue.SimpleQueue()
-        transport = BrokerConnection(
-            BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.put(1), on_state=lambda _: None
-        )
-        transport.subscribe([("#", 1)])
-        transport.connect()
+        voice = Voice(broker.url, "#")
         words = {
             TOPICS.planner_status(): Status("online", 3),
             TOPICS.status("a"): Status("starting", 3, "compiling kernels", 4, 23),
             TOPICS.status("b"): Status("offline", 3),
         }
         for topic, status in words.items():
-            transport.publish(topic, encode_status(status), 1, True)
-        for _ in words:
-            acknowledged.get(timeout=PATIENCE_S)
+            voice.say(topic, encode_status(status), retain=True)
+            voice.next(topic)
         assert health(capsys, broker.url, "planner")[:2] == (0, "online\n")
         assert health(capsys, broker.url, "agent", "--id", "a")[:2] == (1, "starting: compiling kernels 4 of 23\n")
         assert health(capsys, broker.url, "agent", "--id", "b")[0] == 1
         code, _, err = health(capsys, broker.url, "agent", "--id", "c", "--timeout", "0.2")
-        transport.close()
+        voice.close()
     assert code not in (0, 1)
     assert "agent" in err
 

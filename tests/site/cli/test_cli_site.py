@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +23,6 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.url import BrokerUrl
 
 METRICS_PORT = free_port()
 
@@ -241,22 +238,18 @@ def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> N
 
 
 def test_ctrl_c_is_no_traceback(site: Site) -> None:
-    heard = threading.Event()
-    listener = BrokerConnection(
-        BrokerUrl.parse(site.url), "listener", on_message=lambda *_: heard.set(), on_state=lambda _: None
-    )
-    listener.subscribe([(Topics(SITE).all_requests(), 1)])
-    listener.connect(PATIENCE_S)
     command = [sys.executable, "-m", "hepti_mqtt.cli", "infer", "tiny", "--tokens", "5", "--repeat", "1000000"]
-    with subprocess.Popen(
-        command, env=site.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        Voice(site.url, Topics(SITE).all_requests()) as listener,
+        subprocess.Popen(
+            command, env=site.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         try:
-            assert heard.wait(PATIENCE_S)
+            listener.next()
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=PATIENCE_S)
         finally:
-            listener.close()
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err

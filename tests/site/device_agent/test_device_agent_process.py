@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 
 import pytest
 from broker_kinds import broker_of, needs_mosquitto
-from site_processes import trust_measurement
+from site_processes import PATIENCE_S, Voice, trust_measurement
 
 from device_agent import AgentConfig, memory_budget, run_agent
 from device_agent.machine import LOADING_BYTES
@@ -23,11 +22,9 @@ from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.broker_limits import WANTED_BYTES
 from hepti_mqtt.transport.url import BrokerUrl
 
-PATIENCE_S = 60.0  # how long a test waits for what must come; never how long it takes
 TOPICS = Topics("home")
 STARTED = lambda status: status.state != "starting"  # noqa: E731
 
@@ -38,33 +35,26 @@ def broker():
         yield running
 
 
-class Listener:
+DECODE = {
+    "status": messages.decode_status,
+    "caps": messages.decode_caps,
+    "heartbeat": messages.decode_heartbeat,
+    "up": messages.decode_report,
+}
+
+
+class Listener(Voice):
     """Hears everything that devices say."""
 
     def __init__(self, url):
-        self.heard = queue.SimpleQueue()
         self.later = []
-        self.transport = BrokerConnection(
-            BrokerUrl.parse(url), "test-planner", on_message=self.hear, on_state=lambda state: None
-        )
         topics = (TOPICS.all_status(), TOPICS.all_caps(), TOPICS.all_heartbeats(), TOPICS.all_reports())
-        self.transport.subscribe([(t, 1) for t in topics])
-        self.transport.connect(PATIENCE_S)
+        super().__init__(url, *topics)
 
     def hear(self, topic, payload):
         parsed = TOPICS.parse(topic)
-        decode = {
-            "status": messages.decode_status,
-            "caps": messages.decode_caps,
-            "heartbeat": messages.decode_heartbeat,
-            "up": messages.decode_report,
-        }[parsed.kind]
-        if not payload:
-            return
-        value = decode(payload)
-        if value == messages.QUESTION:
-            return
-        self.heard.put((parsed.device, value))
+        if payload and (value := DECODE[parsed.kind](payload)) != messages.QUESTION:
+            self.heard.put((parsed.device, value))
 
     def wait(self, device, kind, condition=lambda value: True):
         """Return the first word of a kind that a device has said; others are kept for later waits."""
@@ -86,9 +76,6 @@ class Listener:
         online = self.wait(device, messages.Status, lambda s: s.boot != old and s.state == "online").start
         assert after is None or online > after
         return online
-
-    def close(self):
-        self.transport.close()
 
 
 @pytest.fixture
@@ -115,18 +102,8 @@ class Agents:
 
     def start(self, device, *options, url=None, cache=None):
         trust_measurement()
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "hepti_mqtt.cli",
-            "agent",
-            "--broker",
-            url or self.url,
-            "--id",
-            device,
-        ]
+        command = [sys.executable, "-W", "error", "-m", "hepti_mqtt.cli", "agent", "--id", device]
+        command += ["--broker", url or self.url]
         command += ["--threads", "1", "--cache", str(cache or self.cache), *options]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)

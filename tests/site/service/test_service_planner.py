@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import queue
 import threading
-import uuid
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from site_processes import PATIENCE_S, Voice
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
@@ -36,7 +35,7 @@ from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
-from hepti_mqtt.transport.base import Connected, Delivery, Receipt
+from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -140,39 +139,21 @@ def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
     assert len(caplog.records) == MAX_SUBJECTS, "names cost nothing to invent"
 
 
-PATIENCE_S = 20.0
-
-
-class Listener:
+class Listener(Voice):
     """Hears topics of a site, retained ones included."""
 
     def __init__(self, url, site):
         self.topics = Topics(site)
-        self.heard = queue.SimpleQueue()
-        connected = threading.Event()
-        self.transport = BrokerConnection(
-            url,
-            f"listener-{uuid.uuid4().hex[:8]}",
-            on_message=lambda topic, payload: self.heard.put((topic, bytes(payload))),
-            on_state=lambda state: connected.set() if isinstance(state, Connected) else None,
-        )
-        t = self.topics
-        self.transport.subscribe([(t.planner_status(), 1), (t.all_plans(), 1), (t.responses("me"), 1)])
-        self.transport.connect(PATIENCE_S)
-        assert connected.wait(PATIENCE_S)
+        super().__init__(str(url), self.topics.planner_status(), self.topics.all_plans(), self.topics.responses("me"))
 
     def until(self, topic, holds=lambda payload: True):
         """Return the next payload on a topic for which `holds`."""
-        while True:
-            got, payload = self.heard.get(timeout=PATIENCE_S)
-            if got == topic and holds(payload):
-                return payload
+        while not holds(payload := self.next(topic)[1]):
+            continue
+        return payload
 
     def status(self, state):
         return self.until(self.topics.planner_status(), lambda p: bool(p) and decode_status(p).state == state)
-
-    def say(self, topic, payload, retain=False):
-        self.transport.publish(topic, payload, 1, retain)
 
     def ask(self, model, **data):
         self.say(self.topics.request(model, "me"), json.dumps(data).encode())
@@ -194,7 +175,7 @@ def listen(url):
 
     yield make
     for one in opened:
-        one.transport.close()
+        one.close()
 
 
 @pytest.fixture
