@@ -61,7 +61,6 @@ def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path:
         assert set(tally.errors) <= {"overloaded"}, str(report)
 
 
-@pytest.mark.nightly
 def test_whatever_is_lost_meanwhile_streams_and_speech_end_rightly_or_with_an_error(tmp_path: Path) -> None:
     served = {MODEL: model_directory(tmp_path, "tiny")}
     report = run(Run(90.0, seed=4, every_s=(9.0, 12.0), mixed=True), tmp_path, served)

@@ -20,7 +20,7 @@ from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe,
 
 from hepti_mqtt.errors import WireError
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.peer import Address, Dropped, Joined, Lost, Refused
+from hepti_mqtt.transport.peer import Address, Dropped, Lost, Refused
 
 KEY = ("bert", 1)
 
@@ -88,19 +88,6 @@ def test_a_place_is_an_address():
         Address("pi.local", 1883)
     with pytest.raises(WireError, match="port 0"):
         Address(HOST, 0)
-
-
-def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
-    a, b = pair
-    a.mesh.expel("b", KEY)
-    assert a.mesh.publish(topic("a"), b"x") == 0
-    pump(pair, lambda: b.events_of(Lost))
-    pump(pair, lambda: b.events_of(Refused))
-    b.mesh.leave("a", KEY)
-    subscribe(b, a, ("bert", 2), "other")
-    pump(pair, joined(b, 2))
-    assert b.events_of(Joined)[-1] == Joined("a", ("bert", 2))
-    assert a.events_of(Lost) == [], "the other direction is a connection of its own"
 
 
 def test_payloads_may_be_kept(nodes):

@@ -120,17 +120,6 @@ def test_a_payload_is_timed_while_it_is_waited_for(node, played):
     assert came_us > 10_000
 
 
-def test_a_key_that_joins_later_uses_the_same_connection(node, played):
-    up(node, played)
-    join(node, played, OTHER, "second", ["hepti/v1/home/x/vit/+/a/all"])
-    said = played.sock.recv(4096)
-    assert said == b"\x82\x20\0\x02\0\x1bhepti/v1/home/x/vit/+/a/all\0"
-    assert not node.mesh.stats()["a"].joined
-    played.say(node, b"\x90\x03\0\x02\0")
-    assert node.mesh.stats()["a"].joined
-    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
-
-
 def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     up(node, played)
     join(node, played, OTHER, TOKEN, ["hepti/v1/home/x/bert/+/a/b", "x/own"])
