@@ -17,7 +17,7 @@ from site_processes import PATIENCE_S, Voice
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.errors import ConfigError, ModelError
+from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
 from hepti_mqtt.ids import PlanVersion, Start
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
@@ -260,6 +260,14 @@ def test_records_of_models_that_are_no_longer_served_are_cleared(run, listen):
     ear.until(ear.topics.plan("former"), lambda payload: payload == b"")
 
 
+def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkeypatch):
+    monkeypatch.setattr(planner, "UNREAD_BYTES", 1)
+    ear = listen("busy")
+    run("busy")
+    ear.status("online")
+    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "overloaded"
+
+
 @pytest.fixture
 def unconnected(checkpoints, tmp_path, monkeypatch):
     """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
@@ -325,6 +333,25 @@ def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, 
     unconnected.channel.handle_delivery(Delivery(topic, b'{"cancel": "q1"}', receipt, repeated=False))
     assert unconnected.reading.step()
     assert acknowledged == [receipt]
+
+
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
+    topics = unconnected.topics
+    for client in ("greedy", "greedy", "greedy", "small"):
+        unconnected._handle_message(topics.request("bert", client), b"not JSON")
+    assert unconnected.reading.step()
+    assert unconnected.reading.step()
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
+    jobs = [
+        unconnected.handler.read_request(RawRequest("bert", name, b'{"text": "a"}'), 1.0)
+        for name in ("greedy", "greedy", "small")
+    ]
+    for job in jobs:
+        unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
+    del said[:]
+    while unconnected.answering.step():
+        continue
+    assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
 
 
 def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):
