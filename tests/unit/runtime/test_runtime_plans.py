@@ -106,13 +106,6 @@ def suspect_replaced() -> Site:
     return site
 
 
-def suspect_makes_room() -> Site:
-    site = settled("a", decider=everyone)
-    overdue(site)
-    site.failed("a")
-    return site
-
-
 def suspect_without_another() -> Site:
     site = settled("a", decider=everyone)
     site.decider = lambda question: (_ for _ in ()).throw(PlanError("no"))
@@ -181,27 +174,15 @@ def pins_that_swap_make_room_for_another_model() -> Site:
     return site
 
 
-def worse_than_the_active_plan_since_a_device_is_fast() -> Site:
-    site = settled("a")
-    site.serve("r")
-    site.join("b")
-    site.tick(1.1)
-    for seconds in range(60):
-        site.drift({"a": 0.1}, 1)
-        if "b" in site.prepares():
-            site.progress("b", seconds, 1000)
-    return site
-
-
 RARE = (
-    worse_than_the_active_plan_since_a_device_is_fast,
     lost_while_swapping,
     suspect_replaced,
-    suspect_makes_room,
     suspect_without_another,
     given_up_while_swapping,
+    given_up_while_suspect,
+    own_search_makes_room,
+    pins_that_swap_make_room_for_another_model,
 )
-RARE += (given_up_while_suspect, own_search_makes_room, pins_that_swap_make_room_for_another_model)
 
 
 def test_random_events_take_every_step_of_the_table_and_no_illegal_one() -> None:
