@@ -88,37 +88,6 @@ def test_a_stretch_may_be_suspended_behind_each_op_and_ops_run_in_order(ops):
     np.testing.assert_array_equal(sent, [4 * X] * 2)
 
 
-def chain(length: int) -> ProgramBuilder:
-    b = ProgramBuilder("me")
-    x = first = b.recv((2, 2), "planner", 0)
-    for _ in range(length):
-        x = b.compute("add", (x, first), (2, 2), bias=False)
-    b.send(x, ("planner",), 3)
-    return b
-
-
-@pytest.mark.parametrize("ops", [1, 2, 3])
-def test_runs_of_one_program_that_take_turns_do_not_disturb_each_other(ops):
-    executor, bound = Executor(), bind(chain(7).build(), {}, Workers(1))
-    for run in (1, 2, 3):
-        executor.admit(run, bound)
-    executor.deliver(3, (0, 0, "planner"), 3 * X)
-    executor.next_step().run(ops=ops)
-    executor.deliver(2, (0, 0, "planner"), 2 * X)
-    executor.next_step().run(ops=ops)  # of run 2, which comes before
-    executor.deliver(1, (0, 0, "planner"), X)
-    executor.next_step().run(ops=ops)
-    executor.drop(2)
-    outputs = {}
-    while (step := executor.next_step()) is not None:
-        outgoing = step.run(ops=ops)
-        if outgoing is not None:
-            outputs[step.run_id] = np.array(outgoing.array)
-    assert sorted(outputs) == [1, 3]
-    for run, values in outputs.items():
-        np.testing.assert_array_equal(values, 8 * run * X)
-
-
 def test_dropping_a_request_gives_its_buffers_back():
     executor = started()
     executor.deliver(1, (0, 0, "planner"), X)

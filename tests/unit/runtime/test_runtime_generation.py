@@ -36,21 +36,6 @@ def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_c
     assert job.finished
 
 
-def test_devices_have_their_next_run_before_users_are_told():
-    site = running(in_flight=1)
-    site.ask("r", most=2)
-    site.ask("s", most=1)
-    for kinds in (
-        ["Publish", "TokenReady"],
-        ["Publish", "TokenReady", "AnswerRequest"],
-        ["TokenReady", "AnswerRequest"],
-    ):
-        site.compute(max(site.work))
-        del site.commands[:]
-        site.output(max(site.work))
-        assert [type(command).__name__ for command in site.commands] == kinds
-
-
 def test_a_request_with_wants_report_has_tokens_immediately_and_the_answer_with_all_reports():
     site = running()
     site.ask(most=3, report=True)

@@ -302,12 +302,6 @@ def test_a_table_with_a_hole_is_refused(change: dict[str, object]) -> None:
         replace(DOOR, **change)
 
 
-def test_every_safe_state_releases_the_plan() -> None:
-    assert set(RESIDENT_STATES.safe.values()) == {"released"}
-    resident = {s for s in PLANS.states if s not in {"wanted", "searching", "gone"}}
-    assert {PLANS.safe[s] for s in resident} == {"retiring"}
-
-
 @given(st.integers(0, 3 * MAX_TRANSITIONS), st.integers(0, 2 * MAX_TRANSITIONS))
 def test_a_story_is_bounded_and_counts_all_transitions(count: int, wanted: int) -> None:
     story = TransitionLog("doors")

@@ -7,7 +7,6 @@ import random
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -135,10 +134,11 @@ class Device:
             self(build(self.orders.pop(0), "d0", WORKERS))
         return built
 
-    def ask(self, wanted: TokenBatch, session: frames.DecoderSession | None = None, seed: int = 0, key=ONE) -> int:
+    def ask(self, wanted: TokenBatch, session=None, seed: int = 0, key=ONE, inputs: np.ndarray | None = None) -> int:
         """Let a work frame arrive, and return its run id."""
         self.run_id += 1
-        inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
+        if inputs is None:
+            inputs = models.random_inputs(self.spec, wanted, np.random.default_rng(seed))
         payload = frames.encode_work(*key, self.run_id, wanted, inputs, () if session is None else (session,))
         self.last = self(FrameIn(frames.decode(payload)))
         return self.run_id
@@ -696,12 +696,10 @@ def test_a_cancel_after_the_work_frame_of_the_next_run_costs_no_rows() -> None:
     device = prepared(spec=GPT2)
 
     def ask(at: int, *ids: int) -> int:
-        device.run_id += 1
-        wanted = TokenBatch((len(ids),), cache=64)
-        inputs, session = np.array([at, *ids], np.int32), frames.DecoderSession(1)
-        device(FrameIn(frames.decode(frames.encode_work(*ONE, device.run_id, wanted, inputs, (session,)))))
+        inputs = np.array([at, *ids], np.int32)
+        run_id = device.ask(TokenBatch((len(ids),), cache=64), frames.DecoderSession(1), inputs=inputs)
         device.build()
-        return device.run_id
+        return run_id
 
     ask(0, 5, 6, 7)
     device.run()
@@ -791,8 +789,7 @@ def test_the_number_of_cached_programs_is_limited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "storage"),
-    [*product(("tiny-minilm", "tiny-gpt2"), ("f32", "w8a8")), ("tiny-qwen3-moe", "f32")],
+    ("kind", "storage"), [("tiny-minilm", "w8a8"), ("tiny-gpt2", "f32"), ("tiny-qwen3-moe", "f32")]
 )
 def test_programs_bytes_is_a_bound_of_their_memory(kind: str, storage: str) -> None:
     spec = spec_of_kind(kind)
