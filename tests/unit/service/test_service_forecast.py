@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -104,17 +102,6 @@ def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(foreca
     assert (forecasts.lookup(one.plan, shape).nbytes, forecasts.lookup(one.plan, shape).simulated) == (exact, True)
 
 
-def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, simulated):
-    forecasts.request("bert", SHAPES)
-    make_all(forecasts)
-    assert not simulated, "there is no plan yet"
-    forecasts.set_plans((standing(spec, 1),))
-    make_all(forecasts)
-    forecasts.set_plans((standing(spec, 1), standing(spec, 2)))
-    make_all(forecasts)
-    assert simulated == [(number, shape) for number in (1, 2) for shape in SHAPES]
-
-
 def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, simulated):
     one = standing(spec)
     forecasts.set_plans((one,))
@@ -191,22 +178,6 @@ def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):
     forecasts.set_busy_models(frozenset())
     make_all(forecasts)
     assert {number for number, _ in simulated[2:]} == {1}, "the other plan is gone"
-
-
-def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
-    forecasts._clock = time.monotonic
-    done, work = threading.Event(), forecasts._forecast
-    forecasts._forecast = lambda one: (work(one), done.set())
-    forecasts.set_plans((standing(spec),))
-    forecasts.set_busy_models(frozenset({"bert"}))
-    thread = threading.Thread(target=forecasts.run)
-    thread.start()
-    forecasts.request("bert", SHAPES[:1])
-    forecasts.set_busy_models(frozenset())
-    assert done.wait(PATIENCE_S)
-    forecasts.close()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch):
