@@ -17,7 +17,7 @@ from hepti_mqtt.planner import SimulatedRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
-from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
+from hepti_mqtt.service.forecast import PAUSE_S, Forecast, Forecasts, shares
 
 PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
@@ -153,17 +153,6 @@ def test_what_is_only_foreseen_waits_for_a_pause_of_its_model(forecasts, spec, s
     forecasts.set_busy_models(frozenset({"other"}))
     assert forecasts.step()
     assert simulated == [(1, SHAPES[1]), (1, SHAPES[0])]
-
-
-def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, simulated, clock):
-    forecasts.set_plans((standing(spec),))
-    forecasts.set_busy_models(frozenset({"bert"}))
-    for _ in range(round(2.5 * UNPAUSED_S)):
-        forecasts.request("bert", SHAPES)
-        clock.now += 1
-        while forecasts.step():
-            continue
-    assert simulated == [(1, SHAPES[2]), (1, SHAPES[1])]
 
 
 def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):

@@ -100,22 +100,6 @@ def test_where_there_is_no_room_the_newest_of_who_has_most_goes():
     assert turns.put("greedy", 7, 1) == [7]
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_client_of_whom_everything_was_dropped_is_forgotten(taken):
-    turns = RoundRobin(1, 10)
-    assert turns.put("a", 1, 5) == []
-    if taken:
-        assert turns.take() == ("a", 1)
-    assert turns.put("a", 2, 11) == [2]
-    if taken:
-        turns.done("a")
-    else:
-        assert turns.take() == ("a", 1)
-        turns.done("a")
-    assert turns.take() is None
-    assert turns.idle
-
-
 PATIENCE_S = 30
 
 
