@@ -128,7 +128,7 @@ def test_a_request_has_more_time_than_the_slowest_answer_took_and_while_its_toke
     session.handle_message(*reply("q2", result=1), now=60.0)
     token = json.dumps({**dict.fromkeys(messages.TOKEN, 0), "final": False}).encode()
     session.handle_message(T.response("m", "me", "q3"), token, now=100.0)
-    assert [len(session.resend_unanswered(now)) for now in (150.0, 170.0)] == [0, 1]
+    assert [len(session.resend_unanswered(now)) for now in (170.0, 180.0)] == [0, 1]
 
 
 def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without_a_plan_passes_them_on(session):
@@ -250,25 +250,20 @@ OLD = {
 def test_a_record_of_another_version_is_told_so(session, lacks):
     session.handle_message(*status(boot=1), now=0.0)
     session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
-    assert session.models() == ["m"], "it is served"
+    assert (session.models(), session.unused()) == (["m"], {}), "it is served"
     with pytest.raises(WireError):
         session.record("m")
-    assert session.unused() == {}, "the other models' are told"
     session.handle_message(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
-    session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
-    session.handle_message(T.plan("m"), b"", 0.0)
-    assert session.record("m") is None
 
 
 @pytest.mark.parametrize("lacks", ["result", "compute_ms", "plan", "devices"])
 def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, lacks):
     session.add_request("m", "q1", {}, "token", 0.0)
     answer = an_answer("q1")
-    old = {**without(answer, lacks), "plan": without(answer["plan"], lacks)}
-    payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
-    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), payload, 1.0)
+    old = without({**answer, "plan": without(answer["plan"], lacks)}, lacks)
+    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), json.dumps(old).encode(), 1.0)
     assert isinstance(outcome, WireError)
     assert session.to_resend(0.0) == []
 
@@ -364,7 +359,7 @@ def test_results_are_arrays_and_lists_in_the_form_of_the_request():
 @pytest.mark.parametrize(
     ("result", "what"),
     [
-        ({"results": [{"embedding": [1.0]}]}, "embedding"),
+        ({"results": [{"embedding": [1.0]}, {"embedding": [2.0]}]}, "embedding"),
         ({"labels": []}, "embeddings"),
         ({"embedding": []}, "hidden"),
         *((None, what) for what in ("embedding", "labels", "masks", "hidden")),
@@ -440,14 +435,9 @@ def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs: bo
     spec = spec_of_kind("vgg16")
     files = [base64.b64decode(random_input(spec, 1, seed, photographs)["image"]) for seed in (0, 0, 1)]
     assert files[0] == files[1] != files[2]
-    opened = [Image.open(io.BytesIO(file)) for file in files]
-    assert {picture.format for picture in opened} == {kind}
-    pixels = np.asarray(opened[0], np.float32)
-    assert pixels.shape == (224, 224, 3)
-    assert pixels.std() > 30
-    between = np.abs(np.diff(pixels, axis=1)).mean()  # of neighbours
-    assert bool(between < 20) is photographs
-    assert len(random_input(spec, 2, 0, photographs)["images"]) == 2
+    picture = Image.open(io.BytesIO(files[0]))
+    between = np.abs(np.diff(np.asarray(picture, np.float32), axis=1)).mean()  # of neighbours
+    assert (picture.format, picture.size, bool(between < 20)) == (kind, (224, 224), photographs)
 
 
 DAY = 86_400.0
