@@ -49,14 +49,15 @@ def test_links_of_pairs_and_network_flags_of_devices(tmp_path):
     assert load_site(path).broker_bytes_per_s == 125e6
 
 
-@pytest.mark.parametrize("board", boards())
-@pytest.mark.parametrize("network", ["", "-wifi", "-100mbit", "-gigabit"])
+@pytest.mark.parametrize(
+    ("board", "network"),
+    [*((board, "") for board in boards()), *((boards()[0], network) for network in ("-wifi", "-100mbit", "-gigabit"))],
+)
 def test_a_site_is_named_by_count_and_board(board, network):
     cluster = find_site(Path(f"three-{board}{network}"))
     assert list(cluster.devices) == [f"{board}-{n}" for n in (1, 2, 3)]
     assert list(find_site(Path(f"3-{board}")).devices) == list(cluster.devices)
-    if network == "-wifi":
-        assert cluster.shared_medium == {*cluster.devices}
+    assert cluster.shared_medium == ({*cluster.devices} if network == "-wifi" else set())
 
 
 def test_a_device_of_a_board_has_its_numbers_unless_it_states_its_own(tmp_path):
@@ -114,11 +115,9 @@ def test_a_storage_may_have_rates_of_its_own(tmp_path):
     assert speeds["f32"] == pytest.approx(10e9)
 
 
-def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
+def test_frames_cost_what_a_site_says_and_a_weaker_device_more(tmp_path):
     board, old = (load_site(SITES / "mixed-four-roomy.yaml").devices[name] for name in ("pi1", "old"))
-    assert board.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.035e-3)
-    assert board.frame_seconds(1, 10**6) == pytest.approx(5.245e-3)
-    assert old.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.035e-3 * 24.6 / 12)
+    assert old.frame_seconds(1, 10**6, "mesh") > board.frame_seconds(1, 10**6, "mesh")
     path = tmp_path / "site.yaml"
     path.write_text("devices: {a: {gflops: 12, frame_ms: 0.2, frame_ms_per_mb: 3}}\n")
     assert load_site(path).devices["a"].frame_seconds(2, 10**6, "mesh") == pytest.approx(3.4e-3)

@@ -1,4 +1,4 @@
-"""Prompts with pictures: the tower's request, then the text's, and an answer like that of transformers."""
+"""Prompts with pictures: the tower's request, then the text's; tests/site compares whole answers."""
 
 from __future__ import annotations
 
