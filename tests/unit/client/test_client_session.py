@@ -57,18 +57,6 @@ def record(model="m", boot=1, **data):
     return T.plan(model), msgpack.packb(a_record(boot=boot, **data))
 
 
-def test_a_request_is_published_and_its_answer_shown_once(session):
-    publication = session.add_request("m", "q1", {"text": "x"}, "token", 10.0)
-    assert publication.topic == T.request("m", "me")
-    assert json.loads(publication.payload) == {"text": "x", "id": "q1"}
-    ((token, outcome),) = session.handle_message(*reply(result=1), now=10.25)
-    assert token == "token"
-    assert isinstance(outcome, Answer)
-    assert outcome.latency_ms == pytest.approx(250)
-    assert session.handle_message(*reply(result=1), now=11.0) == []
-    assert session.counters["unexpected answer"] == 1
-
-
 def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):
     for caller in (1, 2):
         session.add_request("m", "q1", {}, caller, 0.0)
