@@ -157,7 +157,7 @@ def test_what_is_no_picture_is_refused(vision, value):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF", "AVIF"])
 def test_damaged_pictures_are_read_or_refused(vision, kind):
     whole = base64.b64decode(encoded(noise(24, 24), kind))
-    for seed in range(7):
+    for seed in range(4):
         rng, data = np.random.default_rng(seed), bytearray(whole)
         for at in rng.integers(0, len(data), 3):
             data[at] ^= 1 << int(rng.integers(8))

@@ -86,7 +86,7 @@ def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
         (wav(tone(440, 0.0)), "no samples"),
         (riff(form(7, 8, 8000), b"\x55" * 800), "mu-law"),
         (wav(tone(440, 31.0)), "31.0 s"),
-        (riff(form(1, 8, 4000), bytes(3 * 3600 * 4000)), "10800.0 s"),
+        (riff(form(1, 8, 4000), bytes(3600 * 4000)), "3600.0 s"),
         (riff(form(3, 32), np.full(160, np.nan, "<f4").tobytes()), "NaN"),
         (riff(form(1, 16, rate=1), b"\0" * 320), "1 samples per second"),
         (riff(form(1, 16, channels=40), b"\0" * 320), "40 channels"),
