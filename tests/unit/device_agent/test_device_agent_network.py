@@ -7,8 +7,6 @@ import logging
 import numpy as np
 import pytest
 from device_agent_support import MODEL, ListTransport, sha
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from device_agent.background import CLOSE_S
 from device_agent.network import (
@@ -173,18 +171,6 @@ def test_what_is_not_valid_is_counted_and_dropped(wired, topic, payload):
     assert wired.complaints.counters["bad_payload"] == 1
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    topic=st.sampled_from(
-        [TOPICS.command("d1"), TOPICS.work(MODEL, "d0"), TOPICS.weights("d1"), TOPICS.probe("d1"), "x"]
-    ),
-    payload=st.one_of(st.binary(max_size=300), st.binary(max_size=40).map(lambda b: b + work()[len(b) :])),
-)
-def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
-    wired.hear(topic, payload)
-    wired.events()
-
-
 def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
     wired = Wired(limit=0)
     commands = [
@@ -215,18 +201,6 @@ def test_states_become_events_even_when_the_inbox_is_full():
         SubscriptionAcknowledged("data", 3),
         RefusedByBroker("data", 4, ("a",), "no"),
     ]
-
-
-def test_what_goes_out_takes_its_plane(wired):
-    wired.network.publish("data", "t", b"x", 0)
-    token = wired.network.subscribe("control", ["f"])
-    wired.network.unsubscribe("control", ["f"])
-    wired.network.close(None)
-    assert wired.planes["data"].published == [("t", b"x", 0, False)]
-    assert wired.planes["control"].subscribed[token] == (("f", 1),)
-    assert wired.planes["control"].left == ["f"]
-    assert all(t.closed for t in wired.planes.values())
-    assert wired.network.counters()["data_published"] == 1
 
 
 def test_complaints_are_logged_ever_more_rarely(caplog):
