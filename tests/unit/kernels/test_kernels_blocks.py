@@ -55,8 +55,9 @@ def test_what_is_not_whole_blocks_is_refused() -> None:
         buffer.finish()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("m", "k", "widths"), [(1, 64, (70, 32)), (2, 1536, (33,)), (13, 768, (96, 1))])
+@pytest.mark.parametrize(
+    ("m", "k", "widths", "threads"), [(1, 64, (70, 32), 1), (2, 1536, (33,), 2), (13, 768, (96, 1), 2)]
+)
 def test_products_are_those_of_the_values(m: int, k: int, widths: tuple[int, ...], threads: int) -> None:
     """Of several storages in one product, with and without bias, activation and residual."""
     storages = [storage for storage in BLOCK_STORAGES if k % STORAGES[storage].block == 0]
