@@ -36,7 +36,7 @@ from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
-from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, PLANNER_WINDOW
+from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -136,17 +136,11 @@ def test_packed_copies_take_no_room_from_tiles_of_other_loads(tmp_path):
 def test_only_needed_tiles_are_asked_and_each_once(device):
     ref = WeightRef("up", (0, 20), (300, 310))
     twice = WeightRef("up", (5, 30), (290, 320))
-    device.loader.load(MODEL.load(refs=(ref, twice)), device.now)
+    empty = (WeightRef("up", (0, 0), (0, 5)), WeightRef("bias", (0, 1), (3, 3), "plain"))
+    device.loader.load(MODEL.load(refs=(ref, twice, *empty)), device.now)
     device.serve(MODEL)
-    check_weights(MODEL, device.of(Loaded)[0].weights, (ref, twice))
+    check_weights(MODEL, device.of(Loaded)[0].weights, (ref, twice, *empty))
     assert device.counters["tiles_asked"] == 2  # manifest and one tile
-
-
-def test_an_empty_range_needs_no_tile(device):
-    refs = (WeightRef("up", (0, 0), (0, 5)), WeightRef("bias", (0, 1), (3, 3), "plain"))
-    device.loader.load(MODEL.load(refs=refs), device.now)
-    device.serve(MODEL)
-    assert device.of(Loaded)[0].weights[refs[1]].shape == (0,)
 
 
 def test_epochs_share_weights_as_long_as_they_are_kept(device):
@@ -211,21 +205,14 @@ def test_damaged_tiles_are_asked_again_and_in_the_end_give_the_load_up(device):
     assert device.loader.deadline() == float("inf")
 
 
-def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
+def test_requested_tiles_are_requested_again_on_reconnection(device):
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL, most=1)
-    asked = set(device.asks)
-    device.asks.clear()
-    device.loader.retry_if_due(device.loader.deadline() - 0.001)
-    assert not device.asks
-    device.loader.retry_if_due(device.loader.deadline())
-    (again,) = device.asks  # a planner that had a pause sends one tile twice
-    device.serve(MODEL, most=1)
-    assert set(device.asks) == asked - {again}, "those before it were lost"
+    requested = set(device.asks)
     device.asks.clear()
     device.loader.request_again(device.now)
-    assert set(device.asks) == asked - {again}
-    assert device.counters["tiles_reasked"] == len(asked)
+    assert set(device.asks) == requested
+    assert device.counters["tiles_reasked"] == len(requested)
 
 
 def test_a_load_that_nobody_has_holds_no_other_up(device):
@@ -480,21 +467,6 @@ def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cache
     gate.is_open = True
     check_weights(MODEL, served.wait().weights)
     served.thread.close()
-
-
-def test_a_window_of_tiles_is_outstanding_and_a_single_tile_while_exchanges_share_the_link(tmp_path):
-    busy = False
-    device = Device(tmp_path, is_busy=lambda: busy)
-    refs = (WeightRef("up", (0, 1500), (0, 1500)),)
-    device.loader.load(BIG.load(refs=refs), device.now)
-    device.serve(BIG, most=3)
-    assert 1 < len(device.asks) <= PLANNER_WINDOW
-    busy, outstanding = True, []
-    while device.asks:
-        device.loader.on_tile(BIG.blobs[device.asks.popleft()], PLANNER, device.now)
-        outstanding.append(len(device.asks))
-    assert set(outstanding[PLANNER_WINDOW:]) == {0, 1}
-    check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):

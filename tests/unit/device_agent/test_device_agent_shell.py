@@ -24,9 +24,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
-from hepti_mqtt.protocol.frames import ExchangeCache
-from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
-from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
+from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, Unload
 
 
 def raising(error):
@@ -66,12 +64,22 @@ def test_ready_after_weights_and_every_acknowledgement(device):
     assert (ready.transaction_id, ready.plan_version) == (1, PLAN.version)
 
 
-def test_filters_of_a_plan_and_its_end(device):
+def test_a_plan_of_two_subscribes_sends_activations_on_the_data_plane_and_leaves_its_filters(device):
     d = device()
     d.ready(TWO)
     x = TOPICS.activations_from(TWO.model, "d1", "d0")
     assert set(d.planes["data"].subscribed[2]) == {(f, 0) for f in x}
     assert d.planes["control"].subscribed[2] == ((TOPICS.work(TWO.model, TWO.devices[0]), 1),)
+    d.run(request(plan=TWO)[2])
+    sent = d.planes["data"].published
+    assert sent
+    for topic, payload, qos, retain in sent:
+        parsed, frame = TOPICS.parse(topic), frames.decode(payload)
+        assert (parsed.source, parsed.layer, frame.source, qos, retain) == ("d0", frame.layer, "d0", 0, False)
+    before = len(sent)
+    cancel = MessageIn(messages.Cancel(TWO.model, TWO.version, 2))
+    d.run(request(2, plan=TWO)[2], cancel)
+    assert len(sent) == before, "events of the network go before further ops"
     d.run(MessageIn(messages.Release(2, TWO.model, TWO.version)))
     assert set(d.planes["data"].left) == set(x)
     assert d.planes["control"].left == [TOPICS.work(TWO.model, TWO.devices[0])]
@@ -96,17 +104,6 @@ def test_a_request_is_answered_right_and_its_matmuls_are_metered(device, monkeyp
     assert 0 < d.meter.update_slowdown(0.0) != 1.0
 
 
-def test_activations_leave_on_the_data_plane(device):
-    d = device()
-    d.ready(TWO)
-    d.run(request(plan=TWO)[2])
-    sent = d.planes["data"].published
-    assert sent
-    for topic, payload, qos, retain in sent:
-        parsed, frame = TOPICS.parse(topic), frames.decode(payload)
-        assert (parsed.source, parsed.layer, frame.source, qos, retain) == ("d0", frame.layer, "d0", 0, False)
-
-
 UNREADABLE = frames.encode(frames.Frame("work", PLAN.model, PLAN.version, 1, shape=(64,), body=bytes(64)))
 UNKNOWN_WORD = frames.encode_work(PLAN.model, PLAN.version, 1, TokenBatch((2,)), np.array([1, 10**6], np.int32))
 PICTURE = frames.encode_work(PLAN.model, PLAN.version, 1, TokenBatch((3,)), np.zeros((1, 1, 1, 5), np.uint8))
@@ -125,23 +122,6 @@ def test_work_that_fails_ends_its_request_alone(device, work, code):
     assert (failed.run_id, failed.code, failed.plan_version) == (1, code, PLAN.version)
     assert [f.run_id for f in d.ups(frames.Frame)] == [2, 2]
     assert d.session.runs.idle
-
-
-def test_a_plan_that_cannot_be_read_is_reported_where_it_says_whose_it_is(device):
-    d = device()
-    d.join()
-    broken = {**PLAN.to_dict(), "strategy": "of the future"}
-    d.run(MessageIn(messages.Prepare(3, broken, SPEC.to_dict(), bytes(32), 1)))
-    d.run(MessageIn(messages.Prepare(4, {}, {}, bytes(32), 1)))
-    d.run(MessageIn(messages.Prepare(5, {"model": 7, "plan_version": "x"}, {}, bytes(32), 1)))
-    (failed,) = d.ups()
-    assert (failed.transaction_id, failed.model, failed.plan_version, failed.code) == (
-        3,
-        PLAN.model,
-        PLAN.version,
-        "no_plan",
-    )
-    assert d.complaints.counters["event_errors"] == 3
 
 
 def test_a_mistake_in_the_session_is_survived(device, monkeypatch):
@@ -198,25 +178,14 @@ def test_a_device_whose_errors_repeat_without_end_says_why_it_is_offline(device,
     assert "no such socket" in d.shell.fault
 
 
-def test_what_the_session_wants_besides_is_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):
-    d = device(limit=1100)
-    d.ready()
-    done = d.session.finish_step
-    monkeypatch.setattr(d.session, "finish_step", lambda *a: [*done(*a), LogTrouble("wanted", "besides")])
-    shape, inputs = sites.request(SPEC, (7,), "hidden")
-    d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.version, 1, shape, inputs))))
-    [_] = d.ups(messages.RunFailed)
-    assert d.ups(frames.Frame) == [], "neither the answer nor that it is done"
-    assert d.complaints.counters["wanted"] > 0
-
-
-def test_a_refused_subscription_fails_the_plan(device):
+def test_a_refused_subscription_fails_the_plan_and_a_refused_publish_is_a_complaint(device):
     d = device()
     d.join()
     d.prepare(TWO)
-    d.run(RefusedByBroker("data", 2, ("hepti/x",), "not authorised"))
+    d.run(RefusedByBroker("data", 2, ("hepti/x",), "not authorised"), RefusedByBroker("control", None, ("t",), "no"))
     (failed,) = d.ups()
     assert (failed.code, failed.plan_version) == ("refused", TWO.version)
+    assert d.complaints.counters["publish_refused"] == 1
 
 
 def test_a_refused_base_subscription_ends_the_agent(device):
@@ -225,34 +194,6 @@ def test_a_refused_base_subscription_ends_the_agent(device):
     with pytest.raises(RefusedError):
         d.shell.run()
     assert d.shell.announce_offline
-
-
-def test_a_refused_publish_is_a_complaint(device):
-    d = device()
-    d.run(RefusedByBroker("control", None, ("t",), "no"))
-    assert d.complaints.counters["publish_refused"] == 1
-
-
-def test_events_of_the_network_go_before_further_ops(device):
-    d = device()
-    d.ready()
-    _, _, event = request(1)
-    cancel = MessageIn(messages.Cancel(PLAN.model, PLAN.version, 1))
-    d.run(event, cancel)
-    assert d.ups(frames.Frame) == []
-
-
-def test_an_arrival_that_no_run_awaits_is_taken_as_its_frame_is(device):
-    d = device()
-    d.join()
-    frame = frames.Frame(
-        "tensor", "m", PlanVersion(1, 1), 7, 0, 3, "d1", 0, "f32", (2,), 0, (), np.zeros(2, np.float32)
-    )
-    payload, known = memoryview(frames.encode(frame)), ExchangeCache()
-    known.learn("d1", "topic", payload, frame)
-    d.run(known.arrival("d1", "topic", payload), FrameIn(frames.decode(payload)))
-    assert d.session.counters == {"dead_epoch": 2}
-    assert not d.complaints.counters
 
 
 # -- statuses: the planner's, its own as the site hears it, and those of others ----------------------------------------
@@ -407,13 +348,3 @@ def test_what_is_held_is_what_the_epochs_need(operations):
         needed = {("data", f) for own in wanted.values() for f in own}
         needed |= {("control", of(model)) for model, _ in wanted}
         assert sorted(broker.held) == sorted(needed)
-
-
-def test_a_plan_of_a_planner_of_another_version_is_answered_as_one_that_differs_and_not_prepared(device):
-    d = device()
-    d.join()
-    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
-    d.prepare()
-    assert d.ups() == [messages.Ready(1, PLAN.model, PLAN.version, 0, bytes(PROGRAMS_BYTES))]
-    assert d.complaints.counters["other_version"] == 1
-    assert not d.loader.loads()
