@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,24 +196,9 @@ def test_peers_are_told_the_address_on_the_way_to_the_broker() -> None:
     [("fe80::1%eth0", None), ("2001:db8::7", "2001:db8::7"), ("169.254.3.4", "169.254.3.4"), ("::1", "::1")],
 )
 def test_nobody_is_told_an_address_that_holds_on_one_link_alone(monkeypatch, own, told) -> None:
-    class Way:
-        def __init__(self, *_) -> None:
-            pass
-
-        def __enter__(self) -> Way:
-            return self
-
-        def __exit__(self, *_) -> None:
-            pass
-
-        def connect(self, _place) -> None:
-            pass
-
-        def getsockname(self) -> tuple[str, int]:
-            return own, 5
-
+    connected = SimpleNamespace(connect=lambda _place: None, getsockname=lambda: (own, 5))
     monkeypatch.setattr("device_agent.config.socket.getaddrinfo", lambda *_, **__: [(10, 2, 17, "", ("x", 1))])
-    monkeypatch.setattr("device_agent.config.socket.socket", Way)
+    monkeypatch.setattr("device_agent.config.socket.socket", lambda *_: nullcontext(connected))
     assert local_address_toward(BrokerUrl("broker", 1883)) == told
 
 

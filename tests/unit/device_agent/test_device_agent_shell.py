@@ -24,6 +24,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
+from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, Unload
 
 
@@ -194,6 +195,25 @@ def test_a_refused_base_subscription_ends_the_agent(device):
     with pytest.raises(RefusedError):
         d.shell.run()
     assert d.shell.announce_offline
+
+
+def test_a_plan_that_cannot_be_read_is_reported_if_it_says_whose_it_is(device):
+    d = device()
+    d.join()
+    for txn, plan in ((3, {**PLAN.to_dict(), "strategy": "of the future"}), (4, {}), (5, {"model": 7})):
+        d.run(MessageIn(messages.Prepare(txn, plan, SPEC.to_dict(), bytes(32), 1)))
+    (failed,) = d.ups()
+    assert (failed.transaction_id, failed.plan_version, failed.code) == (3, PLAN.version, "no_plan")
+    assert d.complaints.counters["event_errors"] == 3
+
+
+def test_a_plan_of_a_planner_of_another_version_is_answered_as_one_that_differs_and_not_prepared(device):
+    d = device()
+    d.join()
+    d.run(PlannerStatus(protocol_messages.Status("online", PLAN.version.boot)))
+    d.prepare()
+    assert d.ups() == [messages.Ready(1, PLAN.model, PLAN.version, 0, bytes(PROGRAMS_BYTES))]
+    assert not d.loader.loads()
 
 
 # -- statuses: the planner's, its own as the site hears it, and those of others ----------------------------------------
