@@ -34,7 +34,7 @@ from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import arrays_of, loading_bytes
 from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import Manifest
+from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S
 
@@ -48,17 +48,20 @@ def device(tmp_path):
     return Device(tmp_path / "tiles")
 
 
+def load(device, *args, **how):
+    """Load the model and send all requested tiles; return the device."""
+    device.loader.load(MODEL.load(*args, **how), device.now)
+    device.serve(MODEL)
+    return device
+
+
 def test_weights_come_from_the_planner_at_first_and_from_disk_later(tmp_path):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path))
     (loaded,) = first.of(Loaded)
     assert (loaded.model, loaded.plan_version) == ("m", PlanVersion(1, 1))
     check_weights(MODEL, loaded.weights)
     assert first.counters["tiles_asked"] == 1 + len(MODEL.needed())
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(), again.now)
-    again.serve(MODEL)
+    again = load(Device(tmp_path))
     check_weights(MODEL, again.of(Loaded)[0].weights)
     assert (again.counters["tiles_asked"], again.counters["tile_bytes_received"]) == (0, 0)
 
@@ -82,19 +85,13 @@ STORED = [
 
 @pytest.mark.parametrize("ref", STORED, ids=lambda ref: f"{ref.layout}-{ref.weight_dtype}")
 def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=(ref,)), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path), refs=(ref,))
     first.save()
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(refs=(ref,)), again.now)
-    again.settle()
+    again = load(Device(tmp_path), refs=(ref,))
     assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
     assert (again.counters["tiles_cached"], again.counters["packed_cached"]) == (0, 1)
     assert not again.loader.has_unsaved
-    other = Device(tmp_path)
-    other.loader.load(MODEL.load(refs=(ref._replace(columns=(0, 300)),)), other.now)
-    other.settle()
+    other = load(Device(tmp_path), refs=(ref._replace(columns=(0, 300)),))
     assert other.counters["packed_cached"] == 0, "another range is packed from tiles"
 
 
@@ -103,16 +100,12 @@ def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
 )
 def test_a_damaged_packed_copy_is_made_again_from_tiles(tmp_path, damage):
     refs = (*STORED[:2], *MODEL.refs[1:])
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=refs), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path), refs=refs)
     first.save()
     for path in tmp_path.glob("??/*"):
         if len(path.name) > 64:
             path.write_bytes(damage(path.read_bytes()))
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(refs=refs), again.now)
-    again.serve(MODEL)
+    again = load(Device(tmp_path), refs=refs)
     assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
     assert again.counters["cache_corrupt"] > 0
     assert again.counters["tiles_asked"] == 0
@@ -137,19 +130,16 @@ def test_only_needed_tiles_are_asked_and_each_once(device):
     ref = WeightRef("up", (0, 20), (300, 310))
     twice = WeightRef("up", (5, 30), (290, 320))
     empty = (WeightRef("up", (0, 0), (0, 5)), WeightRef("bias", (0, 1), (3, 3), "plain"))
-    device.loader.load(MODEL.load(refs=(ref, twice, *empty)), device.now)
-    device.serve(MODEL)
+    load(device, refs=(ref, twice, *empty))
     check_weights(MODEL, device.of(Loaded)[0].weights, (ref, twice, *empty))
     assert device.counters["tiles_asked"] == 2  # manifest and one tile
 
 
 def test_epochs_share_weights_as_long_as_they_are_kept(device):
-    device.loader.load(MODEL.load(1), device.now)
-    device.serve(MODEL)
+    load(device, 1)
     asked = device.counters["tiles_asked"]
     more = (*MODEL.refs, WeightRef("up", (0, 300), (590, 600)))
-    device.loader.load(MODEL.load(2, more), device.now)
-    device.serve(MODEL)
+    load(device, 2, more)
     first, second = device.of(Loaded)
     assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
     assert device.counters["tiles_asked"] <= asked + 2
@@ -158,8 +148,7 @@ def test_epochs_share_weights_as_long_as_they_are_kept(device):
     assert device.of(Loaded)[2].weights[MODEL.refs[0]] is first.weights[MODEL.refs[0]]
     device.loader.unload(Unload("m", PlanVersion(1, 2), MODEL.places()), device.now)
     device.loader.unload(Unload("m", PlanVersion(1, 3)), device.now)
-    device.loader.load(MODEL.load(4), device.now)
-    device.serve(MODEL)
+    load(device, 4)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
 
 
@@ -168,8 +157,7 @@ def test_another_part_of_a_matrix_that_is_there_needs_no_tile(device):
     cuts = (0, 2 * NR, 5 * NR, 600)
     parts = tuple(WeightRef("up", (0, 300), ends) for ends in pairwise(cuts))
     biases = tuple(WeightRef("bias", (0, 1), ends, "plain") for ends in pairwise(cuts))
-    device.loader.load(MODEL.load(1, (*parts, *biases)), device.now)
-    device.serve(MODEL)
+    load(device, 1, (*parts, *biases))
     check_weights(MODEL, device.of(Loaded)[0].weights, (*parts, *biases))
     asked, whole = (
         device.counters["tiles_asked"],
@@ -271,16 +259,12 @@ def test_progress_is_told_now_and_then_for_all_loads(device):
 
 
 def test_a_damaged_cache_is_made_good(tmp_path):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(), first.now)
-    first.serve(MODEL)
+    load(Device(tmp_path))
     files = sorted(tmp_path.glob("??/*"))
     files[0].unlink()
     for path in files[1:]:
         path.write_bytes(path.read_bytes()[:-1])
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(), again.now)
-    again.serve(MODEL)
+    again = load(Device(tmp_path))
     check_weights(MODEL, again.of(Loaded)[0].weights)
     assert again.counters["cache_corrupt"] == len(files) - 1
 
@@ -294,8 +278,6 @@ def test_a_damaged_cache_is_made_good(tmp_path):
     ],
 )
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
-    from hepti_mqtt.protocol.manifest import tile_hash
-
     device.loader.load(replace(MODEL.load(), manifest=tile_hash(blob)), device.now)
     device.loader.load(MODEL.load(2), device.now)
     device.loader.on_tile(blob, PLANNER, device.now)
@@ -368,8 +350,7 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("device_agent.loader.allocate", none_left)
-    device.loader.load(MODEL.load(), device.now)
-    device.serve(MODEL)
+    load(device)
     (failed,) = device.of(LoadFailed)
     assert isinstance(failed.error, PlanError)
 
@@ -451,9 +432,7 @@ class Gate(Budget):
 
 
 def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cached_ones_at_once(tmp_path):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=MODEL.refs[:2]), first.now)
-    first.serve(MODEL)
+    load(Device(tmp_path), refs=MODEL.refs[:2])
     gate = Gate()
     served = Served(tmp_path, MODEL, gate)
     served.thread.post(MODEL.load())

@@ -25,7 +25,7 @@ from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
-from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, Unload
+from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
 
 
 def raising(error):
@@ -214,6 +214,18 @@ def test_a_plan_of_a_planner_of_another_version_is_answered_as_one_that_differs_
     d.prepare()
     assert d.ups() == [messages.Ready(1, PLAN.model, PLAN.version, 0, bytes(PROGRAMS_BYTES))]
     assert not d.loader.loads()
+
+
+def test_other_commands_are_done_though_a_message_of_the_run_cannot_leave(device, monkeypatch):
+    d = device(limit=1100)
+    d.ready()
+    done = d.session.finish_step
+    monkeypatch.setattr(d.session, "finish_step", lambda *a: [*done(*a), LogTrouble("wanted", "besides")])
+    shape, inputs = sites.request(SPEC, (7,), "hidden")
+    d.run(FrameIn(frames.decode(frames.encode_work(PLAN.model, PLAN.version, 1, shape, inputs))))
+    [_] = d.ups(messages.RunFailed)
+    assert d.ups(frames.Frame) == [], "neither the answer nor that it is done"
+    assert d.complaints.counters["wanted"] > 0
 
 
 # -- statuses: the planner's, its own as the site hears it, and those of others ----------------------------------------

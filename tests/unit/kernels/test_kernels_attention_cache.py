@@ -50,10 +50,8 @@ def test_append_rows(m, w, capacity, data):
     column, behind = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
     state, new = array(capacity, w), array(m, column + w + behind)
     first = data.draw(st.integers(0, capacity - m))
-    case = append_rows(state, new, first, column=column)
     want = np.concatenate([state[:first], new[:, column : column + w], state[first + m :]])
-    np.testing.assert_array_equal(case.run()[0], want)
-    np.testing.assert_array_equal(case.reference()[0], want)
+    np.testing.assert_array_equal(append_rows(state, new, first, column=column).check(0, 0)[0], want)
 
 
 def run_in_place(case, writes):
@@ -147,20 +145,10 @@ def test_some_rows_have_the_bits_of_one_after_the_other(near, kept):
     q, kv = queries_and_cache(8, 400, 6, 32)
     kv = kv.astype(kept)
     together = attention_at(q, kv, 250, 6, 32, group=3, **near).check()[0]
-    for i in range(8):
-        alone = attention_at(q[i : i + 1], kv, 250 + i, 6, 32, group=3, **near).run()[0]
-        np.testing.assert_array_equal(together[i], alone[0])
+    alone = [attention_at(q[i : i + 1], kv, 250 + i, 6, 32, group=3, **near).run()[0] for i in range(8)]
     wide = attention_at(q, kv.astype(np.float32), 250, 6, 32, group=3, **near).run()[0]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
     np.testing.assert_array_equal(together, wide)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("m", [1, 20])
-def test_rows_that_are_not_in_the_cache_yet_are_not_seen(m, value):
-    q, kv = queries_and_cache(m, 60, 2, 8)
-    kv[30 + m :] = value
-    got = attention_at(q, kv, 30, 2, 8).check()[0]
-    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("m", [1, 200])

@@ -64,14 +64,6 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(m, data):
     np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
 
 
-def test_rows_of_x_are_those_that_k_rows_names():
-    whole = attention((20, 25, 15), 2, 8, 24, rows=(*range(5, 20), *range(50, 60)))
-    x, attrs = whole.reads[1], {**whole.op.attrs, "k_rows": ((0, 20), (45, 60))}
-    part = Case("attention_reordered", [whole.reads[0], np.concatenate([x[:20], x[45:]])], [(25, 16)], **attrs)
-    part.weights = whole.weights
-    np.testing.assert_array_equal(part.run()[0], whole.run()[0])
-
-
 def test_a_query_without_a_key_gives_zeros():
     case = attention((4, 6), 2, 8, 24)
     part = Case("attention_reordered", [case.reads[0], case.reads[1][4:]], [(10, 16)], **case.op.attrs)
