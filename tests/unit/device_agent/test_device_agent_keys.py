@@ -67,6 +67,14 @@ def test_what_the_planner_has_not_sealed_is_dropped_and_counted(keyed):
     assert unloaded(keyed.device) == [(PLAN.model, PLAN.version)]
 
 
+def test_a_command_that_was_recorded_does_nothing_later(keyed):
+    drain = keyed.seal(messages.ReleaseAll(1))
+    keyed.tell(drain)
+    keyed.ready()
+    keyed.tell(drain)
+    assert unloaded(keyed.device) == []
+
+
 def test_work_without_the_plans_tag_is_dropped_and_answers_have_it(keyed):
     keyed.ready()
     shape, inputs, _ = shell_support.request()
