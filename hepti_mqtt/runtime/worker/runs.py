@@ -40,7 +40,7 @@ from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuilt
-from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, KeptCache, SessionLostError, SessionRun
+from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, SessionLostError, SessionRun
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
 from hepti_mqtt.runtime.worker.residents import (
     KEPT_SHAPES,
@@ -179,21 +179,11 @@ class WorkerRuns:
         self._left: dict[int, Plan] = {}  # heir without this device -> its plan
         self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # steps ahead, by the run before them
         self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
-        self._early = EarlyFrames()
+        self.early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # before their runs
-        self._sessions = DecoderSessions(counters)
+        self.sessions = DecoderSessions(counters)
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._waited_s: float | None = None  # wait for other devices in the last ended run
-
-    @property
-    def open_sessions(self) -> int:
-        """Return the number of sessions with arrays."""
-        return len(self._sessions)
-
-    @property
-    def session_rows(self) -> int:
-        """Return the allocated rows of all sessions."""
-        return self._sessions.rows
 
     @property
     def idle(self) -> bool:
@@ -210,11 +200,6 @@ class WorkerRuns:
         waited_s, self._waited_s = self._waited_s, None
         return waited_s
 
-    @property
-    def early_bytes(self) -> int:
-        """Return the bytes of early frames."""
-        return self._early.nbytes
-
     def has_ended(self, run_id: int) -> bool:
         """Return whether a run has ended on this device."""
         return run_id in self._ended
@@ -223,7 +208,7 @@ class WorkerRuns:
         """Forget all run ids, because a new planner issues its own."""
         self._ended.clear()
         self._answers.clear()
-        self._early.clear()
+        self.early.clear()
         self._early_leases.clear()
 
     def drop_plan(self, key: PlanKey, layout: bytes) -> None:
@@ -233,7 +218,7 @@ class WorkerRuns:
         """
         self._building.drop_plan(key)
         busy = frozenset((*r.key, session.number) for r in self._runs.values() for session in r.sessions)
-        self._sessions.keep(*key, layout, busy)
+        self.sessions.keep(*key, layout, busy)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
             self.end(self._heirs.get(run_id, run_id))
         self._executor.free_buffers()
@@ -249,27 +234,10 @@ class WorkerRuns:
         else:
             self._counters["unknown_cancel"] += 1
 
-    def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
-        """Drop sessions of a plan."""
-        for number in numbers:
-            self._sessions.end((*key, number))
-
     def restore_caches(self, resident: ResidentPlan) -> list[Command]:
         """Let a plan continue the kept caches of its layout, and report them to the planner."""
-        kept = self._sessions.restore(*resident.key, resident.layout, resident.session_rows)
+        kept = self.sessions.restore(*resident.key, resident.layout, resident.session_rows)
         return [self._up(messages.KeptSessions(*resident.key, kept))] if kept else []
-
-    def add_kept_caches(self, caches: Sequence[KeptCache]) -> None:
-        """Add caches that an earlier process of this device saved."""
-        self._sessions.add_kept(caches)
-
-    def limit_kept_caches(self, nbytes: int) -> None:
-        """Drop the oldest kept caches until the rest fits into `nbytes`."""
-        self._sessions.limit_kept(nbytes)
-
-    def take_kept_caches(self) -> tuple[KeptCache, ...]:
-        """Remove and return all kept caches, oldest first."""
-        return self._sessions.take_kept()
 
     # -- Programs -------------------------------------------------------------------------------------------------
 
@@ -345,7 +313,7 @@ class WorkerRuns:
         if first is not None:
             self._executor.start_task(frame.run_id, first, inputs)
         out = [c for lease in self._take_leases(frame.run_id) for c in self.handle_lease(lease, now)]
-        early_frames, stale = self._early.take(frame.run_id, now)
+        early_frames, stale = self.early.take(frame.run_id, now)
         if stale:
             self._counters["early_dropped"] += stale
         for early in early_frames:
@@ -496,7 +464,7 @@ class WorkerRuns:
             at = int(inputs[item])
             run = SessionRun(at, at + count, shape.session_rows, begins, session.source, session.takes_over)
             try:
-                arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
+                arrays = self.sessions.arrays(key, states, run, resident.session_rows, busy)
             except SessionLostError as error:
                 lost.append(error)
                 continue
@@ -509,7 +477,7 @@ class WorkerRuns:
         """Deliver a peer's tensor, or keep it until its run begins."""
         if frame.run_id in self._executor:
             return self._deliver(frame)
-        if dropped := self._early.store(frame, now):
+        if dropped := self.early.store(frame, now):
             self._counters["early_dropped"] += dropped
         return []
 
@@ -642,7 +610,7 @@ class WorkerRuns:
         self.end(run_id)
         for session in run.sessions:
             if session.final:
-                self._sessions.end((*run.key, session.number))
+                self.sessions.end((*run.key, session.number))
         done = self._frame_of("done", run, run_id, np.empty(0, np.uint8), numbers=numbers)
         out: list[Command] = [Publish(topic, encode(done, run.frame_key), 1)]
         return out if follower is None else out + self.start(*follower, now)
@@ -673,7 +641,7 @@ class WorkerRuns:
         self._executor.drop(run_id)
         self._runs.pop(run_id, None)
         self._building.drop(run_id)
-        self._early.drop(run_id)
+        self.early.drop(run_id)
         self._take_leases(run_id)
         self._ended[run_id] = None
         while len(self._ended) > MAX_REMEMBERED_RUNS:
@@ -685,7 +653,7 @@ class WorkerRuns:
     def check(self, plans: ResidentPlans) -> None:
         """Raise AssertionError if an invariant is broken; plans: the resident plans."""
         assert set(self._runs) == set(self._executor.run_ids)
-        self._early.check()
+        self.early.check()
         self._building.check()
         assert not set(self._ended) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)
