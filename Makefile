@@ -140,7 +140,7 @@ test-clients: kernels
 # Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reference/guarantees.md.
 N ?= 20000
 test-hostile: $(VENV)/.dev
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/hostile_site.py $(N) $(SEED)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/hostile_site.py messages $(N) $(SEED)
 
 # Measurements: make bench NAME=list names them; ARGS="--quick rates=[240]" changes one. benchmarks/README.md says what
 # each is for. Emulated hosts need Linux and root.

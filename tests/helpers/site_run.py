@@ -31,6 +31,7 @@ from site_load import (
     Client,
     LibrarySubmitter,
     MqttChats,
+    Outcome,
     PinnedClient,
     Question,
     RawSubmitter,
@@ -56,6 +57,7 @@ START_S = 300.0
 DRAIN_S = 90.0
 LOOK_S = 0.02
 SAMPLE_S = 0.5  # between looks at memory, descriptors and threads
+SETTLE_S = 60.0  # after a fault, in which requests may fail by it
 MEMORY_MIB = 600  # of an agent
 #: pins of chats
 WAYS = (
@@ -289,7 +291,14 @@ def _under_faults(
     by_kind = {kind: [client for client in clients if client.kind == kind] for kind in {c.kind: 0 for c in clients}}
     streams = {client.name: client.longest(broken) for client in steady if not isinstance(client, PinnedClient)}
     grown = [line for name, each in held.items() for line in each.wrong(name, what.flat)] if what.flat else []
+    grown += [f"{c.name}: {o.text} though nothing happened" for c in clients for o in unexplained(c, begun, what)]
     return Report(by_kind, faults, silences(faults, begun, times), load, streams, held, grown)
+
+
+def unexplained(client: Client, begun_s: Sequence[float], what: Run) -> list[Outcome]:
+    """Return the errors that are no consequence of a fault; of a run in which processes must stay flat."""
+    errors = [o for o in client.outcomes if what.flat and o.code not in (RIGHT, WRONG, LOST)]
+    return [o for o in errors if not any(o.ended_s > at and o.begun_s < at + SETTLE_S for at in begun_s)]
 
 
 def _mend_until(site: FaultySite, until_s: float, held: Mapping[str, Held]) -> None:
