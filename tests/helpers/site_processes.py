@@ -1,4 +1,8 @@
-"""A site of real processes: a broker, a planner and agents, with directories of their own."""
+"""The fake site for everything else: a real broker, planner and agents as processes, with directories of their own.
+
+`site_load` adds clients, `faults_site` faults and `closed_broker` logins. Behaviour that needs no process is tested on
+the other fake site, `swarm`, where time is virtual.
+"""
 
 from __future__ import annotations
 
