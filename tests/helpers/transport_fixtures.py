@@ -12,8 +12,7 @@ import threading
 import pytest
 from broker_kinds import broker_of
 from endpoint_site import Site
-from mesh_nodes import PATIENCE_S, Node
-from mesh_played import Clock, Played
+from mesh_nodes import PATIENCE_S, Clock, Node, Played
 from relay import Relay
 from site_processes import Voice
 
