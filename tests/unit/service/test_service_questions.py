@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from question_cases import ANSWERS, CASES, MODULES, cross_encoder, put
 from service_support import run
-from together import run_programs
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.errors import ModelError, RequestError
