@@ -288,6 +288,8 @@ def test_a_search_without_a_plan_is_repeated_while_devices_start() -> None:
 
 def test_a_device_that_restarts_is_lost_and_expected() -> None:
     site = settled("a", decider=everyone)
+    starting(site, "a")
+    assert "a" in site.session.fleet.usable(), "of the start that is online: it is late or forged"
     starting(site, "a", boot=2)
     assert not site.session.fleet.usable()
     assert site.session.fleet.expected(site.now) == {"a"}
