@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from benchmarks.outside import relative_error
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.core.errors import HeptiError, RemoteError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.simulator import RequestTimes, steady_state
-from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import peak_bytes
 
 TIMEOUT_S: Final = 300.0

@@ -19,14 +19,14 @@ from benchmarks.lab.site import SITE
 from benchmarks.provenance import FILE, Results, head
 from benchmarks.tables import Interval, median_interval, ratio, table
 from hepti_mqtt.client.described import cluster_of_devices
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.explain import flops
-from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request, steady_state
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape, spec_from_dict
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, lower_plan
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan
 
 Turn = Mapping[str, Any]
 _COLUMNS: Final = (

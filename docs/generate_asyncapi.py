@@ -19,7 +19,7 @@ import yaml
 
 from hepti_mqtt import __version__
 from hepti_mqtt.client.body import RequestKeys
-from hepti_mqtt.ids import NAME
+from hepti_mqtt.core.ids import NAME
 from hepti_mqtt.protocol import messages, plausible
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import REQUEST_KEYS

@@ -24,8 +24,8 @@ from benchmarks.lab.spec import LabSpec, check_quotas, load, parse
 from benchmarks.provenance import Results, Writer, provenance, read
 from benchmarks.runner import turns
 from benchmarks.tables import median_interval, ratio
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 

@@ -16,6 +16,11 @@ from hepti_mqtt.cli.shared import PLANNER_S, check_readable, only_model, require
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
 from hepti_mqtt.client.simulated import SimulatedPlan, simulate_plan
+from hepti_mqtt.core.errors import ConfigError, HeptiError, PlanError
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.program import Program
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.explain import (
     format_program,
     layout_svg,
@@ -25,7 +30,6 @@ from hepti_mqtt.cost.explain import (
     timeline_svg,
     timeline_text,
 )
-from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
     Simulation,
@@ -35,17 +39,13 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.errors import ConfigError, HeptiError, PlanError
 from hepti_mqtt.models import representative_shape, spec_from_dict
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
-from hepti_mqtt.plan_programs import device_programs, lower_plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide
 from hepti_mqtt.planner.candidates import relayed, with_route
-from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.messages import version_mismatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan
 
 
 def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:

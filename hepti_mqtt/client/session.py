@@ -15,8 +15,16 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import BadNameError, HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
-from hepti_mqtt.ids import asked_name, check_name
+from hepti_mqtt.core.errors import (
+    BadNameError,
+    HeptiError,
+    IdInUseError,
+    PlanError,
+    RemoteError,
+    RequestError,
+    WireError,
+)
+from hepti_mqtt.core.ids import asked_name, check_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ANSWERS, ParsedTopic, Topics

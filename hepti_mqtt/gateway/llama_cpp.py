@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.answers import LLAMA_CPP_PROPS, LLAMA_CPP_VECTOR
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.operations import JSON, Operation

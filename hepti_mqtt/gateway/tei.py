@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.answers import LABEL, TEI_INFO, TEI_RANK
 from hepti_mqtt.gateway.bodies import TEXTS_AT_ONCE, Body, Count, Key, TextList, Texts, checked
 from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation

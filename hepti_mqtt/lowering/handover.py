@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hepti_mqtt.core.program import DTYPE_BYTES, Compute, ExchangeKey, Program, Recv, Send, Slot, slots_written
+from hepti_mqtt.core.program import Op as ProgramOp
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX
 from hepti_mqtt.lowering.lower import ForwardWalk, HeldRegion, Lowered
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import Region, disjoint, format_region, index_count, intersect, subtract, volume
 from hepti_mqtt.lowering.tiles import UncoveredError
-from hepti_mqtt.program import DTYPE_BYTES, Compute, ExchangeKey, Program, Recv, Send, Slot, slots_written
-from hepti_mqtt.program import Op as ProgramOp
 
 
 class HandoverError(ValueError):

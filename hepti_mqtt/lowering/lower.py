@@ -10,7 +10,20 @@ from hashlib import sha256
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import (
+    Compute,
+    Keyed,
+    Program,
+    Recv,
+    Send,
+    Slot,
+    SlotDtype,
+    SlotSpec,
+    WeightRef,
+    slots_read,
+)
+from hepti_mqtt.core.program import Op as ProgramOp
 from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK, Graph, Repeat
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Table, checked_pieces
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
@@ -29,8 +42,6 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.lowering.rewrites import fuse_ops
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover, plan_tiles
-from hepti_mqtt.program import Compute, Keyed, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
-from hepti_mqtt.program import Op as ProgramOp
 
 
 class HeldRegion(NamedTuple):

@@ -17,15 +17,15 @@ from zlib import crc32
 
 import numpy as np
 
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, site_load
 from hepti_mqtt.cost.memory import matrices, resident_bytes, tile_map_bytes, weights_bytes
 from hepti_mqtt.cost.moves import bytes_to_load, held_matrices
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.quantities import Remaining
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 
 @dataclass(frozen=True, slots=True)

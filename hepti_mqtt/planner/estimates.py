@@ -14,8 +14,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
-from hepti_mqtt.plan import DevicePair, Plan
+from hepti_mqtt.core.plan import DevicePair, Plan
+from hepti_mqtt.core.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
 from hepti_mqtt.planner.quantities import (
     ESTIMATOR,
     ChangeAges,

@@ -9,12 +9,11 @@ from itertools import chain, islice
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.errors import ConfigError, PacketLimitError, PlanError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.moves import bytes_to_load
-from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner.candidates import (
     EXACT,
     THOROUGH,
@@ -68,6 +67,7 @@ from hepti_mqtt.planner.replicas import replica_plans
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.strategies import STRATEGIES, Method
+from hepti_mqtt.strategies.plan_programs import programs_digest
 
 REFINED: Final = 3  #: candidates to refine
 COMPARED: Final = 6  #: candidates to fit into memory, at least the fastest of each method in an exhaustive search

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, WireError
+from hepti_mqtt.core.errors import ModelError, WireError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.plain import softmax
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id

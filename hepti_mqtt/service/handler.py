@@ -17,11 +17,18 @@ import numpy as np
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
-from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
-from hepti_mqtt.ids import asked_name, check_name
+from hepti_mqtt.core.errors import (
+    HeptiError,
+    IdInUseError,
+    PacketLimitError,
+    RemoteError,
+    RequestError,
+    UnknownModelError,
+)
+from hepti_mqtt.core.ids import asked_name, check_name
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY, THINKING
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch

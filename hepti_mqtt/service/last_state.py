@@ -14,7 +14,7 @@ import numpy as np
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.ids import PlanVersion, asked_name
+from hepti_mqtt.core.ids import PlanVersion, asked_name
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText

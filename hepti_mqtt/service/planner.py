@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
-from hepti_mqtt.cost.loads import TileMap
-from hepti_mqtt.errors import (
+from hepti_mqtt.core.errors import (
     ConfigError,
     HeptiError,
     NetworkError,
@@ -27,8 +26,9 @@ from hepti_mqtt.errors import (
     RefusedError,
     RemoteError,
 )
-from hepti_mqtt.ids import PlanVersion, Start, asked_name, check_name
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.ids import PlanVersion, Start, asked_name, check_name
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgpack
 
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
-from hepti_mqtt.spec import Spec
 
 
 def encode_record(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.service.options import MAX_STOPS
 from hepti_mqtt.service.texts import describe, quoted

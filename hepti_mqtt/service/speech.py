@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.shapes import fixed_point

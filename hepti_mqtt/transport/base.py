@@ -14,7 +14,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from hepti_mqtt.errors import CertificateDateError, NetworkError
+from hepti_mqtt.core.errors import CertificateDateError, NetworkError
 from hepti_mqtt.transport.url import BrokerUrl
 
 KEEPALIVE_S: Final = 10

@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError
+from hepti_mqtt.core.errors import HeptiError, NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,

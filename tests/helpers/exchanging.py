@@ -11,8 +11,8 @@ import numpy as np
 
 from device_agent.links import MeshLinks
 from device_agent.network import ErrorLog
-from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.keys import UNKEYED

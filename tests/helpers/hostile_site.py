@@ -29,9 +29,9 @@ from site_processes import PATIENCE_S, SITE, Site, User, Voice, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError, WireError
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import NetworkError, PacketLimitError, WireError
-from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics

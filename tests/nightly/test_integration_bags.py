@@ -14,7 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import random_input
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.answers import decode_output

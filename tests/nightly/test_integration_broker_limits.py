@@ -12,7 +12,7 @@ from site_processes import PATIENCE_S, SITE, Site, poll
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import PacketLimitError
+from hepti_mqtt.core.errors import PacketLimitError
 
 LIMIT = 100_000  # of a message; below the 262 kB of a tile
 

@@ -16,7 +16,7 @@ from site_processes import PATIENCE_S, SITE, free_port, poll, wait_for_plans
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import COMMANDS, main
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import RefusedError
+from hepti_mqtt.core.errors import RefusedError
 from hepti_mqtt.transport.url import BrokerUrl
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = [pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")]

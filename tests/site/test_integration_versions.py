@@ -13,8 +13,8 @@ from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import MAGIC
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES

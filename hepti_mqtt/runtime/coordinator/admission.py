@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import CancelledRequestError, IdInUseError, OverloadedError
-from hepti_mqtt.ids import asked_name
+from hepti_mqtt.core.errors import CancelledRequestError, IdInUseError, OverloadedError
+from hepti_mqtt.core.ids import asked_name
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups

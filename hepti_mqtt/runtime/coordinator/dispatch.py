@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.schedule import route_to_replicas
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import task_count
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Continued, DecoderSession
 from hepti_mqtt.protocol.topics import publish_bytes
@@ -36,9 +37,8 @@ from hepti_mqtt.runtime.coordinator.runs import (
 )
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import StateMachine
-from hepti_mqtt.schedule import route_to_replicas
-from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.task_queue import TaskQueue
+from hepti_mqtt.strategies.plan_programs import task_count
+from hepti_mqtt.strategies.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
 PROBE_FACTOR: Final = 6.0  # expected durations of a run until its devices are probed

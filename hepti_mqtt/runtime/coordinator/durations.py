@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import MethodEstimates, SiteEstimates, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED
 from hepti_mqtt.planner.surface import Outlook, interval

@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Decision, Recalled, Verdict
 from hepti_mqtt.planner.estimates import Means, StrategyKey
 from hepti_mqtt.planner.surface import Priced

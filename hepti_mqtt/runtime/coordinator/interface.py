@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.generation import Likely
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, Question, Recalled
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame

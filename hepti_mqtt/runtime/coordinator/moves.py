@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, load_seconds
-from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.decisions import (
     RULE,
@@ -36,6 +35,7 @@ from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.runs import Run
+from hepti_mqtt.strategies.plan_programs import handover_moves
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups

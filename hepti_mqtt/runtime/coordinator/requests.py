@@ -11,14 +11,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.ids import PlanVersion, asked_name
+from hepti_mqtt.core.plan import Objective, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion, asked_name
-from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.spec import RequestShape, Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
+from hepti_mqtt.core.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.runtime.coordinator.admission import CANCELLED, Admission

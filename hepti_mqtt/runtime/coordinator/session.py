@@ -15,9 +15,9 @@ from itertools import product
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.planner.decisions import GoingOn
 from hepti_mqtt.protocol import messages

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.errors import HeptiError, PlanError, WireError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.errors import HeptiError, PlanError, WireError
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare

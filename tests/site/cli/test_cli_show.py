@@ -17,9 +17,9 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_judgement, print_peer_traffic, print_plan_history
-from hepti_mqtt.errors import ConfigError, WireError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 
 
 class Client:

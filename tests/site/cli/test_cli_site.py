@@ -20,8 +20,8 @@ from site_processes import PATIENCE_S, SITE, Site, Voice, free_port, poll, runni
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
 
 METRICS_PORT = free_port()

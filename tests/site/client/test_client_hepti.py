@@ -12,14 +12,14 @@ from limited_broker import mosquitto_with
 from site_processes import poll
 
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import (
+from hepti_mqtt.core.errors import (
     ConfigError,
     DeadlineError,
     NetworkError,
     PlanError,
     UnknownModelError,
 )
+from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.transport.base import Connected
 
 

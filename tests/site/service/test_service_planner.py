@@ -17,9 +17,9 @@ from site_processes import PATIENCE_S, Voice
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
-from hepti_mqtt.ids import PlanVersion, Start
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError, ModelError, OverloadedError
+from hepti_mqtt.core.ids import PlanVersion, Start
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages

@@ -21,7 +21,7 @@ from service_support import encoded, noise, run
 from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import envelope as env

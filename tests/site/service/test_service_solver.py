@@ -16,13 +16,13 @@ from sites import FAMILIES, plan
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.show import print_plan
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Option, Question, Verdict, decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from hepti_mqtt.checkpoint.tokenizer import open_tokenizer
 from hepti_mqtt.checkpoint.tokenizer_classes import CLASSES
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
 
 
 def opened(path, made, ends, options):

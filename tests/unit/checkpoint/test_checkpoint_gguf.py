@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint, described_spec, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.storage import STORAGES
 from hepti_mqtt.models import graph, spec_from_dict
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.storage import STORAGES
 from hepti_mqtt.strategies.method import HEADS
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.shapes import ImageBatch
 
 onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hepti_mqtt import errors
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
@@ -22,7 +21,8 @@ from hepti_mqtt.client import session as module
 from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
-from hepti_mqtt.errors import (
+from hepti_mqtt.core import errors
+from hepti_mqtt.core.errors import (
     BadNameError,
     IdInUseError,
     OverloadedError,

@@ -13,8 +13,11 @@ from program_builder import ProgramBuilder
 from sites import FAMILIES, always, plan, request, tensors
 from swarm import Swarm
 
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.profiles import LOCAL_BYTES_PER_S, Cluster, Curve, DeviceProfile, Link, PeerLink, make_cluster
+from hepti_mqtt.core.program import LINE_BYTES, Program, Send, SlotSpec
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.cost.memory import live_bytes
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Curve, DeviceProfile, Link, PeerLink, make_cluster
 from hepti_mqtt.cost.simulator import (
     LinkQueues,
     TopicNames,
@@ -24,13 +27,10 @@ from hepti_mqtt.cost.simulator import (
     sent_bytes,
     simulate,
 )
-from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.lowering.passes import set_routes
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import LINE_BYTES, Program, Send, SlotSpec
-from hepti_mqtt.spec import TaskHead
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NAMING = TopicNames("home", "m")
 SPEC = ModelSpec(

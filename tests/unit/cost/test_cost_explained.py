@@ -12,8 +12,8 @@ from test_cost_clock import NAMING, SHAPE, SPEC, relay, site
 from hepti_mqtt.cost.explain import drawn, format_program, layout_svg, timeline_svg, timeline_text
 from hepti_mqtt.cost.simulator import Throughput, simulate
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan_programs import lower_plan
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import lower_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,12 +8,12 @@ import pytest
 from sites import FAMILIES, METHODS, plan, request
 from small_cnns import cnn, conv, pool, relu
 
-from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.explain import task_owners, task_summary, timeline_svg
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import (
     RequestTimes,
     SimulatedRequest,
@@ -23,11 +23,11 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     steady_state,
 )
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.cnn.nodes import CnnSpec
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide, price
+from hepti_mqtt.strategies import plan_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NAMING = TopicNames("home", "m")
 SPEC = FAMILIES["vit-classifier"]

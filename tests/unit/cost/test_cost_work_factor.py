@@ -12,9 +12,9 @@ from hepti_mqtt.cost.explain import computed_and_distinct, flops, plan_work_fact
 from hepti_mqtt.lowering import Graph, GraphBuilder, IndexSet, Lowered, Table, roles, span, split_along
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan_programs import lower_plan
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import HEADS
+from hepti_mqtt.strategies.plan_programs import lower_plan
 
 DEVICES = 4
 TOKENS = (16,)

@@ -16,13 +16,13 @@ from together import bound
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import continued_program, device_programs, handover_moves
-from hepti_mqtt.program import validate
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor
+from hepti_mqtt.strategies.plan_programs import continued_program, device_programs, handover_moves
 
 METHODS = {
     "row": ("row", {"variant": "kv"}),

@@ -13,6 +13,8 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.plan import apportion
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import GraphBuilder, choose_product_order, roles, span
 from hepti_mqtt.lowering.attention import ReorderedAttention
@@ -21,10 +23,8 @@ from hepti_mqtt.lowering.rewrites import REORDERED_COST, multiplications, reorde
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import apportion
-from hepti_mqtt.plan_programs import device_programs, lower_plan, programs_digest, resident_weights
-from hepti_mqtt.program import Compute
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan, programs_digest, resident_weights
 
 ENCODERS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"]}
 # Families that change scores after the product of queries and keys.

@@ -12,9 +12,11 @@ import pytest
 from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 from together import run_programs
 
-from hepti_mqtt import models, plan_programs
+from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan, apportion
+from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
     GraphBuilder,
@@ -29,12 +31,10 @@ from hepti_mqtt.lowering import (
 from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, OpaqueOp
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan, apportion
-from hepti_mqtt.plan_programs import device_program as program_of
-from hepti_mqtt.plan_programs import lower_plan as lowered_of
-from hepti_mqtt.plan_programs import make_plan, searched_program
-from hepti_mqtt.program import validate
-from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies import STRATEGIES, plan_programs
+from hepti_mqtt.strategies.plan_programs import device_program as program_of
+from hepti_mqtt.strategies.plan_programs import lower_plan as lowered_of
+from hepti_mqtt.strategies.plan_programs import make_plan, searched_program
 
 FRAME = {roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: on_device(0), roles.TASK: on_device(0)}
 

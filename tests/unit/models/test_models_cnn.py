@@ -11,12 +11,12 @@ from together import run_programs
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
 from hepti_mqtt.models.shapes import ImageBatch
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NORM = dict.fromkeys(("weight", "bias", "mean", "variance"), "n")
 

@@ -12,11 +12,11 @@ import sites
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.memory import max_live_bytes, weights_bytes
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.kinds import kinds_of
-from hepti_mqtt.plan_programs import device_program, resident_weights
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.strategies.plan_programs import device_program, resident_weights
 
 BERT = {
     "architectures": ["BertModel"],

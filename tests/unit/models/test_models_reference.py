@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Recv
 from hepti_mqtt.models.plain import activate, erf
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_program
-from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.protocol.manifest import Manifest, tile_array, tile_hash
+from hepti_mqtt.strategies.plan_programs import device_program
 
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan, apportion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan, apportion
 
 
 def test_round_trip_through_msgpack():

@@ -15,11 +15,11 @@ import pytest
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster, FrameCost
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, FrameCost
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
 from hepti_mqtt.planner.decisions import RULE, Border, Option, Situation, decide, goes_on, load_share, pays_to_hold

@@ -12,17 +12,17 @@ from together import bound, run_together
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide_within_accuracy, weight_error, wire_errors
 from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.service.solver import MeasuredErrors, solve
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

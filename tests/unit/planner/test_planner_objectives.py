@@ -12,18 +12,18 @@ from sites import FAMILIES
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.core.errors import ConfigError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, simulate
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
 from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30

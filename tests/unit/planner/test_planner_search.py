@@ -16,15 +16,15 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.core.errors import ConfigError, PacketLimitError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.cost.memory import live_bytes, programs_bytes, weights_bytes
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
-from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
 from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
@@ -33,8 +33,8 @@ from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _by_size, _initial_pl
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.service.solver import solve
-from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_program, resident_weights
 
 BASE = ModelSpec(
     "bert",

@@ -8,16 +8,16 @@ from itertools import count
 import pytest
 from test_planner_search import SMALL, cluster, device, meshed, question
 
-from hepti_mqtt.cost.profiles import Cluster, Link
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Link
 from hepti_mqtt.planner import Candidate, Question, decide
 from hepti_mqtt.planner import search as search_module
 from hepti_mqtt.planner.candidates import THOROUGH
 from hepti_mqtt.planner.price import Budget, memory_needs
 from hepti_mqtt.planner.refine import whole_bytes
 from hepti_mqtt.planner.search import Search
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 ALL = ("pi0", "pi1", "pi2", "pi3")
 SPEED = 0.02  # GFLOP/s: to these devices the small model is a large one

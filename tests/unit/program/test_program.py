@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from program_builder import ProgramBuilder
 
-from hepti_mqtt.ids import ALL_DEVICES
-from hepti_mqtt.program import Compute, Program, Recv, Send, SlotSpec, publish_targets, validate
-from hepti_mqtt.schedule import make_template
+from hepti_mqtt.core.ids import ALL_DEVICES
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, SlotSpec, publish_targets, validate
+from hepti_mqtt.core.schedule import make_template
 
 
 def test_reading_before_writing_is_refused():

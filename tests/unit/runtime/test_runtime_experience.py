@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 from scripted_site import Site
 
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
+from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}

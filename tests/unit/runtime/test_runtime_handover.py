@@ -10,7 +10,7 @@ from sites import FAMILIES, TOLERANCE, always, plan, request, tensors
 from swarm import MODEL, Swarm, plan_of
 
 from hepti_mqtt import models
-from hepti_mqtt.errors import DeadlineError
+from hepti_mqtt.core.errors import DeadlineError
 from hepti_mqtt.planner import decisions
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface, moves

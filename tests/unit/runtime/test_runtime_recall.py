@@ -11,9 +11,9 @@ import pytest
 from scripted_site import ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.loads import LoadRates
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface

@@ -18,10 +18,10 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.kernels import Workers, transfers
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.plan_programs import continued_program, device_programs
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.keys import FrameKey
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import continued_program, device_programs
 from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")

@@ -17,15 +17,15 @@ from sites import EVERY_FAMILY, FAMILIES, plan, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
+from hepti_mqtt.core.errors import PlanError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import PlainShape, Spec
 from hepti_mqtt.cost.memory import KEPT_PROGRAMS, matrices, programs_bytes, weights_bytes
-from hepti_mqtt.errors import PlanError, WireError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import largest_shape, spec_from_config
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_program, resident_weights
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import frames, messages, plausible
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
@@ -55,7 +55,7 @@ from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES, analyse_prepare, check_prepare, shape_of
 from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
 from hepti_mqtt.runtime.worker.session import MAX_BEING_ANALYSED, WorkerSession
-from hepti_mqtt.spec import PlainShape, Spec
+from hepti_mqtt.strategies.plan_programs import device_program, resident_weights
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)

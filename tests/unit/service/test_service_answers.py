@@ -15,13 +15,12 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, WireError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
@@ -46,6 +45,7 @@ from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import ClientRequest, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, read_input
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Recalled
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.service import last_state

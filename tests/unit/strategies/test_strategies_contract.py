@@ -17,13 +17,13 @@ from together import bound, run_programs, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, slots_written, validate
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models.shapes import TextInput, TokenBatch
-from hepti_mqtt.plan_programs import device_programs, resident_weights, sources_of
-from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, slots_written, validate
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, resident_weights, sources_of
 
 SITES = {
     "two": (1.0, 1.0),

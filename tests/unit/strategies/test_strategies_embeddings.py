@@ -15,18 +15,18 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.storage import STORAGES, StoredRows
 from hepti_mqtt.models import tensors as names
 from hepti_mqtt.models.generation import LIKELIEST
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights, root_begins
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.storage import STORAGES, StoredRows
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights, root_begins
 
 KINDS = {kind: spec_of_kind(f"tiny-{kind}") for kind in ("gpt2", "llama", "mistral", "gemma3-text", "qwen3-text")}
 

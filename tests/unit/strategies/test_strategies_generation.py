@@ -17,10 +17,10 @@ from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs, lowered_for_longest
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, lowered_for_longest
 
 SPEC = spec_of_kind("tiny-gpt2")
 PROMPT = np.random.default_rng(3).integers(0, SPEC.text.vocab, 8).astype(np.int32)

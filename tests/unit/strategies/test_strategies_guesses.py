@@ -11,7 +11,9 @@ from swarm import Swarm
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, rows_factor
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, rows_factor
+from hepti_mqtt.core.spec import Want
+from hepti_mqtt.core.storage import Product
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models.generation import LIKELIEST, Sampling, TokenRules
 from hepti_mqtt.models.transformer import ModelSpec
@@ -19,8 +21,6 @@ from hepti_mqtt.planner import Question, run_seconds, simulate_plan
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import SIZES, Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.spec import Want
-from hepti_mqtt.storage import Product
 
 SPEC = spec_of_kind("tiny-llama")
 BEGINNING = (5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 2)

@@ -13,10 +13,10 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs, programs_digest, resident_weights
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.strategies.plan_programs import device_programs, programs_digest, resident_weights
 
 SPEC = spec_of_kind("tiny-llama")
 CHUNK = 16

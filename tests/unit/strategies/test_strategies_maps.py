@@ -16,16 +16,16 @@ from small_cnns import cnn, conv, pool, relu
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Recv
 from hepti_mqtt.cost.explain import work_factor
-from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import Graph, roles
 from hepti_mqtt.models.cnn.builder import NodeBuilder
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lower_plan, make_plan
-from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.shares.maps import after_cut, execution_units
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import lower_plan, make_plan
 
 METHODS = ("map_rows", "modnn", "coedge", "edgeflow", "fused_tiles", "pipeline")
 

@@ -16,20 +16,20 @@ from sites import FAMILIES, plan, request
 from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link, Power
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link, Power
+from hepti_mqtt.core.program import Compute, Recv, Send
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.program import Compute, Recv, Send
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, pixels, seconds_of, solve_shares
 from hepti_mqtt.shares.share import assign_greedily, partition_in_order
 from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages, stages_of_units
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import HEADS
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 # Pools, a residual, strides, and a window of seven rows on maps of six and three.
 VGG = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3), ("conv", 8, 3), "residual", "pool", ("conv", 8, 7)], (40, 300))

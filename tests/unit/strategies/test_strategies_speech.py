@@ -16,19 +16,19 @@ from together import run_programs
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.models.generation import TokenRules, Verdict
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
 from hepti_mqtt.planner.accuracy import weight_error
-from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service.words import token_times
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights
 
 SPEC = spec_of_kind("tiny-whisper")
 READS = SPEC.input_spec

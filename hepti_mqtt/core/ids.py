@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple, TypeGuard
 
-from hepti_mqtt.errors import BadNameError
+from hepti_mqtt.core.errors import BadNameError
 
 PLANNER: Final = "planner"
 ALL_DEVICES: Final = "all"

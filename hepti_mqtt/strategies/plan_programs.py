@@ -7,7 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
     Graph,
@@ -33,13 +36,10 @@ from hepti_mqtt.lowering.passes import (
     widen_in_assemble,
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS, word_ranges
-from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
+from hepti_mqtt.strategies.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # lowered graphs
 KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 
 WireDtype = Literal["f32", "f16", "i8"]
 NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
