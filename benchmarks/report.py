@@ -206,7 +206,7 @@ def _part(f: Figures, least_ms: float | None) -> str | None:
 def _plan_of(turn: Turn) -> tuple[Spec, Plan, Cluster] | None:
     """Return what a turn ran under, and its devices as they described themselves; None where it does not say."""
     active = turn.get("active")
-    if not active or list(active["epoch"]) != list(turn["plan"]["epoch"]):
+    if not active or list(active["version"]) != list(turn["plan"]["version"]):
         return None
     plan = Plan.from_dict(active)
     return spec_from_dict(turn["spec"]), plan, cluster_of_devices(turn["devices"], plan.devices)
@@ -327,7 +327,7 @@ def _whole(turn: Turn) -> Mapping[str, Any]:
     """Return the plan of a turn with all of its devices: of replicas an answer names those of its own run."""
     plan: Mapping[str, Any] = turn["plan"]
     active = turn.get("active")
-    known = active and list(active["epoch"]) == list(plan["epoch"])
+    known = active and list(active["version"]) == list(plan["version"])
     return {**plan, "devices": active["devices"]} if active and known else plan
 
 

@@ -350,7 +350,7 @@ class SessionLoop:
                 failed = messages.RunFailed(frame.model, frame.plan_version, frame.run_id, code, text)
             elif isinstance(event, MessageIn) and isinstance(event.message, messages.Prepare):
                 plan = event.message.plan
-                plan_version = PlanVersion(*plan["epoch"])
+                plan_version = PlanVersion(*plan["version"])
                 failed = messages.PrepareFailed(
                     event.message.transaction_id, plan["model"], plan_version, code, text, 0
                 )

@@ -367,7 +367,7 @@ def _fits(candidate: Mapping[str, Any]) -> str:
 
 
 def _described(plan: Mapping[str, Any]) -> str:
-    epoch = ".".join(map(str, plan["epoch"]))
+    version = ".".join(map(str, plan["version"]))
     moved = {
         what: plan[what] if error is None else f"{plan[what]} (by which answers move by {error:.1e} of them)"
         for what, error in (("storage", plan["weight_error"]), ("wire", plan["wire_error"]))
@@ -378,7 +378,9 @@ def _described(plan: Mapping[str, Any]) -> str:
     for layout, most in plan.get("layouts", {}).items():
         kept += f", runs of more than {most} rows as in {layout}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]
-    return f"epoch {epoch}, head {plan['head']}, {kept}" + (f"; side by side {'; '.join(sides)}" if sides else "")
+    return f"plan version {version}, root device {plan['root']}, {kept}" + (
+        f"; side by side {'; '.join(sides)}" if sides else ""
+    )
 
 
 def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:

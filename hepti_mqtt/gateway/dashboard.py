@@ -95,7 +95,7 @@ class View:
         }
         if record["active"] is None:
             return shown
-        version, begun = record["active"]["epoch"], time.monotonic()
+        version, begun = record["active"]["version"], time.monotonic()
         last = self._simulated.get(name)
         if last is None or last.version != version or begun > last.due:
             figures = simulated(self._client.site, record, devices)

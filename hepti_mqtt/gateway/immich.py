@@ -18,7 +18,7 @@ from hepti_mqtt.gateway.bodies import FORM, Body
 from hepti_mqtt.gateway.errors import HttpError
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site, Vectors
-from hepti_mqtt.service.questions import unit
+from hepti_mqtt.service.task_outputs import unit
 
 TASK: Final = "clip"
 _TYPES: Final = {"visual": "image", "textual": "text"}

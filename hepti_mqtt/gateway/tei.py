@@ -17,7 +17,7 @@ from hepti_mqtt.gateway.routes import Documents, RerankBody
 from hepti_mqtt.gateway.routes import rerank as rank_documents
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.options import OPTIONS
-from hepti_mqtt.service.questions import unit
+from hepti_mqtt.service.task_outputs import unit
 
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 

@@ -25,7 +25,7 @@ from hepti_mqtt.models import random_inputs, representative_shape
 from hepti_mqtt.planner.candidates import EXACT, Decision, WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
-from hepti_mqtt.strategies.plan_programs import covering_plans, device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs, plans_for_all_weights
 
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3
@@ -69,7 +69,7 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     """
     if plan.replicas:
         raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them separately")
-    plan = covering_plans(spec, plan)[0]  # a device without a row of so short a request would exchange nothing
+    plan = plans_for_all_weights(spec, plan)[0]  # a device without a row of so short a request would exchange nothing
     weights = _Weights(tensors)
     largest = dict.fromkeys(NARROW_WIRE_DTYPES, 0.0)
     for want in WANTS:

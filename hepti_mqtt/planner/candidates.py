@@ -39,7 +39,7 @@ class Candidate:
     load_bytes: Mapping[str, int] = field(default_factory=dict)
     cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: part of load_bytes from the device's own cache
     hub_bytes: int = 0  #: bytes that no device of the plan has: the planner's machine sends them once
-    fits_beside: bool = True  #: every device has room for the plan next to the active plan
+    fits_next_to_others: bool = True  #: every device has room for the plan next to the active plan
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Decision:
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
 
 
-class Recalled(NamedTuple):
+class EarlierPlan(NamedTuple):
     """A plan from an earlier start of the planner."""
 
     plan: Plan

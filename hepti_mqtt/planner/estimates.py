@@ -443,7 +443,7 @@ class SiteEstimates:
         assert remaining is not None
         return YoungestChange(remaining, self._shifted(before))
 
-    def unheard_s(self, names: Collection[str], now: float) -> float:
+    def no_evidence_s(self, names: Collection[str], now: float) -> float:
         """Return the longest time without evidence on a device with a changed slowdown, 0 without such a device."""
         changed = [x for name in names if (x := self._quantities.get(("slowdown", (name,)))) and x.changes]
         return max((now - x.at_s for x in changed), default=0.0)

@@ -19,8 +19,8 @@ from hepti_mqtt.planner.candidates import (
     THOROUGH,
     Candidate,
     Decision,
+    EarlierPlan,
     LowerBound,
-    Recalled,
     as_chain,
     candidate_routes,
     candidate_wires,
@@ -439,7 +439,7 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
 
 
-def decide_recalled(question: Question, recalled: Recalled) -> Decision:
+def decide_recalled(question: Question, recalled: EarlierPlan) -> Decision:
     """Return a plan from an earlier start of the planner at its former price, without a simulation.
 
     Raises PlanError if the question does not allow it, and any exception if it is malformed or of another model.

@@ -672,7 +672,7 @@ ANSWER: Final = (
 TOKEN: Final = ("index", "token", "text")  # sent for each token before the answer
 LOGPROBS: Final = "logprobs"  # with a token, if requested
 THINKING: Final = "thinking"  # with a token of a reasoning model: the part of its text outside the answer
-TAKEN_BY: Final = "taken_by"  # before the answer: the group that accepted a shared request
+ACCEPTED_BY: Final = "accepted_by"  # before the answer: the group that accepted a shared request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 

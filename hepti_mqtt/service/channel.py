@@ -445,7 +445,7 @@ class RequestChannel:
             return
         for dropped in self._undelivered.put_undelivered(now + RESEND_S, replace(answer, until_s=until_s)):
             client = dropped.reply.key.client
-            self._log.warn_once("unheard", client, f"Dropped answers of client {client}: it is subscribed to none.")
+            self._log.warn_once("undelivered", client, f"Dropped answers of client {client}: it is subscribed to none.")
             self.journal.settle(dropped.requests or ())
 
     # -- any thread -------------------------------------------------------------------------------------------------

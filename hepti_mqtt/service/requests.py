@@ -26,7 +26,8 @@ from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS, checked, naming
-from hepti_mqtt.service.questions import (
+from hepti_mqtt.service.picture_prompts import KEYS, PromptPictures, read_pictures
+from hepti_mqtt.service.task_outputs import (
     Entities,
     Extraction,
     Matched,
@@ -37,7 +38,6 @@ from hepti_mqtt.service.questions import (
     entailment,
     scoring,
 )
-from hepti_mqtt.service.seen import KEYS, PromptPictures, read_pictures
 from hepti_mqtt.service.texts import TextReader, Tokens, describe, quoted
 from hepti_mqtt.service.thinking import OPEN
 

@@ -23,7 +23,7 @@ from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.silence import has_pause, is_silent
 from hepti_mqtt.service.texts import is_int
-from hepti_mqtt.service.words import token_times, words_of
+from hepti_mqtt.service.word_times import token_times, words_of
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput

@@ -91,7 +91,7 @@ State = Connected | Disconnected | Subscribed | Refused
 OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or on the data connection a memoryview
 OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
-OnTaken = Callable[[bool], None]  # whether the topic has subscribers
+OnAcknowledged = Callable[[bool], None]  # whether the topic has subscribers
 
 
 class Will(NamedTuple):

@@ -68,7 +68,7 @@ def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(s
         poll(lambda: online() == set(NAMES), "all online")
         before = hepti.infer(KIND, **body, **PINS, timeout_s=PATIENCE_S)
         [pinned] = hepti.plan(KIND)["pinned"]
-        head = pinned["head"]
+        head = pinned["root"]
         other, victim = (name for name in NAMES if name != head)
         watcher = Watcher(site)
         try:

@@ -27,8 +27,8 @@ from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import (
     MAX_UNREPORTED_RUNS,
-    BesideRun,
     DeviceAnswers,
+    OtherWork,
     Run,
     RunEvent,
     RunKind,
@@ -268,7 +268,7 @@ class Dispatcher:
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
-            run.beside.alone = False
+            run.other_work.alone = False
         searches = any(other.plans.searching is not None for other in self._groups)
         ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         group.runs[run_id] = Run(
@@ -279,7 +279,7 @@ class Dispatcher:
             group.cluster(),
             RunTimes(now, expected_s, end_s, probe_at_s, deadline_s, expectation),
             sent,
-            BesideRun(not others and before is None, only_search=searches),
+            OtherWork(not others and before is None, only_search=searches),
             kind,
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),

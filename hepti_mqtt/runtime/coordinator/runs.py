@@ -132,7 +132,7 @@ class RunKind(NamedTuple):
 
 
 @dataclass(slots=True)
-class BesideRun:
+class OtherWork:
     """Other work during a run; the session updates it at each event."""
 
     alone: bool  #: no other run at any time
@@ -161,7 +161,7 @@ class Run:
     cluster: Cluster
     times: RunTimes
     dispatch_bytes: int
-    beside: BesideRun
+    other_work: OtherWork
     kind: RunKind
     state: RunState = "dispatched"  #: the scheduler alone steps it
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)

@@ -404,7 +404,7 @@ class ResidentPlans:
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
         self._device = device
-        self.story = TransitionLog(f"epochs of {device}")
+        self.story = TransitionLog(f"plans of {device}")
         self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
         self._residents: dict[PlanKey, ResidentPlan] = {}
         self._released: list[ResidentPlan] = []

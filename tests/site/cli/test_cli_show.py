@@ -203,7 +203,7 @@ def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"active": {"strategy": "magic"}}, {"active": {"epoch": [1]}}, {"spec": {"family": "new"}}], ids=str
+    "changed", [{"active": {"strategy": "magic"}}, {"active": {"version": [1]}}, {"spec": {"family": "new"}}], ids=str
 )
 def test_a_plan_of_another_version_is_told_so(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(monkeypatch, changed) == WireError.exit_code

@@ -212,12 +212,12 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
     assert set(solved.decision.chosen.load_bytes) == set(wanted.devices)
     held = solve(replace(command, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
     assert set(held.values()) == {0}, "devices have all of it"
-    assert solved.decision.chosen.fits_beside
+    assert solved.decision.chosen.fits_next_to_others
     cluster = search.question.cluster
     most = max(*last.chosen.price.needs.values(), *solved.decision.chosen.price.needs.values())
     tight = {n: replace(d, memory_bytes=1.01 * most) for n, d in cluster.devices.items()}
     lacks = solve(replace(command, question=replace(search.question, cluster=replace(cluster, devices=tight))))
-    assert not lacks.decision.chosen.fits_beside, "there is room for one of them alone"
+    assert not lacks.decision.chosen.fits_next_to_others, "there is room for one of them alone"
 
 
 SPEC = FAMILIES["bert-embedding"]

@@ -115,7 +115,7 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
         return session.handle_message(T.planner_status(group), encode_status(Status(state, boot)), now)
 
     def taken(request, group):
-        payload = json.dumps({"id": request, "taken_by": group, "final": False}).encode()
+        payload = json.dumps({"id": request, "accepted_by": group, "final": False}).encode()
         assert session.handle_message(T.response("m", "me", request), payload, 0.5) == []
 
     asked = session.add_request("m", "q1", {}, "token", 0.0)

@@ -272,7 +272,7 @@ def test_plans_from_before_a_reconnection_go_when_a_newer_one_is_activated(devic
     assert unloaded(d) == []
     d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.version)))
     assert unloaded(d) == [(PLAN.model, PLAN.version)]
-    assert d.complaints.counters["epochs_forgotten"] == 1
+    assert d.complaints.counters["plans_forgotten"] == 1
 
 
 def test_single_forged_statuses_are_contradicted(device):

@@ -22,7 +22,7 @@ from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor
-from hepti_mqtt.strategies.plan_programs import continued_program, device_programs, handover_moves
+from hepti_mqtt.strategies.plan_programs import device_programs, handover_moves, handover_program
 
 METHODS = {
     "row": ("row", {"variant": "kv"}),
@@ -87,7 +87,7 @@ def check(family: str, before: Plan, after: Plan, block: int, seed: int = 0, wan
     spec = EVERY_FAMILY[family]
     shape, inputs = request(spec, served(spec, (13,)), want)
     parts = device_programs(spec, before, shape)
-    handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
+    handed = {d: handover_program(spec, before, after, shape, block, d) for d in before.devices}
     for one in handed.values():
         validate(one.program)
     then = bound(parts, tensors(spec))
@@ -119,7 +119,7 @@ def test_rows_of_maps_go_on_at_most_borders_and_are_refused_at_the_others(varian
     for block in borders:
         try:
             for device in before.devices:
-                continued_program(spec, before, after, shape, block, device)
+                handover_program(spec, before, after, shape, block, device)
         except HandoverError:
             refused += 1
         else:
@@ -159,7 +159,7 @@ def test_borders_within_a_repeated_layer():
     before, after = (plan(spec, METHODS["row"], shares) for shares in ((1.0, 1.0), (9.0, 4.0)))
     for block in range(2, 9):
         for device in before.devices:
-            validate(continued_program(spec, before, after, shape, block, device).program)
+            validate(handover_program(spec, before, after, shape, block, device).program)
         moved = [m for m in handover_moves(spec, before, after, shape, block) if m.source != m.target]
         assert [(m.source, m.target, m.nbytes) for m in moved] == [("d1", "d0", 2 * 32 * 4)]
 

@@ -22,7 +22,16 @@ from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.planner import Candidate, Price, Question, price
 from hepti_mqtt.planner import decide as decide_plan
-from hepti_mqtt.planner.decisions import RULE, Border, Option, Situation, decide, goes_on, load_share, pays_to_hold
+from hepti_mqtt.planner.decisions import (
+    RULE,
+    Border,
+    Option,
+    Situation,
+    decide,
+    load_share,
+    pays_to_hold,
+    weigh_handover,
+)
 from hepti_mqtt.planner.estimates import MethodEstimates, SiteEstimates, strategy_key
 from hepti_mqtt.planner.quantities import Remaining
 from hepti_mqtt.planner.refine import divided
@@ -130,9 +139,9 @@ def test_a_method_that_may_be_better_is_tried_if_little_is_known_of_it() -> None
 
 
 def test_where_only_a_recovery_would_win_a_trial_waits_as_long_as_nothing_was_heard() -> None:
-    likely, hoped = option(0.9, "block", sd=0.1, unheard_s=5.0), option(1.0, "block")
-    hoped = replace(hoped, cost=np.resize([0.5, 2.5], DRAWS), unheard_s=5.0)
-    moves = [decide(situation(option(1.0), x)).move for x in (likely, hoped, replace(hoped, unheard_s=60.0))]
+    likely, hoped = option(0.9, "block", sd=0.1, no_evidence_s=5.0), option(1.0, "block")
+    hoped = replace(hoped, cost=np.resize([0.5, 2.5], DRAWS), no_evidence_s=5.0)
+    moves = [decide(situation(option(1.0), x)).move for x in (likely, hoped, replace(hoped, no_evidence_s=60.0))]
     assert [None if move is None else move.kind for move in moves] == ["try", None, "try"]
 
 
@@ -349,7 +358,7 @@ def test_a_device_that_is_fast_only_while_it_idles_is_left() -> None:
     ],
 )
 def test_a_run_goes_on_where_its_rest_surely_takes_less(active_s, other_s, sd, layer, moved_s, goes) -> None:
-    verdict = goes_on(option(active_s), option(other_s, "block", sd=sd), Border.of_run(26, layer, moved_s))
+    verdict = weigh_handover(option(active_s), option(other_s, "block", sd=sd), Border.of_run(26, layer, moved_s))
     assert verdict.goes is goes
     assert verdict.rest_s == pytest.approx(active_s * (26 - layer) / 26)
 
@@ -364,4 +373,4 @@ def test_a_run_goes_on_where_its_rest_surely_takes_less(active_s, other_s, sd, l
     ],
 )
 def test_a_text_goes_on_where_its_rest_gains_more_than_its_rows_take(other_s, most, again, goes) -> None:
-    assert goes_on(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).goes is goes
+    assert weigh_handover(option(1.0), option(other_s, "block"), Border.of_text(5, most, again)).goes is goes

@@ -288,7 +288,7 @@ def test_a_device_of_which_nothing_is_heard_is_ever_more_likely_as_it_was() -> N
     for i in range(40, 80):  # its meter sees no ops
         estimates.record_heartbeat("a", beat(1.0), float(i), busy=False, loading=False)
         estimates.record_heartbeat("b", beat(rate=30e6 + i), float(i), busy=False, loading=False)
-    assert estimates.unheard_s("a", 80.0) == pytest.approx(41)
+    assert estimates.no_evidence_s("a", 80.0) == pytest.approx(41)
     assert estimates.slowdown("a") == pytest.approx(1, rel=0.1)
     draws = estimates.draws("a", 80.0).slowdowns["a"]
     assert 0.1 < (draws > 1).mean() < 0.5, "or it is as slow as it was"
@@ -298,7 +298,7 @@ def test_a_device_of_which_nothing_is_heard_is_ever_more_likely_as_it_was() -> N
     assert estimates.slowdown("a") == pytest.approx(1, rel=0.1), (
         "the first word after a silence says whether it has ended"
     )
-    assert estimates.unheard_s("a", 910.0) == 0
+    assert estimates.no_evidence_s("a", 910.0) == 0
 
 
 def test_readings_that_repeat_the_last_one_are_none() -> None:

@@ -53,7 +53,7 @@ class Timed(Site):
         ranking = self.decider(command.question).ranking
         if command.plans:
             ranking = tuple(c for c in ranking if c.plan.strategy == command.plans[0].strategy)
-        ranking = tuple(replace(c, fits_beside=self.room) for c in ranking)
+        ranking = tuple(replace(c, fits_next_to_others=self.room) for c in ranking)
         digest = programs_digest(command.question.spec, ranking[0].plan)
         decision = Decision(ranking[0], ranking, "", command.question.cluster, digest)
         active = None

@@ -287,7 +287,7 @@ def test_no_run_starts_before_its_plan_is_ready(state: str) -> None:
     device.ask(shape(3))
     assert device.last == []
     device.tell(messages.Activate(1, *ONE))
-    assert device.session.counters["dead_epoch"] == 1
+    assert device.session.counters["dead_plan"] == 1
     assert device.state(ONE) == state
 
 
@@ -529,7 +529,7 @@ def test_a_plan_that_is_released_during_its_analysis_is_dropped(event: WorkerEve
 
 def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
     with pytest.raises(WireError):
-        received(messages.Prepare(1, {"epoch": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
+        received(messages.Prepare(1, {"version": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
     odd = prepare(fixed=HALVES)
     (failed,) = ups(answer(replace(odd, plan={**odd.plan, "strategy": "magic"})))
     assert (failed.transaction_id, failed.code) == (1, "no_plan")

@@ -26,7 +26,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
-from hepti_mqtt.runtime.coordinator.runs import BesideRun, Run, RunKind, RunTimes
+from hepti_mqtt.runtime.coordinator.runs import OtherWork, Run, RunKind, RunTimes
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
@@ -90,7 +90,7 @@ def plan_for(checkpoint, number=1):
 
 def ran(items, shape, plan, begun_s=100.0):
     """Return a run of two devices with their reports."""
-    run = Run(1, items, shape, plan, CLUSTER, RunTimes(begun_s), 100, BesideRun(alone=True), RunKind((1, 32)))
+    run = Run(1, items, shape, plan, CLUSTER, RunTimes(begun_s), 100, OtherWork(alone=True), RunKind((1, 32)))
     run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     return run
 
@@ -163,7 +163,7 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["predicted_ms"] == pytest.approx(exact_s(checkpoint, plan, shape) * 1e3)
     assert data["result"]["results"][0]["embedding"] == [1.0] * 32
     assert (reply.topic, data["id"], data["ok"]) == (TOPICS.response("bert", "me", "q1"), "q1", True)
-    assert (data["plan"]["id"], data["plan"]["epoch"]) == ("9.1", [9, 1])
+    assert (data["plan"]["id"], data["plan"]["version"]) == ("9.1", [9, 1])
     assert (data["tokens"], data["batched_with"], data["forecast"]) == (shape.size, 0, "simulated")
     assert (data["compute_ms"], data["wait_ms"]) == ({"a": 2.0, "b": 1.0}, {"a": 0.5, "b": 1.5})
     assert (data["bytes_on_wire"], data["predicted_bytes"]) == (200, exact_bytes(checkpoint, plan, shape))

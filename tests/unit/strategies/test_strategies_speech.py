@@ -25,7 +25,7 @@ from hepti_mqtt.planner.accuracy import weight_error
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
-from hepti_mqtt.service.words import token_times
+from hepti_mqtt.service.word_times import token_times
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights
