@@ -550,3 +550,16 @@ def test_labels_and_activations():
     assert spec_of(bert, id2label={0: "no", 1: "yes"}).head.labels == ("no", "yes")
     known = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
     assert {name: spec_of(BERT, hidden_act=name).activation for name in known} == known
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "other"),
+    [("tiny-qwen3-moe", "num_experts", "num_local_experts"), ("tiny-mixtral", "num_local_experts", "num_experts")],
+)
+def test_the_number_of_experts_has_either_name(kind, key, other):
+    config = dict(KINDS[kind].config)
+    renamed = {**config, other: config[key]}
+    del renamed[key]
+    assert models.spec_from_config(renamed, {}) == models.spec_from_config(config, {})
+    with pytest.raises(ModelError, match=other):
+        models.spec_from_config({**config, other: 99}, {})

@@ -1,6 +1,6 @@
 """Pairs, rankings, entities, answers and labels of a user's own, compared with transformers and sentence-transformers.
 
-`tests/helpers/make_question_answers.py` writes what the reference answers.
+`tests/helpers/make_answers.py` writes what the reference answers.
 """
 
 from __future__ import annotations
