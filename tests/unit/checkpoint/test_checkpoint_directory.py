@@ -95,20 +95,6 @@ def test_a_tensor_of_many_tiles_is_cut_at_256(bert):
             assert tile[0, 0] == place.row0 * 32
 
 
-def test_tiles_that_several_devices_take_in_turn_read_the_file_once(tmp_path, monkeypatch):
-    read = []
-    with Checkpoint.open(make_model("bert-base", tmp_path / "model", layers=1)) as checkpoint:
-        hashes = [place.hash for entry in checkpoint.manifest.entries for place in entry.tiles()]
-        half = len(hashes) // 2
-        pread = safetensors_file.RowsFile.pread
-        monkeypatch.setattr(safetensors_file.RowsFile, "pread", lambda *place: read.append(place[2]) or pread(*place))
-        for pair in zip(hashes[:half], hashes[half : 2 * half], strict=True):
-            for digest in pair:
-                checkpoint.tile(digest)
-        places = {place.hash: place.nbytes for entry in checkpoint.manifest.entries for place in entry.tiles()}
-    assert sum(read) < 1.05 * sum(places[digest] for digest in dict.fromkeys(hashes[: 2 * half]))
-
-
 @pytest.mark.parametrize("prefix", ["bert.", ""])
 def test_names_of_other_writers_are_found(bert, made, prefix):
     """Without the prefix of the task models, and with TensorFlow's gamma and beta."""
@@ -542,14 +528,6 @@ def test_all_shards_that_are_pointers_are_named(bert):
     with pytest.raises(ModelError) as caught:
         Checkpoint.open(bert)
     assert [path.name in str(caught.value) for path in shards] == [False, True, True]
-
-
-def test_a_truncated_file_says_how_much_is_there(bert):
-    whole = (bert / WEIGHTS).stat().st_size
-    truncate(bert, whole - 100)
-    with pytest.raises(ModelError) as caught:
-        Checkpoint.open(bert)
-    assert f"{whole - 100:,} of {whole:,}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
-from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30
@@ -229,18 +228,6 @@ def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
     """A device checks that what a plan says of shares is no number without end."""
     chosen = decide(question_of("tiny-vgg", load_site(MIXED), strategy="modnn")).chosen
     assert sum(chosen.plan.shares["speeds"]) == pytest.approx(1.0)
-
-
-def test_single_rows_of_small_maps_are_tried_at_other_devices():
-    """One weight per device cannot say that a device has three rows of 8 and half of 32."""
-    query = question_of(
-        "tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=("hub", "pi1")
-    )
-    chosen = decide(query).chosen
-    by_speed = replace(chosen.plan, ranges={**chosen.plan.ranges, "rows 32": ((0, 4), (4, 32))})
-    slow = price_draft(query, Draft(by_speed, chosen.shares))
-    assert hill_climb(query, slow).price.seconds < slow.price.seconds
-    assert hill_climb(query, chosen).price.seconds <= chosen.price.seconds
 
 
 MODEL = "bert-large"

@@ -28,8 +28,8 @@ from hepti_mqtt.plan_programs import device_program, resident_weights
 from hepti_mqtt.planner import Decision, Question, decide, decide_hurried, price
 from hepti_mqtt.planner.candidates import candidate_routes, explain_choice, relayed, subsets, with_route
 from hepti_mqtt.planner.price import needed_bytes, plan_packet, tile_packet
-from hepti_mqtt.planner.refine import Draft, divided, price_draft, whole_bytes
-from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _by_size, _initial_plans
+from hepti_mqtt.planner.refine import Draft, price_draft
+from hepti_mqtt.planner.search import MIN_SPEEDUP, Search, _initial_plans
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.service.solver import solve
@@ -91,13 +91,6 @@ def test_splits_over_equal_devices_on_a_good_network():
     assert decision.chosen.price.seconds < 0.6 * decision.single.price.seconds
 
 
-@no_cover
-def test_one_device_alone_wins_on_a_slow_network_and_is_told():
-    decision = decide(question(BASE, four_pis(1), tokens=16))
-    assert decision.chosen.plan.strategy == "single"
-    assert "single" in decision.reason
-
-
 def test_others_that_are_predicted_to_gain_next_to_nothing_are_left_out():
     """What predictions are off by is more than what they promise."""
     decision = decide(question(BASE, four_pis(54)))
@@ -139,24 +132,6 @@ def test_one_tiny_memory_gets_a_small_share():
 
 
 @no_cover
-@pytest.mark.parametrize(
-    "speeds",
-    [
-        (150, 140, 3, 2),
-        *(
-            pytest.param(s, marks=pytest.mark.nightly)
-            for s in ((100, 100, 100, 100), (140, 20, 15, 10), (90, 88, 87, 1))
-        ),
-    ],
-)
-def test_equal_budgets_that_hold_equal_shares_fit_whatever_the_speeds(speeds):
-    whole = weights_bytes(resident_weights(BASE, _plan_of("single", four_pis(940)), "pi0"))
-    site = cluster(*(device(f"d{i}", speed, 0.55 * whole) for i, speed in enumerate(speeds)))
-    decision = decide(question(BASE, site, devices=("d0", "d1", "d2", "d3")))
-    assert all(need <= 0.55 * whole for need in decision.chosen.price.needs.values())
-
-
-@no_cover
 def test_pins_are_obeyed():
     whole = models.graph(BASE, models.largest_shape(BASE))
     for name in (n for n, s in STRATEGIES.items() if s.why_unsupported(whole) is None):
@@ -166,14 +141,6 @@ def test_pins_are_obeyed():
     assert decision.chosen.plan.options == {"variant": "heads"}
     decision = decide(question(BASE, four_pis(940), devices=("pi2", "pi1")))
     assert set(decision.chosen.plan.devices) <= {"pi1", "pi2"}
-
-
-def test_splitting_strategies_compete_only_where_there_is_something_to_split():
-    site = cluster(device("a", 24.6))
-    assert decide(question(BASE, site)).chosen.plan.strategy == "single"
-    assert decide(question(BASE, site, strategy="row")).chosen.plan.devices == ("a",)
-    pair = cluster(device("a", 24.6), device("b", 24.6), mbit=1)
-    assert len(decide(question(BASE, pair, strategy="row")).chosen.plan.devices) == 2
 
 
 @no_cover
@@ -197,13 +164,6 @@ def test_the_short_models_price_is_the_full_price(method):
         assert needed_bytes(ask, plan, name) == pytest.approx(exact + live + kept, rel=0.02)
 
 
-def test_balancing_gives_the_stronger_device_more():
-    site = cluster(device("strong", 70.6), device("weak", 24.6))
-    plan = decide(question(BASE, site, strategy="row", devices=("strong", "weak"))).chosen.plan
-    share = dict(zip(plan.devices, plan.shares["rows"], strict=True))
-    assert 1.5 < share["strong"] / share["weak"] < 5
-
-
 def limits(nbytes: int) -> dict[str, int]:
     """Return a packet limit that every device has met."""
     return dict.fromkeys(NAMES, nbytes)
@@ -219,22 +179,6 @@ def test_a_plan_whose_packets_do_not_get_through_is_not_chosen():
     assert plan_packet(free, limited.chosen.plan) < sizes[best.method]
     allowed = decide(replace(free, packet_bytes=limits(sizes[best.method]))).chosen.plan
     assert replace(allowed, reason=best.reason) == best, "other candidates may not get through, so another is next best"
-
-
-@no_cover
-def test_shares_are_not_moved_to_where_packets_do_not_get_through():
-    """A device that computes slowly beside its matmuls gives rows away: the other's packets become larger."""
-    spec = replace(BASE, layers=2, hidden=384, heads=12, mlp=1536)
-    slow = replace(device("b", 18.0), attention_flops_per_s=2e8, rowwise_bytes_per_s=1e8)
-    query = question(spec, cluster(device("a", 20.0), slow), devices=("a", "b"), strategy="row")
-    query = replace(query, options={"variant": "kv"})
-    sizes = [
-        plan_packet(query, plan)
-        for plan in (divided(query, next(_initial_plans(query))).plan, decide(query).chosen.plan)
-    ]
-    assert sizes[0] < sizes[1]
-    limited = decide(replace(query, packet_bytes=dict.fromkeys("ab", sum(sizes) // 2))).chosen.plan
-    assert plan_packet(query, limited) <= sum(sizes) // 2
 
 
 def test_a_broker_that_takes_no_weights_is_named_with_its_setting():
@@ -281,16 +225,6 @@ def test_the_same_plan_is_chosen_without_comparing_every_method(seed):
     assert quick.digest == whole.digest
     others = [c for c in whole.ranking[1:] if c.price.feasible]
     assert f"the next best, {min(others, key=lambda c: c.price.cost).name} " in whole.reason
-
-
-def test_large_sets_have_a_bound_too():
-    query = replace(mesh_question([0.02 - 1e-3 * i for i in range(12)], 100, endpoints=False), is_exhaustive=False)
-    search = Search(query)
-    few, search._larger = _by_size(list(_initial_plans(query)))
-    _, floor = search._queue(few)
-    large = [draft.plan for drafts in search._larger.values() for draft in drafts]
-    assert {len(plan.devices) for plan in large} == {12}
-    assert all(floor.bound_unpriced(plan) > 0 for plan in large), "devices beyond those of small sets count too"
 
 
 def test_methods_that_are_too_slow_are_told_by_name_and_why_is_said():
@@ -374,23 +308,6 @@ def test_no_plan_takes_less_than_its_bound(family, mbit):
     assert all((0, 0) < least <= price_draft(query, plan).price.cost for least, plan in bounds)
 
 
-def test_what_has_no_room_for_all_weights_together_is_told_once_for_each_method():
-    query = question(SMALL, four_pis(100, memory=0.2 * whole_bytes(SMALL, "f32")))
-    guesses, search = list(_initial_plans(query)), Search(query)
-    assert not [*search.candidates()]
-    short = search.oversized
-    assert sorted(draft.name for draft in short) == sorted({guess.name for guess in guesses})
-    assert all(len(draft.plan.devices) == 4 or draft.name == "single" for draft in short), "what lacks the least"
-
-
-def test_shares_are_not_moved_where_a_device_has_no_room_for_the_least():
-    """`row` holds all weights on every device, whatever its share."""
-    query = question(SMALL, four_pis(100, memory=0.9 * whole_bytes(SMALL, "f32")), strategy="row", devices=NAMES)
-    guesses, search = list(_initial_plans(query)), Search(query)
-    assert not [*search.candidates()]
-    assert {draft.shares for draft in search.oversized} == {guess.shares for guess in guesses}
-
-
 def meshed(site: Cluster) -> Cluster:
     return replace(site, endpoints=frozenset(site.devices))
 
@@ -415,14 +332,6 @@ def test_the_broker_carries_what_a_slow_uplink_would_have_to_send_to_each():
     over_mesh = decide(question(BASE, broker, route="mesh", **pins)).chosen
     assert over_mesh.plan.route == "mesh"
     assert over_mesh.price.seconds > decision.chosen.price.seconds
-
-
-def test_a_pinned_route_is_obeyed():
-    site = meshed(four_pis(940))
-    for route in ("broker", "mesh"):
-        decision = decide(question(BASE, site, route=route, strategy="row", devices=NAMES))
-        assert {c.plan.route for c in decision.ranking} == {route}
-    assert decide(question(BASE, four_pis(940), strategy="row")).chosen.plan.route == "broker"
 
 
 def test_pairs_that_cannot_connect_are_relayed_and_so_is_who_has_no_endpoint():
@@ -571,11 +480,3 @@ def test_one_device_answers_where_it_is_faster_or_the_others_cannot_go_on():
     assert decide_hurried(question_of_four(*ALL[:3])).chosen.name == "single", "nothing has been planned yet"
     other = planned("two_d", x="2")  # cannot be divided by three
     assert decide_hurried(question_of_four(*ALL[:3]), other).chosen.name == "single"
-
-
-@pytest.mark.parametrize("mbit", [10, 100, 940])
-def test_the_reason_names_the_fastest_of_the_other_plans(mbit: float):
-    decision = decide(question_of_four(*ALL, mbit=mbit))
-    others = [c for c in decision.ranking if c.price.feasible and c.plan.method != decision.chosen.plan.method]
-    second = min(others, key=lambda c: c.price.cost)
-    assert f"{second.name} on {', '.join(second.plan.devices)}" in decision.reason

@@ -83,18 +83,6 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method
         assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, active, shape))
 
 
-@pytest.mark.parametrize("count", [3, 5, 7])
-def test_an_odd_number_of_unequal_devices_shares_two_heads(count):
-    """Each board is stronger than the one before; the planner chooses."""
-    spec = replace(FAMILIES["bert-embedding"], heads=2, layers=2)
-    swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e8 * (1 + i), 1 << 30) for i in range(count)}, seed=count)
-    shape, inputs = request(spec, (13,))
-    swarm.submit("one", shape, inputs)
-    swarm.run(60, until=lambda: bool(swarm.answers or swarm.errors))
-    [(got, _)] = swarm.answers["one"]
-    np.testing.assert_allclose(got, models.reference(spec, tensors(spec), inputs, shape)[1], atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
@@ -148,10 +136,9 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
 
 
 @pytest.mark.parametrize("method", methods_for(5), ids=lambda m: "-".join([m[0], *m[1].values()]))
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0, 9.0), (0.4, 9.0, 0.0, 2.0, 3.0)], ids=str)
-def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method, weights):
+def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method):
     spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
-    chosen = plan(spec, method, weights, head=2)
+    chosen = plan(spec, method, (0.4, 9.0, 0.0, 2.0, 3.0), head=2)
     for length, want in itertools.product((1, 2, 3), ("task", "hidden")):
         for device, program in device_programs(spec, chosen, request(spec, (length,), want)[0]).items():
             assert set(program.weights()) <= set(resident_weights(spec, chosen, device))

@@ -15,7 +15,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
-from hepti_mqtt.models.generation import LIKELIEST, TokenRules
+from hepti_mqtt.models.generation import TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs, lowered_for_longest
 from hepti_mqtt.runtime.coordinator.batches import Batch
@@ -116,9 +116,9 @@ def with_shared_heads(count: int) -> Any:
     return replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
 
 
-@pytest.mark.parametrize("rules", [LIKELIEST, TokenRules(temperatures=(1.5,), seed=7)], ids=["greedy", "seeded"])
-def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_repeats_none(rules):
+def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_repeats_none():
     spec, hosts = with_shared_heads(4), dict.fromkeys(("d0", "d1", "d2", "d3"), (1e9, 1 << 30))
+    rules = TokenRules(temperatures=(1.5,), seed=7)
     swarm = Swarm(spec, tensors(spec), hosts, decider=everyone(("decoder", {})), jitter_s=0.01)
     expected: list[int] = []
     for _ in range(MOST):
@@ -240,18 +240,6 @@ def test_a_text_that_begins_alike_computes_the_rest(lost):
     assert max(other, branch) <= 8, "one goes on in the session, the other one has a copy"
 
 
-def test_several_users_at_once_each_get_their_own_tokens():
-    swarm = site("decoder", (1.0, 2.0), duplicates=0.2, jitter_s=0.01)
-    prompts = {f"r{n}": np.random.default_rng(n).integers(0, SPEC.text.vocab, 3 + 4 * n) for n in range(4)}
-    for name, prompt in prompts.items():
-        swarm.generate(name, SPEC, prompt.astype(np.int32), MOST)
-    finish(swarm, *prompts)
-    for name, prompt in prompts.items():
-        assert swarm.answers[name][0][0].tolist() == greedy(prompt, MOST)[0]
-    given_up = sum(h.session.counters["session_given_up"] for h in swarm.hosts.values())
-    assert given_up == 0, "no more sessions are open than are kept"
-
-
 def test_short_requests_of_others_come_between_the_runs_of_long_prompts(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 4)
     swarm = site("decoder", (1.0, 1.0))
@@ -315,7 +303,7 @@ def test_texts_that_outgrow_the_room_wait_for_those_that_came_before(monkeypatch
     assert runs["r0"] == 50 < max(runs.values()), "the earliest text was never cancelled"
 
 
-@pytest.mark.parametrize("after", [0, 1, 4, 8])
+@pytest.mark.parametrize("after", [0, 4])
 def test_a_lost_device_costs_no_token_and_repeats_none(after):
     swarm = Swarm(
         SPEC,

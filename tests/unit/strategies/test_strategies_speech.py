@@ -172,21 +172,6 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
     assert swarm.tokens["r"] == list(enumerate(text))
 
 
-def test_steps_are_taken_back_with_the_texts_behind_them():
-    verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
-    rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
-    generation = Transcription(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
-    some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
-    for logits in some[:4]:
-        generation.append_tokens(logits)
-    assert [(step.text.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
-    first = list(generation.steps[1].text.tokens)
-    generation.rewind(2)
-    assert (generation.text.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
-    generation.rewind(0)
-    assert (generation.text.tokens, generation.prompt) == ([], PROMPT)
-
-
 @pytest.mark.parametrize(("latency_s", "parts"), [(2.5e-4, 4), (0.05, 1)])
 def test_the_logits_are_divided_where_links_allow_it(latency_s, parts):
     spec, devices = spec_of_kind("whisper-tiny"), tuple("abcd")
