@@ -337,7 +337,7 @@ def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path:
         assert model.spec.max_tokens == 40
 
 
-def test_a_header_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+def test_a_header_or_a_config_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
     whole = converted(original, tmp_path / "whole.gguf", "q4_0", table="q8_0")
     with Checkpoint.open(whole) as model:
         spec = model.spec
@@ -346,11 +346,9 @@ def test_a_header_alone_describes_a_model(original: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelError):
         Checkpoint.open(cut)
     assert described_spec(cut) == described_spec(whole) == spec
-
-
-def test_a_config_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((original / "config.json").read_text())
-    with Checkpoint.open(original) as model:
-        assert described_spec(tmp_path).to_dict()["layers"] == model.spec.to_dict()["layers"]
+    directory = tmp_path / "config"
     with pytest.raises(ModelError):
-        described_spec(tmp_path / "nowhere")
+        described_spec(directory)
+    directory.mkdir()
+    (directory / "config.json").write_text((original / "config.json").read_text())
+    assert described_spec(directory) == replace(spec, storages=())

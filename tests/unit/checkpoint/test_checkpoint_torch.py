@@ -173,21 +173,14 @@ def test_what_is_no_tensor_is_refused_and_never_called(bert, stored, torch):
         assert "pytorch_model.bin" in str(caught.value) or "lacks" in str(caught.value)
 
 
-def outside(state, torch):
-    return {**state, "bert.pooler.dense.bias": Tensor(Storage("s", np.zeros(8, np.float32)), 0, (32,))}
-
-
-def strided(state, torch):
-    return {**state, "bert.pooler.dense.weight": Tensor(Storage("s", np.zeros(2048, np.float32)), 0, (32, 32), (1, 32))}
-
-
-def negative(state, torch):
-    return {**state, "bert.pooler.dense.bias": Tensor(Storage("s", np.zeros(64, np.float32)), -8, (32,))}
-
-
-@pytest.mark.parametrize("change", [outside, strided, negative])
-def test_tensors_that_lie_elsewhere_are_refused(bert, stored, torch, change):
-    save(bert / "pytorch_model.bin", change(stored, torch), torch)
+@pytest.mark.parametrize(
+    ("name", "size", "parts"),
+    [("bias", 8, (0, (32,))), ("weight", 2048, (0, (32, 32), (1, 32))), ("bias", 64, (-8, (32,)))],
+    ids=["outside", "strided", "negative"],
+)
+def test_tensors_that_lie_elsewhere_are_refused(bert, stored, torch, name, size, parts):
+    tensor = Tensor(Storage("s", np.zeros(size, np.float32)), *parts)
+    save(bert / "pytorch_model.bin", {**stored, f"bert.pooler.dense.{name}": tensor}, torch)
     with pytest.raises(ModelError):
         Checkpoint.open(bert)
 

@@ -144,7 +144,7 @@ def test_pins_are_obeyed():
 
 
 @no_cover
-@pytest.mark.parametrize("method", ["single", "row", "column", "block"])
+@pytest.mark.parametrize("method", ["row", "block"])
 def test_the_short_models_price_is_the_full_price(method):
     """Memory and bytes follow exactly from two and three layers, time within a hundredth."""
     ask = question(BASE, four_pis(240), strategy=method)
