@@ -150,27 +150,6 @@ def test_a_device_that_is_slowed_takes_longer_for_its_frames_too():
     assert seconds(d1=2.0) - seconds() == pytest.approx(2 * 1 * 0.1)
 
 
-def test_frames_that_have_arrived_go_before_the_next_op():
-    a, b = ProgramBuilder("d0"), ProgramBuilder("d1")
-    x = a.recv((4, 8), PLANNER, 0)
-    a.send(x, ("d1",), 1)
-    a.send(x, ("d1",), 2)
-    x = b.recv((4, 8), "d0", 1)
-    for _ in range(9):
-        x = b.compute("add", (x,), (4, 8), bias=False)
-    b.send(b.compute("add", (x, b.recv((4, 8), "d0", 2)), (4, 8), bias=False), (PLANNER,), 3)
-    cluster = site("d0", "d1")
-    profiles = {n: replace(p, frame_s=1e-4) for n, p in cluster.devices.items()}
-    parts = {"d0": a.build(), "d1": b.build()}
-    events = simulate(NAMING, SPEC, SHAPE, parts, replace(cluster, devices=profiles), record=True).events
-    ops = [e for e in events if (e.device, e.lane) == ("d1", "compute")]
-    [taken] = [e for e in events if (e.device, e.lane, e.label) == ("d1", "send", "2")]
-    [arrived] = [e.stop + LATENCY for e in events if (e.device, e.lane, e.label) == ("d1", "down", "2")]
-    running = next(op for op in ops if op.start <= arrived < op.stop)
-    assert running is not ops[-2], "there are ops that could run first"
-    assert taken.start == running.stop
-
-
 def test_an_exchange_for_others_costs_every_subscriber():
     def seconds(frame_s: float) -> float:
         head, other, last = ProgramBuilder("d0"), ProgramBuilder("d1"), ProgramBuilder("d2")

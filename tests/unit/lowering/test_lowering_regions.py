@@ -86,12 +86,6 @@ def bands_of(op, rows):
     return op.kernel_call((rows, COLUMNS, rg.span(0, 5)), ()).attrs["bands"]
 
 
-def test_rows_stay_together_and_columns_and_channels_do_not():
-    region = ((0, 2), (9, 11)), ((0, 1), (2, 3)), ((0, 2), (3, 5))
-    parts = conv().kernel_regions(region)
-    assert parts == tuple((region[0], (x,), (c,)) for x, c in product(region[1], region[2]))
-
-
 @given(
     size=st.integers(1, 4),
     stride=st.integers(1, 3),

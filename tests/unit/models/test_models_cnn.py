@@ -18,8 +18,6 @@ from hepti_mqtt.models.shapes import ImageBatch
 from hepti_mqtt.plan_programs import device_programs
 
 NORM = dict.fromkeys(("weight", "bias", "mean", "variance"), "n")
-
-
 WRONG_FIELDS = {
     "kernel": (3, [3, 3, 3]),
     "stride": ([0, 0],),
@@ -32,8 +30,6 @@ WRONG_FIELDS = {
     "weight": (1,),
     "norm": ("bn1", {**NORM, "eps": "small"}),
 }
-
-
 PRE = "preprocessor_config.json"
 
 

@@ -17,41 +17,17 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.plan_programs import resident_weights
 
-BERT = {
-    "architectures": ["BertModel"],
-    "hidden_act": "gelu",
-    "hidden_size": 32,
-    "intermediate_size": 72,
-    "max_position_embeddings": 40,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "type_vocab_size": 2,
-    "vocab_size": 211,
-}
-
-
-VIT = {
-    "architectures": ["ViTForImageClassification"],
-    "hidden_act": "gelu",
-    "hidden_size": 48,
-    "image_size": 20,
-    "intermediate_size": 100,
-    "num_attention_heads": 6,
-    "num_hidden_layers": 2,
-    "patch_size": 5,
-}
-
-
+# Without keys that would forbid another architecture in the same config.
+BERT, VIT = (
+    {k: v for k, v in KINDS[kind].config.items() if k not in ("model_type", "pad_token_id")}
+    for kind in ("tiny-bert", "tiny-vit-classifier")
+)
 MODULES = [
     {"path": "", "type": "sentence_transformers.models.Transformer"},
     {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
 ]
-
-
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "word_embedding_dimension": 32}
-
-
 PICTURES = {"image_mean": 0.5, "image_std": 0.5, "resample": 2, "size": 20}
 
 
@@ -62,11 +38,7 @@ def spec_of(base, extras=None, **changes):
 
 
 SENTENCE = {"modules.json": MODULES, "1_Pooling/config.json": MEAN}
-
-
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
-
-
 DEBERTA = KINDS["tiny-deberta"].config
 
 WRONG = [
@@ -83,8 +55,6 @@ WRONG = [
     *((VIT, {"patch_size": value}) for value in (6, 2.5)),
     *((VIT, {"image_size": value}) for value in ([20, 30], 0)),
 ]
-
-
 UNSUPPORTED = [
     *((DEBERTA, {key: None}) for key in ("relative_attention", "share_att_key", "position_biased_input")),
     *((DEBERTA, {"pos_att_type": value}) for value in (None, "c2p", ["p2c"], 7)),
@@ -104,8 +74,6 @@ UNSUPPORTED = [
     (KINDS["tiny-distilbert"].config, {"architectures": ["BertModel"]}),
     (KINDS["tiny-electra"].config, {"architectures": ["ElectraForPreTraining"]}),
 ]
-
-
 POOLINGS = (
     {**MEAN, "pooling_mode_cls_token": True},
     {"pooling_mode_mean_tokens": 1},
@@ -114,20 +82,10 @@ POOLINGS = (
     {"pooling_mode": ["mean", "cls"]},
     {"pooling_mode": 1},
 )
-
-
 PROMPTS = ({"default_prompt_name": "q"}, {"default_prompt_name": "q", "prompts": {"q": 1}}, [])
-
-
 PROMPT = "config_sentence_transformers.json"
-
-
 ASKED = {"default_prompt_name": "q", "prompts": {"q": "x"}}
-
-
 POOLED = {"1_Pooling/config.json": MEAN}
-
-
 WRONG_FILES = [
     *({"modules.json": value} for value in ({}, [1], MODULES, MODULES[:1])),
     {"modules.json": [*MODULES[:2], {"type": "sentence_transformers.models.Dense"}]},
@@ -142,9 +100,11 @@ WRONG_FILES = [
     *({PROMPT: value, **SENTENCE} for value in PROMPTS),
     {PROMPT: ASKED, **SENTENCE, "1_Pooling/config.json": {**MEAN, "include_prompt": False}},
 ]
-
-
-REQUIRED = {*BERT, *VIT, "dim", "n_heads", "n_layers", "hidden_dim", "activation"} - {"type_vocab_size"}
+REQUIRED = {
+    *("architectures", "vocab_size", "max_position_embeddings", "image_size", "patch_size"),
+    *("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+    *("activation", "dim", "hidden_dim", "n_heads", "n_layers"),
+}
 
 
 @pytest.mark.parametrize(

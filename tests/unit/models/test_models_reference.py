@@ -20,11 +20,7 @@ from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 from hepti_mqtt.plan_programs import device_programs
 
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
-
-
 DECODERS = {kind for kind in KINDS if isinstance(spec_of_kind(kind).input_spec, DecoderInput)}  # inputs begin otherwise
-
-
 TINY = [
     pytest.param(kind, marks=[pytest.mark.nightly] if kind in LONG else [])
     for kind in KINDS
@@ -106,14 +102,6 @@ def test_sequences_of_a_batch_do_not_see_each_other(checkpoint):
         np.testing.assert_allclose(alone[0], hidden[start : start + length], atol=1e-12)
         rows = slice(start, start + length) if spec.head.pooling == "none" else slice(i, i + 1)
         np.testing.assert_allclose(alone[1], output[rows], atol=1e-12)
-
-
-def test_hidden_wanted_is_hidden_given(checkpoint):
-    inputs, shape = batch(checkpoint.spec, (4, 3))
-    want = shape.with_want("hidden")
-    hidden, output = models.reference(checkpoint.spec, checkpoint.tensors(), inputs, want)
-    assert output.shape == checkpoint.spec.output_shape(want)
-    np.testing.assert_array_equal(hidden, output)
 
 
 @pytest.mark.parametrize("want", ["task", "hidden"])

@@ -120,18 +120,6 @@ def test_a_stall_that_ends_brings_back_what_was_known() -> None:
     assert not quantity.changes
 
 
-def test_a_site_with_short_stalls_becomes_patient() -> None:
-    quantity = Quantity(ANY, 0.0)
-    remaining = []
-    for stall in range(12):
-        for i in range(60):
-            now = 60.0 * stall + i
-            quantity.observe(log(3) * (40 <= i < 46) + 0.02 * (i % 3), "x", 1.0, now)
-            if i == 45:
-                remaining.append(quantity.remaining(now).median_s)
-    assert remaining[-1] < 0.75 * remaining[0]
-
-
 def test_a_meter_goes_half_of_the_way_unless_nobody_contradicts_it() -> None:
     for alone in (False, True):
         quantity = Quantity(PRIORS["slowdown"], 0.0)

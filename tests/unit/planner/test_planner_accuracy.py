@@ -19,7 +19,7 @@ from hepti_mqtt.models import representative_shape
 from hepti_mqtt.plan import NARROW_WIRE_DTYPES
 from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide_within_accuracy, weight_error, wire_errors
-from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires
+from hepti_mqtt.planner.candidates import MARGIN
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.service.solver import MeasuredErrors, solve
 from hepti_mqtt.strategies import STRATEGIES
@@ -133,18 +133,6 @@ def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
     """Where no row of a short request is its own it exchanges nothing, and no wire would move anything."""
     alike, least = (plan(SPEC, ("row", {"variant": "kv"}), (1.0, share)) for share in (1.0, 1e-3))
     assert wire_errors(SPEC, least, TENSORS) == wire_errors(SPEC, alike, TENSORS)
-
-
-def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
-    fixed = plan(SPEC, ("block", {}), (1.0, 1.0))
-    question = question_for(accuracy=1e-3)
-    assert candidate_wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
-    assert candidate_wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
-    far = {("row/kv", 2, "i8"): 1.01 * FAR * 1e-3 / MARGIN, ("row/kv", 2, "f16"): 0.99 * FAR * 1e-3 / MARGIN}
-    assert candidate_wires(replace(question, errors=far), fixed) == ("f16", "f32")
-    assert candidate_wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == (
-        "f32",
-    )
 
 
 @pytest.mark.parametrize(

@@ -257,11 +257,6 @@ def test_rows_behind_one_devices_attention_gain_on_a_mixed_site(rate: float, gai
     assert alone.chosen.price.seconds / split.chosen.price.seconds >= gain
 
 
-def test_slower_links_leave_the_helpers_fewer_rows() -> None:
-    kept = [best(rate, "row", "mlp").chosen.plan.shares["rows"][0] for rate in (940, 100)]
-    assert kept[0] < kept[1]
-
-
 @pytest.mark.parametrize(
     ("kind", "pins"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sites import always, plan, tensors
 from swarm import MODEL, Swarm
+from test_strategies_generation import greedy
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
@@ -93,12 +94,7 @@ class Watched(Swarm):
 
 def text(rules: TokenRules = LIKELIEST, prompt: Sequence[int] = PROMPT, most: int = MOST) -> list[int]:
     """Return the text by whole passes of the reference."""
-    answer: list[int] = []
-    while len(answer) < most and not rules.ends(answer):
-        shape, inputs = models.single_sequence(SPEC, np.array([*prompt, *answer], np.int32))
-        logits = models.reference(SPEC, tensors(SPEC), inputs, shape)[1]
-        answer.append(rules.choose(logits, answer, rules.temperatures[0])[0])
-    return answer
+    return greedy(prompt, most, SPEC, rules)[0]
 
 
 DRAWN = TokenRules(temperatures=(0.3,), seed=3, sampling=Sampling(top_k=40, top_p=0.9, min_p=0.01))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import session_rows
 from hepti_mqtt.models import with_cache
-from hepti_mqtt.models.generation import TokenRules
+from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan_programs import device_programs, lowered_for_longest
 from hepti_mqtt.runtime.coordinator.batches import Batch
@@ -36,14 +37,17 @@ SITES = {
 }
 
 
-def greedy(prompt: np.ndarray, most: int, spec: Any = SPEC) -> tuple[list[int], list[np.ndarray]]:
+def greedy(
+    prompt: Sequence[int] | np.ndarray, most: int, spec: Any = SPEC, rules: TokenRules = LIKELIEST
+) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens and the logits of each step by whole passes of the reference."""
-    ids, logits = prompt.tolist(), []
-    for _ in range(most):
-        shape, inputs = models.single_sequence(spec, np.array(ids, np.int32))
+    tokens: list[int] = []
+    logits = []
+    while len(tokens) < most and not rules.ends(tokens):
+        shape, inputs = models.single_sequence(spec, np.array([*prompt, *tokens], np.int32))
         logits.append(models.reference(spec, tensors(spec), inputs, shape)[1])
-        ids.append(int(logits[-1].argmax()))
-    return ids[len(prompt) :], logits
+        tokens.append(rules.choose(logits[-1], tokens, rules.temperatures[0])[0])
+    return tokens, logits
 
 
 def site(method: str, weights: tuple[float, ...], spec: Any = SPEC, **network: object) -> Swarm:
@@ -114,46 +118,6 @@ def test_heads_that_share_keys_and_values_are_divided_over_devices_that_each_kee
 def with_shared_heads(count: int) -> Any:
     """Return a spec with this number of heads of queries and two of keys and values."""
     return replace(LLAMA, heads=count, block=replace(LLAMA.block, kv_heads=2))
-
-
-def test_a_device_lost_among_those_that_keep_the_same_heads_costs_no_token_and_repeats_none():
-    spec, hosts = with_shared_heads(4), dict.fromkeys(("d0", "d1", "d2", "d3"), (1e9, 1 << 30))
-    rules = TokenRules(temperatures=(1.5,), seed=7)
-    swarm = Swarm(spec, tensors(spec), hosts, decider=everyone(("decoder", {})), jitter_s=0.01)
-    expected: list[int] = []
-    for _ in range(MOST):
-        shape, inputs = models.single_sequence(spec, np.array([*PROMPT, *expected], np.int32))
-        logits = models.reference(spec, tensors(spec), inputs, shape)[1]
-        expected.append(rules.choose(logits, expected, rules.temperatures[0])[0])
-    shape, inputs = models.single_sequence(spec, PROMPT, tokens=len(PROMPT) + MOST)
-    swarm.begin("r", Batch(shape, inputs), Generation(tuple(PROMPT.tolist()), MOST, shape, rules))
-    swarm.run(60, until=lambda: len(swarm.tokens.get("r", ())) > 4)
-    swarm.kill("d1")
-    finish(swarm, "r")
-    assert swarm.tokens["r"] == list(enumerate(expected))
-    assert len(plan_of(swarm).devices) == 3
-
-
-@pytest.mark.parametrize("layout", STRATEGIES["decoder"].layouts)
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    [("tiny-gpt2", (2.0, 1.0, 0.01)), ("tiny-llama", (0.0, 1.0, 2.0)), ("tiny-gemma3-text", (1.0, 1.0))],
-)
-def test_runs_of_many_rows_have_another_layout_and_give_the_same_tokens(kind, weights, layout):
-    spec = spec_of_kind(kind)
-    few = plan(spec, ("decoder", {}), weights)
-    divided = replace(few, layouts={layout: 2})
-    swarm = site("decoder", weights, spec, duplicates=0.2, jitter_s=0.01)
-    swarm.decider = always(divided)
-    swarm.generate("r", spec, PROMPT, 4)
-    finish(swarm, "r")
-    expected, logits = greedy(PROMPT, 4, spec)
-    assert swarm.answers["r"][0][0].tolist() == expected
-    for got, want in zip(swarm.logits.values(), logits, strict=True):
-        np.testing.assert_allclose(got, want, atol=TOLERANCE)
-    for rows in (1, 2, 4, 64):
-        shape = TokenBatch((rows,), cache=64)
-        assert (device_programs(spec, divided, shape) == device_programs(spec, few, shape)) == (rows <= 2)
 
 
 def programs(swarm: Swarm, spec: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cost.explain import work_factor
 from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.lowering import Graph, roles
+from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import lower_plan, make_plan
@@ -106,17 +106,6 @@ def test_a_map_that_is_larger_than_the_one_before_can_stand_behind_a_cut():
     cuts = [options["cut"] for options in STRATEGIES["fused_tiles"].variants_for(3, whole)]
     assert cuts == ["none", "1"]
     assert {"n2", "n3", "n4"} & after_cut(whole, 1) == {"n4"}
-
-
-def test_nets_that_differ_in_names_alone_have_units_of_their_own():
-    other = Graph(
-        tuple(op.relabelled(name=f"other.{op.name}", inputs=tuple(f"other.{x}" for x in op.inputs)) for op in VGG.ops),
-        VGG.blocks,
-    )
-    assert {unit.op.name for unit in execution_units(other)} == {
-        f"other.{unit.op.name}" for unit in execution_units(VGG)
-    }
-    assert after_cut(other, 1) == {f"other.{name}" for name in after_cut(VGG, 1)}
 
 
 AHEAD = {"cut": "none", "halo": "ahead"}

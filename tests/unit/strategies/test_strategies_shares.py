@@ -25,7 +25,7 @@ from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.program import Send
 from hepti_mqtt.shares import DeviceResources
-from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, seconds_of, solve_shares
+from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, solve_shares
 from hepti_mqtt.shares.share import assign_greedily, partition_in_order
 from hepti_mqtt.shares.stages import PARTS, Chain, chain_of, stages
 from hepti_mqtt.strategies import STRATEGIES
@@ -136,22 +136,6 @@ def test_shares_of_least_time_or_of_least_energy_under_a_deadline(given, limits,
     shares = solve_shares(costs(**given), *limits)
     assert (shares is None) == (expected is None)
     np.testing.assert_allclose(() if shares is None else shares, expected or (), rtol=1e-7, atol=1e-9)
-
-
-def test_the_least_energy_under_a_deadline_and_one_that_cannot_be_met():
-    strong, weak = (DeviceResources(1e9, 0.0, 1e9, None, Power(*watts), 1.0) for watts in ((40.0, 1.0), (2.0, 1.0)))
-
-    small = net(24, [("conv", 8, 3), "pool", ("conv", 8, 3)])
-
-    def shares(*lanes):
-        return STRATEGIES["coedge"].make_shares(small, {"goal": "energy"}, (2e7, 1e7), lanes)[0]["coedge_rows"]
-
-    assert shares(strong, weak) == pytest.approx((0.0, 1.0), abs=1e-6)
-    alone = seconds_of(costs_of(small, (2e7, 1e7), [strong, weak]), np.array([0.0, 1.0]))
-    soon = [lane._replace(deadline_s=0.7 * alone) for lane in (strong, weak)]
-    assert 0.2 < shares(*soon)[0] < 0.5
-    with pytest.raises(ValueError, match="1 ms"):
-        shares(*(lane._replace(deadline_s=1e-3) for lane in (strong, weak)))
 
 
 def test_costs_of_a_net_are_its_flops_its_halo_and_its_last_map():
