@@ -20,13 +20,8 @@ from hepti_mqtt.plan import apportion
 from hepti_mqtt.plan_programs import device_programs, lower_plan, resident_weights
 from hepti_mqtt.program import Compute
 
-ENCODERS = {**FAMILIES, "tiny-debert": EVERY_FAMILY["tiny-debert"]}
 # Families that change scores after the product of queries and keys.
 OTHERS = tuple(f for f, s in FAMILIES.items() if isinstance(s, ModelSpec) and (s.block.thetas or s.block.buckets))
-for other in OTHERS:
-    del ENCODERS[other]
-
-
 KERNELS_OF_KEYS = ("linear", "attention", "attention_reordered")
 
 

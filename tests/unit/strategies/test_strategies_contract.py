@@ -224,7 +224,7 @@ def test_other_families_equal_the_reference(kind, name):
             np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-convnet", "tiny-resnet"])
+@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-resnet"])
 def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
     """Priced, planned, loaded, run on a network with duplicates, and counted exactly."""
     spec = SPECS[kind]
@@ -288,15 +288,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_all_of_a_run_is_needed_for_its_answer(family, method):
-    spec = FAMILIES[family]
-    weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].max_devices is None else (1.0,)
-    want = ("task", "hidden")[(list(FAMILIES).index(family) + METHODS.index(method)) % 2]
-    shape, _ = request(spec, (9, 4), want)
-    assert not unneeded(device_programs(spec, plan(spec, method, weights), shape))
-
-
 def at_once(program: Program) -> Counter[str]:
     """Return how many frames more than one go to each peer with nothing computed or received between them."""
     published, run, came = Counter[str](), set[str](), set[int]()
@@ -328,10 +319,11 @@ def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: st
 
 
 def agrees(family, method, weights, place, **network):
-    """Check a run of a batch by its place against the reference, with frames in any order."""
+    """Check a run of a batch by its place against the reference, with frames in any order; every op is needed."""
     spec, held = FAMILIES[family], tensors(FAMILIES[family])
     shape, inputs = request(spec, list(BATCHES.values())[place % 4], "hidden" if place % 2 else "task")
     parts = device_programs(spec, plan(spec, method, weights), shape)
+    assert not unneeded(parts)
     expected = models.reference(spec, held, inputs, shape)[0 if place % 2 else 1]
     np.testing.assert_allclose(run_together(bound(parts, held), inputs, place, **network), expected, atol=TOLERANCE)
 

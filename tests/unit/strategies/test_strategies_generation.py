@@ -204,23 +204,6 @@ def test_a_text_that_begins_alike_computes_the_rest(lost):
     assert max(other, branch) <= 8, "one goes on in the session, the other one has a copy"
 
 
-def test_short_requests_of_others_come_between_the_runs_of_long_prompts(monkeypatch):
-    monkeypatch.setattr("hepti_mqtt.models.shapes.CHUNK_ROWS", 4)
-    swarm = site("decoder", (1.0, 1.0))
-    long = np.random.default_rng(1).integers(0, SPEC.text.vocab, 80).astype(np.int32)
-    for n in range(2):  # as many as run at once
-        swarm.generate(f"long{n}", SPEC, np.roll(long, n), 8, f"patient{n}")
-    swarm.run(60, until=lambda: len(swarm.logits) > 6)
-    for n in range(2):
-        swarm.generate(f"short{n}", SPEC, long[n : n + 4], 3, f"hasty{n}")
-    finish(swarm, "short0", "short1")
-    assert not swarm.tokens.keys() & {"long0", "long1"}, "none of them is so far yet"
-    finish(swarm, "long0", "long1")
-    for n in range(2):
-        assert swarm.answers[f"long{n}"][0][0].tolist() == greedy(np.roll(long, n), 8)[0]
-        assert len(swarm.answers[f"long{n}"][0][1]) == 20 + 7, "no session was given up for another"
-
-
 @pytest.fixture
 def little_room(monkeypatch):
     """Leave room for one session and a little."""

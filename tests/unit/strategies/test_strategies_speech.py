@@ -119,16 +119,6 @@ def test_a_text_is_that_of_whole_passes(method):
     assert max(generation.text.scores) < 0
 
 
-def test_states_are_those_of_one_pass_whatever_is_said_of_tokens():
-    rules = replace(RULES, silent=SPEC.head.outputs - 1, judge=unhappy())
-    shape = READS.run(len(PROMPT), ROWS, "hidden")
-    swarm = site(always(plan(SPEC, ("single", {}), (1.0,))), 1)
-    swarm.begin("r", Batch(shape, inputs(PROMPT)), Generation(PROMPT, 0, shape, rules, FRAMES))
-    finish(swarm)
-    expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
-    np.testing.assert_allclose(swarm.answers["r"][0][0], expected, atol=TOLERANCE)
-
-
 def unhappy(*worths: float):
     """Return a judge that always asks for another text, and finds them worth these numbers in turn."""
     left = list(worths)
