@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from device_agent.links import MeshLinks, open_links
 from device_agent.loader import LoaderThread, LoadEvent, WeightLoader
 from device_agent.machine import HealthMonitor, free_memory, has_cpu_quota, memory_budget, usable_cores
 from device_agent.measure import Curves, load_or_measure, measurement_file
-from device_agent.network import PLANES, AgentEvent, ErrorLog, LinkUp, Network, Stop
+from device_agent.network import PLANES, AgentEvent, ErrorLog, Network, Stop
 from device_agent.probes import Prober
 from device_agent.saved_caches import SHARE, SavedCaches
 from device_agent.shell import BuilderThread, SessionLoop
@@ -58,7 +57,7 @@ from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import CachesRead, ReadCaches
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport.base import Inbox, OnMessage, OnState, Will
+from hepti_mqtt.transport.base import Backoff, Connected, Inbox, OnMessage, OnState, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.broker_limits import PacketLimit, open_broker_warning
 from hepti_mqtt.transport.name_claim import claim, new_boot
@@ -150,7 +149,6 @@ def device_lock(directory: Path) -> Iterator[None]:
 
 SWITCH_INTERVAL_S: Final = 0.0005
 CONNECT_TIMEOUT_S: Final = 5.0
-BACKOFF_S: Final = (0.2, 5.0)
 
 
 def run_agent(config: AgentConfig, stop: StopSignals | None = None) -> None:
@@ -392,9 +390,8 @@ class _Agent:
             self._control.will = self._offline()
 
     def _wait_for_broker(self, waiting: tuple[Plane, ...], signals: StopSignals) -> None:
-        delay_s = BACKOFF_S[0]
-        while waiting and not signals.requested.wait(delay_s * random.uniform(0.5, 1.0)):
-            delay_s = min(2 * delay_s, BACKOFF_S[1])
+        backoff = Backoff()
+        while waiting and not signals.requested.wait(backoff.pause_s()):
             still = self._connect(waiting)
             if not still:
                 self._log.info("connected to the broker")
@@ -429,11 +426,11 @@ class _Agent:
         release_compiler()
         return workers, curves
 
-    def _announce(self, link: LinkUp) -> int | None:
+    def _announce(self, link: Connected) -> int | None:
         device = self._config.device_id
         largest, limit = self._packets.largest(link.protocol, link.largest_packet_bytes)
         self._caps = replace(self._caps, largest_packet_bytes=largest or 0, mqtt=link.protocol)
-        self._prober.set_packet_limit(limit, link.broker_is_local)
+        self._prober.set_packet_limit(limit, link.local)
         self._publish_caps()
         self._is_announced = True
         self._announce_status()
@@ -478,18 +475,17 @@ class _Agent:
             self.inbox.post(CachesRead(order.model, order.plan_version, caches))
 
     def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
-        try:
-            self._network.publish(
-                "control", self._topics.reports(self._config.device_id), encode(RequestTiles(model, hashes, share)), 1
-            )
-        except NetworkError as exc:
-            self._complaints.record("asks_lost", f"cannot request weights now: {exc}")  # they become overdue
+        self._report(RequestTiles(model, hashes, share), "asks_lost")  # lost requests become overdue
 
     def _report_cached(self, tiles: CachedTiles) -> None:
+        self._report(tiles, "reports_lost")  # the next connection reports them
+
+    def _report(self, message: RequestTiles | CachedTiles, kind: str) -> None:
+        """Send the planner a message, or count it by a kind as lost."""
         try:
-            self._network.publish("control", self._topics.reports(self._config.device_id), encode(tiles), 1)
-        except NetworkError:  # the next connection reports them
-            self._complaints.record("reports_lost", "cannot report cached weights now")
+            self._network.publish("control", self._topics.reports(self._config.device_id), encode(message), 1)
+        except NetworkError as exc:
+            self._complaints.record(kind, f"cannot send {type(message).__name__} now: {exc}")
 
     def _send_to_peer(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
         return self._links is not None and self._links.send_tiles(peer, model, kind, body)

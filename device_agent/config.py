@@ -87,25 +87,18 @@ class AgentConfig:
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     #: budget for weights and live slots, without the idle agent's memory; None for 80 % of the free memory
     memory_bytes: int | None = None
-    #: directory of all files of the device; None for the user's own directories
-    cache_dir: Path | None = None
-    #: limit of the tile cache; 0 for none
-    cache_bytes: int = CACHE_BYTES
+    cache_dir: Path | None = None  #: directory of all files of the device; None for the user's own directories
+    cache_bytes: int = CACHE_BYTES  #: limit of the tile cache; 0 for none
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("hepti.agent"))
-    #: wait forever for an absent broker
-    retry: bool = True
+    retry: bool = True  #: wait forever for an absent broker
     #: called on the loader's thread with the progress of loads
     on_load_event: Callable[[LoadEvent], None] | None = None
-    #: whether peers read this device's tensors at an endpoint of its own
-    mesh: bool = True
-    #: the endpoint's address; None for the local one on the route to the broker
-    mesh_host: str | None = None
-    #: 0 for any free port
-    mesh_port: int = 0
+    mesh: bool = True  #: whether peers read this device's tensors at an endpoint of its own
+    mesh_host: str | None = None  #: the endpoint's address; None for the local one on the route to the broker
+    mesh_port: int = 0  #: 0 for any free port
     #: certificate and key (PEM); without it there is no endpoint if the broker's connection is encrypted
     mesh_tls: Path | None = None
-    #: address for Prometheus; None for none
-    metrics: tuple[str, int] | None = None
+    metrics: tuple[str, int] | None = None  #: address for Prometheus; None for none
 
     @classmethod
     def from_args(

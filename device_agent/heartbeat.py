@@ -84,23 +84,21 @@ class Meter:
     """
 
     def __init__(self, curves: dict[str, Any]) -> None:
-        self.curves = curves
         self.last_slowdown = 1.0  # what `slowdown` last returned
         self.frames_s = 0.0
         self._frames_seen = self._frames_looked = (0.0, 0, 0)
         self._frames_idle_s = 0.0
         self._fit = FrameCostFit()
-        self._profile = profile_from_caps("self", curves, inf, 1.0)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        # By identity; the op is kept so that no other one gets its id.
-        self._predicted: dict[int, tuple[Op, float]] = {}
         self._observed_s = self._expected_s = 0.0  # recent, decaying
-        self._sampled_s = -inf
+        self.set_curves(curves)
 
     def set_curves(self, curves: dict[str, Any]) -> None:
         """Replace the measurement to compare with; any thread may call it."""
         self._profile, self.curves = profile_from_caps("self", curves, inf, 1.0), curves
-        self._predicted, self._sampled_s = {}, -inf
+        # By identity; the op is kept so that no other one gets its id.
+        self._predicted: dict[int, tuple[Op, float]] = {}
+        self._sampled_s = -inf
 
     def update_slowdown(self, now: float) -> float:
         """Return the recent ratio of observed to predicted time, smoothed over seconds; 1.0 after an idle period.

@@ -48,11 +48,9 @@ class LoadJob:
     """A load and its progress."""
 
     load: Load
-    #: The manifest's bytes, if they arrived during another load.
-    early_manifest: bytes | None = None
+    early_manifest: bytes | None = None  #: the manifest's bytes, if they arrived during another load
     manifest: Manifest | None = None
-    #: When the manifest was last requested.
-    manifest_asked_s: float = inf
+    manifest_asked_s: float = inf  #: when the manifest was last requested
     buffers: dict[WeightRef, WeightBuffer | BlockBuffer] = field(default_factory=dict)
     tiles_left: dict[WeightRef, int] = field(default_factory=dict)
     #: The matrices of each tile, in the order in which tiles are taken.
@@ -61,22 +59,18 @@ class LoadJob:
     places: dict[WeightRef, dict[bytes, list[TileLocation]]] = field(default_factory=dict)
     #: Matrices with an unread packed copy in the cache, and its key.
     packed: deque[tuple[WeightRef, bytes]] = field(default_factory=deque)
-    #: Matrices of several tiles: a packed copy is worth a file.
-    tiled: list[WeightRef] = field(default_factory=list)
+    tiled: list[WeightRef] = field(default_factory=list)  #: matrices of several tiles: a packed copy is worth a file
     #: Tiles, packed copies and the manifest: the cache must not evict them for this load.
     pinned: frozenset[bytes] = frozenset()
-    #: Number of each tile in this order.
-    order: dict[bytes, int] = field(default_factory=dict)
+    order: dict[bytes, int] = field(default_factory=dict)  #: number of each tile in this order
     missing: set[bytes] = field(default_factory=set)
     #: Missing tiles, if they must be taken nearly in order; else empty.
     ordered_missing: deque[bytes] = field(default_factory=deque)
-    #: Unread tiles in the cache.
-    on_disk: deque[bytes] = field(default_factory=deque)
+    on_disk: deque[bytes] = field(default_factory=deque)  #: unread tiles in the cache
     sources: TileSources | None = None
     weights: dict[WeightRef, Weight] = field(default_factory=dict)
     done_bytes: int = 0
-    #: Bytes of the tiles; until the manifest arrives, of the weights.
-    total_bytes: int = 0
+    total_bytes: int = 0  #: bytes of the tiles; until the manifest arrives, of the weights
     hash_mismatches: int = 0
 
     @property
@@ -217,8 +211,7 @@ class WeightLoader:
         self._held: dict[Place, Weight] = {}
         self._manifests: OrderedDict[bytes, tuple[Manifest, TileMap]] = OrderedDict()
         self._requested_before: set[bytes] = set()
-        #: Matrices to be saved as packed copies.
-        self._unsaved: deque[Place] = deque()
+        self._unsaved: deque[Place] = deque()  #: matrices to be saved as packed copies
         self._last_report_s = self._last_cached_s = float("-inf")
 
     # -- orders of the session -----------------------------------------------------------------------------------

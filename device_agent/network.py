@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final
 
 from device_agent.loader import TileIn
@@ -22,7 +23,7 @@ from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics
 from hepti_mqtt.runtime.machinery import Plane
 from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn, WorkerEvent
-from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, OnMessage, Refused, State, Subscribed, Will
+from hepti_mqtt.transport.base import Inbox, OnMessage, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 
 
@@ -51,39 +52,11 @@ class ErrorLog:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkUp:
-    """A connection is up and all its subscriptions are acknowledged; the other fields describe the broker."""
+class PlaneState:
+    """A change of the connection of one plane, or of its subscriptions."""
 
     plane: Plane
-    protocol: int
-    largest_packet_bytes: int | None
-    broker_is_local: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
-    """A connection was lost; the transport reconnects."""
-
-    plane: Plane
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SubscriptionAcknowledged:
-    """Every filter of one subscription is acknowledged."""
-
-    plane: Plane
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedByBroker:
-    """The broker refused filters of a subscription, or (token None) a publish."""
-
-    plane: Plane
-    token: int | None
-    topics: tuple[str, ...]
-    reason: str
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +86,7 @@ class PeerProbeDue:
     """A probe of the path to a peer is due."""
 
 
-AgentEvent = (
-    WorkerEvent
-    | LinkUp
-    | LinkDown
-    | SubscriptionAcknowledged
-    | RefusedByBroker
-    | PlannerStatus
-    | OwnStatus
-    | Stop
-    | PeerProbeDue
-)
+AgentEvent = WorkerEvent | PlaneState | PlannerStatus | OwnStatus | Stop | PeerProbeDue
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,7 +139,7 @@ class Network:
         self._sealing = threading.Lock()
         self._retained: dict[str, bytes] = {}  # this device's last retained message of each topic
         self._transports: Mapping[Plane, BrokerConnection] = {
-            plane: make_transport(plane, self._on_message, self._state_of(plane)) for plane in PLANES
+            plane: make_transport(plane, self._on_message, partial(self._enqueue_state, plane)) for plane in PLANES
         }
         base: Mapping[Plane, Sequence[str]] = {
             "control": (
@@ -216,7 +179,7 @@ class Network:
         return bool(due)
 
     def subscribe(self, plane: Plane, filters: Sequence[str]) -> int:
-        """Subscribe one plane to filters; `SubscriptionAcknowledged` with the returned token follows."""
+        """Subscribe one plane to filters; `Subscribed` with the returned token follows."""
         return self._transports[plane].subscribe([(f, QOS[plane]) for f in filters])
 
     def unsubscribe(self, plane: Plane, filters: Sequence[str]) -> None:
@@ -249,6 +212,9 @@ class Network:
             parser(parsed, payload)
         except WireError as exc:
             self._complaints.record("bad_payload", f"dropped {len(payload)} bytes on {topic[:200]!r}: {exc}")
+
+    def _enqueue_state(self, plane: Plane, state: State) -> None:
+        self._inbox.post(PlaneState(plane, state))
 
     def _enqueue(self, event: AgentEvent, nbytes: int) -> None:
         if not self._inbox.offer(event, nbytes):
@@ -308,20 +274,6 @@ class Network:
         frame = frames.decode(payload)
         if frame.kind == "probe" and frame.source == self._device:
             self.prober.on_answer(frame, now)
-
-    def _state_of(self, plane: Plane) -> Callable[[State], None]:
-        def on_state(state: State) -> None:
-            match state:
-                case Connected(protocol, largest, local):
-                    self._inbox.post(LinkUp(plane, protocol, largest, local))
-                case Disconnected(reason):
-                    self._inbox.post(LinkDown(plane, reason))
-                case Subscribed(token):
-                    self._inbox.post(SubscriptionAcknowledged(plane, token))
-                case Refused(token, topics, reason):
-                    self._inbox.post(RefusedByBroker(plane, token, topics, reason))
-
-        return on_state
 
 
 # ----------------------------------------------------------------------------------------------------------------------

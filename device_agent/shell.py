@@ -21,15 +21,12 @@ from device_agent.network import (
     PLANES,
     AgentEvent,
     ErrorLog,
-    LinkDown,
-    LinkUp,
     Network,
     OwnStatus,
     PeerProbeDue,
+    PlaneState,
     PlannerStatus,
-    RefusedByBroker,
     Stop,
-    SubscriptionAcknowledged,
     Subscriptions,
 )
 from device_agent.probes import BUSY_S
@@ -46,37 +43,16 @@ from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
 from hepti_mqtt.protocol.starts import NameHolder
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import Plane, Publish
+from hepti_mqtt.runtime.worker import interface
 from hepti_mqtt.runtime.worker.executor import Step
-from hepti_mqtt.runtime.worker.interface import (
-    AllowPeers,
-    AnalysePrepare,
-    BuildProgram,
-    Command,
-    FrameIn,
-    JoinPeers,
-    LeavePeers,
-    Load,
-    LoadFailed,
-    LogTrouble,
-    MayHaveMissedCommands,
-    MessageIn,
-    PlannerLost,
-    PrepareAnalysed,
-    ProgramBuilt,
-    ReadCaches,
-    Subscribe,
-    Subscribed,
-    Tick,
-    Unload,
-    Unsubscribe,
-)
+from hepti_mqtt.runtime.worker.interface import Command, FrameIn, MessageIn, Tick
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import plan_key
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport.base import Inbox
+from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 
-Orders = SimpleQueue[BuildProgram | AnalysePrepare | None]
+Orders = SimpleQueue[interface.BuildProgram | interface.AnalysePrepare | None]
 
 
 class BuilderThread:
@@ -92,7 +68,7 @@ class BuilderThread:
         device: str,
         topics: Topics,
         workers: Workers,
-        emit: Callable[[ProgramBuilt | PrepareAnalysed], None],
+        emit: Callable[[interface.ProgramBuilt | interface.PrepareAnalysed], None],
         budget: Budget,
     ) -> None:
         self._device, self._topics, self.workers, self._emit = device, topics, workers, emit
@@ -117,7 +93,7 @@ class BuilderThread:
             if thread.is_alive():
                 thread.join()
 
-    def post(self, order: BuildProgram | AnalysePrepare) -> None:
+    def post(self, order: interface.BuildProgram | interface.AnalysePrepare) -> None:
         """Queue an order."""
         (self._awaited if order.awaited else self._others).put(order)
 
@@ -128,7 +104,7 @@ class BuilderThread:
     def _run(self, orders: Orders) -> None:
         while (order := orders.get()) is not None:
             begun_s = time.thread_time()
-            if isinstance(order, AnalysePrepare):
+            if isinstance(order, interface.AnalysePrepare):
                 self._emit(analyse(order, self._device, self._topics))
             else:
                 self._emit(build(order, self._device, self.workers))
@@ -167,7 +143,7 @@ class SessionLoop:
         builder: BuilderThread,
         meter: Meter,
         complaints: ErrorLog,
-        announce: Callable[[LinkUp], int | None],
+        announce: Callable[[Connected], int | None],
         log: logging.Logger,
         links: MeshLinks | None = None,
         private_key: bytes = b"",
@@ -186,7 +162,7 @@ class SessionLoop:
         self._subscriptions = Subscriptions(network)
         self._pauses = IdleProbes(network, links)
         self._logged = 0  # transitions of plans in the log
-        self._up: dict[Plane, LinkUp] = {}
+        self._up: dict[Plane, Connected] = {}
         self._announced = False
         self._name = NameHolder(start)
         self._planner: Start | None = None
@@ -198,32 +174,29 @@ class SessionLoop:
         self.packet_limit_bytes: int | None = None
         self.last_op_s = float("-inf")  # time of the last op, by time.perf_counter()
         self._event_handlers: Mapping[type, Callable[[Any], None]] = {
-            LinkUp: self._link_up,
-            LinkDown: self._link_down,
-            SubscriptionAcknowledged: self._acknowledged,
-            RefusedByBroker: self._filters_refused,
+            PlaneState: self._plane_state,
             PlannerStatus: self._planner_status,
             MessageIn: self._message,
             OwnStatus: self._own_status,
         }
         self._command_handlers: Mapping[type, Callable[[Any], None]] = {
             Publish: self._publish,
-            Subscribe: self._subscribe,
-            Unsubscribe: lambda c: self._subscriptions.unsubscribe(c.filters, c.work_topics),
-            Load: loader.post,
-            BuildProgram: builder.post,
-            AnalysePrepare: builder.post,
-            Unload: self._unload,
-            ReadCaches: loader.post,
-            LogTrouble: lambda c: complaints.record(c.kind, c.text, c.error),
+            interface.Subscribe: self._subscribe,
+            interface.Unsubscribe: lambda c: self._subscriptions.unsubscribe(c.filters, c.work_topics),
+            interface.Load: loader.post,
+            interface.BuildProgram: builder.post,
+            interface.AnalysePrepare: builder.post,
+            interface.Unload: self._unload,
+            interface.ReadCaches: loader.post,
+            interface.LogTrouble: lambda c: complaints.record(c.kind, c.text, c.error),
         }
         if links is not None:
             self._event_handlers = {**self._event_handlers, PeerProbeDue: lambda _: self._probe_peers(links)}
             self._command_handlers = {
                 **self._command_handlers,
-                AllowPeers: links.admit,
-                JoinPeers: links.join,
-                LeavePeers: links.leave,
+                interface.AllowPeers: links.admit,
+                interface.JoinPeers: links.join,
+                interface.LeavePeers: links.leave,
             }
             links.mesh.call_before_waiting(self._wake)
         inbox.wake = self._wake
@@ -416,51 +389,59 @@ class SessionLoop:
         else:
             self._network.publish(command.plane, command.topic, command.payload, command.qos, command.retain)
 
-    def _subscribe(self, command: Subscribe) -> None:
+    def _subscribe(self, command: interface.Subscribe) -> None:
         if self._subscriptions.subscribe(command.model, command.plan_version, command.filters, command.work_topic):
-            self.handle_event(Subscribed(command.model, command.plan_version))
+            self.handle_event(interface.Subscribed(command.model, command.plan_version))
 
-    def _unload(self, command: Unload) -> None:
+    def _unload(self, command: interface.Unload) -> None:
         self._subscriptions.forget(command.model, command.plan_version)
         self._loader.post(command)
 
     # -- the connections -----------------------------------------------------------------------------------------
 
-    def _link_up(self, event: LinkUp) -> None:
-        self._up[event.plane] = event
+    def _plane_state(self, event: PlaneState) -> None:
+        match event.state:
+            case Connected() as link:
+                self._link_up(event.plane, link)
+            case Disconnected(reason):
+                self._link_down(event.plane, reason)
+            case Subscribed(token):
+                for model, plan_version in self._subscriptions.acknowledged(event.plane, token):
+                    self.handle_event(interface.Subscribed(model, plan_version))
+            case Refused() as refusal:
+                self._filters_refused(event.plane, refusal)
+
+    def _link_up(self, plane: Plane, link: Connected) -> None:
+        self._up[plane] = link
         is_complete = not self._announced and len(self._up) == len(PLANES)
         if is_complete:
             self._announced = True
             self.packet_limit_bytes = self._announce(self._up["control"])
-        if is_complete or event.plane == "control":  # after the status: the planner must know the device
+        if is_complete or plane == "control":  # after the status: the planner must know the device
             self._loader.post(RequestAgain())
 
-    def _link_down(self, event: LinkDown) -> None:
-        self._log.warning("the %s connection is lost (%s); connecting again", event.plane, event.reason)
-        self._up.pop(event.plane, None)
-        if event.plane == "control":
+    def _link_down(self, plane: Plane, reason: str) -> None:
+        self._log.warning("the %s connection is lost (%s); connecting again", plane, reason)
+        self._up.pop(plane, None)
+        if plane == "control":
             self._announced = False
-            self._feed_session(MayHaveMissedCommands("the control connection was lost"))
+            self._feed_session(interface.MayHaveMissedCommands("the control connection was lost"))
 
-    def _acknowledged(self, event: SubscriptionAcknowledged) -> None:
-        for model, plan_version in self._subscriptions.acknowledged(event.plane, event.token):
-            self.handle_event(Subscribed(model, plan_version))
-
-    def _filters_refused(self, event: RefusedByBroker) -> None:
-        what = f"the broker refused {', '.join(event.topics)}: {event.reason}; check its access list"
-        if event.token is None and self._session.topics.status(self._session.device) in event.topics:
+    def _filters_refused(self, plane: Plane, refusal: Refused) -> None:
+        what = f"the broker refused {', '.join(refusal.topics)}: {refusal.reason}; check its access list"
+        if refusal.token is None and self._session.topics.status(self._session.device) in refusal.topics:
             what += f"; the broker's user must be named {self._session.device}, as the device is"
             self._inbox.post(Stop(RefusedError(what), announce_offline=False))
             return
-        if event.token is None:
+        if refusal.token is None:
             self._complaints.record("publish_refused", what)
             return
         error = RefusedError(what)
-        if (event.plane, event.token) in self._network.base_subscription_tokens:
+        if (plane, refusal.token) in self._network.base_subscription_tokens:
             self._inbox.post(Stop(error))
             return
-        for model, plan_version in self._subscriptions.refused(event.plane, event.token):
-            self.handle_event(LoadFailed(model, plan_version, error))
+        for model, plan_version in self._subscriptions.refused(plane, refusal.token):
+            self.handle_event(interface.LoadFailed(model, plan_version, error))
 
     # -- statuses ------------------------------------------------------------------------------------------------
 
@@ -474,7 +455,7 @@ class SessionLoop:
         # a serving planner may have a lower term, too; it releases this device's plans itself.
         if self._planner is None or status.start > self._planner:
             self._planner = status.start
-            self._feed_session(PlannerLost(status.boot))
+            self._feed_session(interface.PlannerLost(status.boot))
         self._planner_version = status.version
         if status.state == "online":
             self._loader.post(RequestAgain())
@@ -532,7 +513,7 @@ class SessionLoop:
         if verdict != "contradict":
             return
         if event.status.boot == self._name.start.boot:
-            self._feed_session(MayHaveMissedCommands("the broker has published our will"))
+            self._feed_session(interface.MayHaveMissedCommands("the broker has published our will"))
         if event.status.start > self._name.start and self._announced:
             self.packet_limit_bytes = self._announce(self._up["control"])
 

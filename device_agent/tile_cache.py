@@ -73,9 +73,8 @@ class CacheRecord:
 
     #: SHA-256 of the manifest that each model was last loaded from, the last one last.
     manifests: dict[str, bytes] = field(default_factory=dict)
-    #: Rates of loading with the whole processor; 0: not measured.
-    read_bytes_per_s: float = 0.0
-    receive_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0  #: rate of loading cached tiles with the whole processor; 0: not measured
+    receive_bytes_per_s: float = 0.0  #: the same for received tiles
 
 
 class TileCache:
@@ -102,8 +101,7 @@ class TileCache:
         self._checked: dict[bytes, _Stamp] = {}
         self.bytes = 0
         self._on_trouble = on_trouble
-        #: Why new tiles are not kept; "" if they are.
-        self.trouble = ""
+        self.trouble = ""  #: why new tiles are not kept; "" if they are
         if limit_bytes > 0:
             self._check_writable()
             self._scan()

@@ -35,13 +35,10 @@ class _Model:
 
     digest: bytes
     tiles: TileMap
-    #: In the cache.
-    held: Mask
-    #: Of the load under way, and not in the cache.
-    lacking: Mask
-    #: Number of the last change, and the number of the last report to each peer.
-    version: int = 1
-    reported: dict[str, int] = field(default_factory=dict)
+    held: Mask  #: in the cache
+    lacking: Mask  #: of the load under way, and not in the cache
+    version: int = 1  #: number of the last change
+    reported: dict[str, int] = field(default_factory=dict)  #: version of the last report to each peer
 
 
 class TilePeers:

@@ -14,14 +14,10 @@ BROKER_PACKET_SETTINGS: Final = (
 class HeptiError(Exception):
     """An error that a user may see."""
 
-    #: Name in JSON answers.
-    code: str = "failed"
-    #: Of the command line.
-    exit_code: ClassVar[int] = 1
-    #: Further lines for `--explain`.
-    detail: tuple[str, ...] = ()
-    #: Key of the request at fault.
-    param: str | None = None
+    code: str = "failed"  #: name in JSON answers
+    exit_code: ClassVar[int] = 1  #: of the command line
+    detail: tuple[str, ...] = ()  #: further lines for `--explain`
+    param: str | None = None  #: key of the request at fault
 
 
 class ConfigError(HeptiError):

@@ -17,10 +17,8 @@ LONGEST_NAME: Final = 64
 class Start(NamedTuple):
     """A start of a process under its name; the greater of two starts is the newer one."""
 
-    #: One more than the term of the last start that the broker retained.
-    term: int
-    #: Random; identifies the start in messages, and orders starts that read the broker at the same time.
-    boot: int
+    term: int  #: one more than the term of the last start that the broker retained
+    boot: int  #: random; identifies the start in messages, and orders starts that read the broker at the same time
 
 
 class PlanVersion(NamedTuple):

@@ -13,10 +13,8 @@ NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowes
 #: Storage of the layers' matrices: f32; f16 (half the memory); int8 with one scale per column, for activations that are
 #: quantised per row (w8a8, integer arithmetic) or stay f32 (w8a32).
 WeightDtype = Literal["f32", "f16", "w8a8", "w8a32"]
-#: Quantisation of a checkpoint's matrices when it is opened, for all plans.
-Quantised = Literal["q8", "q4"]
-#: Storage of a session's keys and values.
-CacheDtype = Literal["f32", "f16"]
+Quantised = Literal["q8", "q4"]  #: quantisation of a checkpoint's matrices when it is opened, for all plans
+CacheDtype = Literal["f32", "f16"]  #: storage of a session's keys and values
 Range = tuple[int, int]
 #: Exchanges between devices go over the site's broker, or directly from each sender to its receivers.
 Route = Literal["broker", "mesh"]
@@ -52,29 +50,23 @@ class Plan:
     model: str
     version: PlanVersion
     strategy: str
-    #: In source order, the order in which partial results are combined.
-    devices: tuple[str, ...]
-    #: Holds the undivided parts of embedding and task head.
-    root: str
+    devices: tuple[str, ...]  #: in source order, the order in which partial results are combined
+    root: str  #: holds the undivided parts of embedding and task head
     options: Mapping[str, str] = field(default_factory=dict)
     #: Shares that depend on a request's length: one number >= 0 per device, by kind ("rows").
     shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     #: Shares that do not: one half-open range per device, by kind ("heads", "mlp", "columns").
     ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     wire: WireDtype = "f32"
-    #: Of the layers' matrices.
-    weight_dtype: WeightDtype = "f32"
+    weight_dtype: WeightDtype = "f32"  #: of the layers' matrices
     route: Route = "broker"
     #: (source, target) that cannot connect: their exchanges use the broker under route "mesh" too.
     relayed_pairs: tuple[DevicePair, ...] = ()
-    #: One request of `predicted_tokens` tokens by the simulator.
-    predicted_s: float = 0.0
+    predicted_s: float = 0.0  #: one request of `predicted_tokens` tokens by the simulator
     predicted_bytes: int = 0
     predicted_tokens: int = 0
-    #: Deviation of the answer by a narrow wire, relative to f32; None: not measured.
-    wire_error: float | None = None
-    #: The same for narrow weights.
-    weight_error: float | None = None
+    wire_error: float | None = None  #: deviation of the answer by a narrow wire, relative to f32; None: not measured
+    weight_error: float | None = None  #: like `wire_error`, for narrow weights
     reason: str = ""
     #: Complete plans of disjoint devices, with versions of their own; each run uses one. Empty: runs use this plan.
     replicas: tuple[Plan, ...] = ()

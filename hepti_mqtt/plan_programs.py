@@ -34,7 +34,7 @@ from hepti_mqtt.lowering.passes import (
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import ExchangeKey, Program, Send, Slot, WeightRef
+from hepti_mqtt.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
@@ -45,30 +45,15 @@ CACHE_SIZE: Final = 32  # lowered graphs
 KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan
 
 
-class PlanKey:
+class PlanKey(Keyed):
     """A plan as a key: only the fields that its Programs depend on."""
 
-    __slots__ = ("hash", "key", "plan")
+    __slots__ = ("plan",)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.key = (
-            plan.strategy,
-            tuple(plan.options.items()),
-            plan.devices,
-            plan.root,
-            tuple(plan.shares.items()),
-            tuple(plan.ranges.items()),
-            tuple(plan.layouts.items()),
-            plan.weight_dtype,
-        )
-        self.hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanKey) and self.key == other.key
+        divided = (tuple(by_name.items()) for by_name in (plan.options, plan.shares, plan.ranges, plan.layouts))
+        super().__init__((plan.strategy, plan.devices, plan.root, plan.weight_dtype, *divided))
 
 
 def lower_plan(spec: Spec, plan: Plan, shape: RequestShape) -> Lowered:
@@ -227,20 +212,14 @@ def run_passes(program: Program, plan: Plan) -> Program:
     return set_routes(whole, plan.route, plan.relayed_pairs)
 
 
-class _Passes:
+class _Passes(Keyed):
     """The inputs of the passes over a Program, as a key."""
 
-    __slots__ = ("key", "plan", "program")
+    __slots__ = ("plan", "program")
 
     def __init__(self, program: Program, plan: Plan) -> None:
         self.program, self.plan = program, plan
-        self.key = (id(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Passes) and self.key == other.key
+        super().__init__((id(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs))
 
 
 @lru_cache(maxsize=KEPT_PARTS)

@@ -22,14 +22,12 @@ class Work(NamedTuple):
     """The work of an op: a matmul, an attention, or an op on rows."""
 
     kind: WorkKind
-    #: Of a matmul [rows, k] @ [k, n].
-    rows: int = 0
+    rows: int = 0  #: of a matmul [rows, k] @ [k, n]
     k: int = 0
     n: int = 0
     #: By the op's definition, whichever way it is computed; of attention over all (query, key) pairs.
     flops: float = 0.0
-    #: Bytes moved; of a matmul those besides its matrices.
-    nbytes: float = 0.0
+    nbytes: float = 0.0  #: bytes moved; of a matmul those besides its matrices
     product: Product = Product()
 
 
@@ -88,10 +86,8 @@ class SlotSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: SlotDtype = "f32"
-    #: The slot that a view refers to, None for an array of its own.
-    base: Slot | None = None
-    #: First row of a view in its base.
-    start: int = 0
+    base: Slot | None = None  #: the slot that a view refers to, None for an array of its own
+    start: int = 0  #: first row of a view in its base
     #: Name of an array that the session keeps on the device between runs. Slots of one name are one array: a slot that
     #: no op writes holds it from the start, and an op that writes the other slot works in place.
     state: str = ""
@@ -111,8 +107,7 @@ class Compute(NamedTuple):
     weights: tuple[WeightRef, ...] = ()
     attrs: Mapping[str, Any] = _NONE
     layer: int = -1
-    #: The tensor that the op computes.
-    node: int = -1
+    node: int = -1  #: the tensor that the op computes
     #: Kernels of a fused op, in order; each may read slots that an earlier one writes. `kernel`, `attrs`, `layer` and
     #: `node` are those of the main kernel; `reads`, `writes` and `weights` those of all, without reads within the op.
     fused: tuple[Compute, ...] = ()
@@ -135,14 +130,10 @@ class Send(NamedTuple):
     to: tuple[str, ...]
     node: int
     part: int = 0
-    #: Part of the topic.
-    layer: int = 0
-    #: First row of an output within the whole answer.
-    row: int = 0
-    #: Keeps its dtype on a narrow wire.
-    exact: bool = False
-    #: To devices; the planner always receives from the broker.
-    route: Route = "broker"
+    layer: int = 0  #: part of the topic
+    row: int = 0  #: first row of an output within the whole answer
+    exact: bool = False  #: keeps its dtype on a narrow wire
+    route: Route = "broker"  #: to devices; the planner always receives from the broker
 
 
 class Recv(NamedTuple):
@@ -154,10 +145,8 @@ class Recv(NamedTuple):
     part: int = 0
     layer: int = 0
     exact: bool = False
-    #: Devices that may send the part in place of `source`; the first arrival counts.
-    alternates: tuple[str, ...] = ()
-    #: The leased task that this input begins; -1 for an input that arrives with the request.
-    task: int = -1
+    alternates: tuple[str, ...] = ()  #: devices that may send the part in place of `source`; the first arrival counts
+    task: int = -1  #: the leased task that this input begins; -1 for an input that arrives with the request
 
     @property
     def key(self) -> ExchangeKey:
@@ -185,10 +174,8 @@ class Program:
     device: str
     slots: tuple[SlotSpec, ...]
     ops: tuple[Op, ...]
-    #: Names of the graph's tensors, for people.
-    nodes: tuple[str, ...] = ()
-    #: First tensor of each block of the graph.
-    blocks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()  #: names of the graph's tensors, for people
+    blocks: tuple[int, ...] = ()  #: first tensor of each block of the graph
 
     def weights(self) -> tuple[WeightRef, ...]:
         """Return the distinct weight ranges that the Program uses, in order of first use."""
@@ -255,19 +242,29 @@ def lay_out(uses: Mapping[Any, tuple[int, int, int]]) -> tuple[dict[Any, int], i
     return offsets, most
 
 
-class SameProgram:
+class Keyed:
+    """An argument of a cached function, compared by its key alone."""
+
+    __slots__ = ("hash", "key")
+
+    def __init__(self, key: object) -> None:
+        self.key, self.hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.key == other.key
+
+
+class SameProgram(Keyed):
     """A Program as a key, compared by identity."""
 
     __slots__ = ("program",)
 
     def __init__(self, program: Program) -> None:
+        super().__init__(id(program))
         self.program = program
-
-    def __hash__(self) -> int:
-        return id(self.program)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameProgram) and self.program is other.program
 
 
 def slots_written(op: Op) -> tuple[Slot, ...]:

@@ -35,14 +35,10 @@ def route_to_replicas(now: float, replicas: Sequence[tuple[float, float]], sizes
 class OpEffects(NamedTuple):
     """The effects of an op after it has run."""
 
-    #: Readers of its results that wait for nothing else.
-    ready_ops: tuple[int, ...]
-    #: Other readers of its results.
-    waiting_ops: tuple[int, ...]
-    #: Slots without further readers.
-    freed_slots: tuple[Slot, ...]
-    #: Slots that it read and other ops read too.
-    shared_slots: tuple[Slot, ...]
+    ready_ops: tuple[int, ...]  #: readers of its results that wait for nothing else
+    waiting_ops: tuple[int, ...]  #: other readers of its results
+    freed_slots: tuple[Slot, ...]  #: slots without further readers
+    shared_slots: tuple[Slot, ...]  #: slots that it read and other ops read too
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +46,19 @@ class RunTemplate:
     """A Program prepared for running: readiness is a counter per op, and a slot is free after its last reader."""
 
     program: Program
-    #: Slots that are filled from the start.
-    state_slots: tuple[Slot, ...]
-    #: Number of distinct slots that each op waits for.
-    pending: tuple[int, ...]
+    state_slots: tuple[Slot, ...]  #: slots that are filled from the start
+    pending: tuple[int, ...]  #: number of distinct slots that each op waits for
     effects: tuple[OpEffects, ...]
-    #: Ops that read each slot or a view of it, and their number.
-    readers: tuple[tuple[int, ...], ...]
-    reader_counts: tuple[int, ...]
+    readers: tuple[tuple[int, ...], ...]  #: ops that read each slot or a view of it
+    reader_counts: tuple[int, ...]  #: number of these ops
     slot_of_exchange: Mapping[ExchangeKey, Slot]
-    #: Exchanges that the request itself brings.
-    inputs: tuple[ExchangeKey, ...]
-    #: Ops that wait for nothing.
-    ready_at_start: tuple[int, ...]
-    #: Ops that run without a lease; a Recv does not run, its exchange arrives.
-    op_count: int
-    #: Exchanges that begin each leased task.
-    task_inputs: Mapping[int, tuple[ExchangeKey, ...]]
-    #: Leased task of each op, -1 for none; empty without tasks.
-    task_of_op: tuple[int, ...]
-    #: Ops that run for each task.
-    ops_per_task: Mapping[int, int]
-    #: Places of ops; of a stretch, which runs as one op, its first.
-    places: tuple[int, ...]
+    inputs: tuple[ExchangeKey, ...]  #: exchanges that the request itself brings
+    ready_at_start: tuple[int, ...]  #: ops that wait for nothing
+    op_count: int  #: ops that run without a lease; a Recv does not run, its exchange arrives
+    task_inputs: Mapping[int, tuple[ExchangeKey, ...]]  #: exchanges that begin each leased task
+    task_of_op: tuple[int, ...]  #: leased task of each op, -1 for none; empty without tasks
+    ops_per_task: Mapping[int, int]  #: ops that run for each task
+    places: tuple[int, ...]  #: places of ops; of a stretch, which runs as one op, its first
 
     def without(self, places: AbstractSet[int]) -> RunTemplate:
         """Return the template in which some ops never become ready, and so free nothing."""
@@ -270,12 +256,9 @@ class ProgramRun:
         self.pending = list(template.pending)
         self.readers_left = list(template.reader_counts)
         self.received = [False] * len(template.reader_counts)
-        #: Ops that have not run, without those of leased tasks.
-        self.ops_left = template.op_count
-        #: The same for each task that is leased to this device.
-        self.task_ops_left: dict[int, int] = {}
-        #: Places where suspended stretches continue, by the slot that they wait for.
-        self.awaited: dict[Slot, int] = {}
+        self.ops_left = template.op_count  #: ops that have not run, without those of leased tasks
+        self.task_ops_left: dict[int, int] = {}  #: the same for each task that is leased to this device
+        self.awaited: dict[Slot, int] = {}  #: places where suspended stretches continue, by the slot that they wait for
         #: More tasks may be leased, so only the planner ends the run.
         self.accepts_leases = bool(template.task_inputs) and not template.op_count
 

@@ -47,12 +47,9 @@ CANDIDATES: Final = 128  # likeliest next tokens in a run's answer that is not a
 class Draw(NamedTuple):
     """The rule by which a token is drawn from candidates alone (`models.generation`)."""
 
-    #: Of the token in its text.
-    place: int = 0
-    #: Of the text's draws.
-    seed: int = 0
-    #: 0 takes the likeliest token.
-    temperature: float = 0.0
+    place: int = 0  #: of the token in its text
+    seed: int = 0  #: of the text's draws
+    temperature: float = 0.0  #: 0 takes the likeliest token
     #: Bounds of the drawable tokens: number, joint probability, and least probability relative to the likeliest token.
     top_k: int = 0
     top_p: float = 1.0
@@ -63,15 +60,11 @@ class Draw(NamedTuple):
 class PlainShape:
     """A request's shape on the wire: plain numbers; `InputSpec.shape_of` is the inverse."""
 
-    #: Of each item.
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  #: of each item
     want: Want = "task"
-    #: Rows that the task answers for, in the concatenation of all items.
-    mask_rows: tuple[int, ...] = ()
-    #: Capacity of the request's session, 0 without a session.
-    session_rows: int = 0
-    #: The session's run brings a row that is added to each token's embedding.
-    added: bool = False
+    mask_rows: tuple[int, ...] = ()  #: rows that the task answers for, in the concatenation of all items
+    session_rows: int = 0  #: capacity of the request's session, 0 without a session
+    added: bool = False  #: the session's run brings a row that is added to each token's embedding
 
     @property
     def size(self) -> int:
@@ -193,8 +186,7 @@ class Spec(Hashable, Protocol):
 class Projection:
     """A dense layer after the pooling."""
 
-    #: Folder of the model with its weights.
-    path: str
+    path: str  #: folder of the model with its weights
     inputs: int
     outputs: int
     bias: bool = True
@@ -211,22 +203,15 @@ class TaskHead:
     #: (none); of a picture also the mean of its patches, alone or after the first row.
     pooling: Pooling
     normalize: bool = False
-    #: A dense layer after cls.
-    pooler: bool = False
-    #: Columns of the logits, 0 without logits.
-    outputs: int = 0
-    #: Names of the outputs, for readers of answers; not on the wire.
-    labels: tuple[str, ...] = ()
+    pooler: bool = False  #: a dense layer after cls
+    outputs: int = 0  #: columns of the logits, 0 without logits
+    labels: tuple[str, ...] = ()  #: names of the outputs, for readers of answers; not on the wire
     #: Of the dense layer before the last one: the pooler's, or that before the vocabulary.
     activation: HeadActivation = "tanh"
-    #: The token embeddings are the matrix of the logits too, unless the checkpoint has one.
-    tied: bool = False
-    #: Dense layers after the pooling.
-    projections: tuple[Projection, ...] = ()
-    #: Divides the logits of tokens.
-    logits_scaling: float = 1.0
-    #: Side of the square of patches that becomes one row of a picture: concatenated, or their mean.
-    square: int = 0
+    tied: bool = False  #: the token embeddings are the matrix of the logits too, unless the checkpoint has one
+    projections: tuple[Projection, ...] = ()  #: dense layers after the pooling
+    logits_scaling: float = 1.0  #: divides the logits of tokens
+    square: int = 0  #: side of the square of patches that becomes one row of a picture: concatenated, or their mean
 
     def columns(self, hidden: int) -> int:
         """Return the columns of the task's output, given those of the hidden states."""

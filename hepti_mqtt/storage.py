@@ -27,8 +27,7 @@ class Product(NamedTuple):
     """The operands of a matmul: storage of the weights, and whether f32 activations are rounded to int8."""
 
     weights: WeightDtype | BlockStorage = "f32"
-    #: For weights in blocks alone; other storages imply it.
-    rounded: bool = False
+    rounded: bool = False  #: for weights in blocks alone; other storages imply it
 
 
 #: Products that agents measure and site files price.
@@ -48,10 +47,8 @@ class Storage(NamedTuple):
     block: int
     block_bytes: int
     decode: Callable[[Octets], Floats]
-    #: The inverse, for storages that numbers are quantised to.
-    encode: Callable[[Floats], Octets] | None = None
-    #: The storage that a file's matrices are widened to on reading; empty for none.
-    wider: str = ""
+    encode: Callable[[Floats], Octets] | None = None  #: the inverse, for storages that numbers are quantised to
+    wider: str = ""  #: the storage that a file's matrices are widened to on reading; empty for none
     #: Return blocks [n, block_bytes] in the wider storage; without it values are rounded to it.
     widen: Callable[[Octets], Octets] | None = None
 

@@ -28,14 +28,12 @@ from hepti_mqtt.models import (
     TensorSource,
     files_in_our_words,
     left_unquantised,
-    matching,
     models_of,
     quantised,
-    renamed,
     require_transformer,
-    sees,
     spec_from_config,
     tensor_sources,
+    towers_of,
     views,
     with_cache,
     with_storages,
@@ -52,7 +50,7 @@ from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.models.views import Views
 from hepti_mqtt.plan import CacheDtype, Quantised
-from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, TileLocation, tile_hash, tile_shape
+from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, tile_hash, tile_shape
 from hepti_mqtt.protocol.plausible import check_spec
 from hepti_mqtt.spec import Spec
 from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows, Tiles
@@ -185,8 +183,7 @@ class Checkpoint:
             return cls(path, name, converted_file.config, extras, [converted_file], weights=weights, cache=cache)
         if "architectures" not in config and opening is None:
             raise ModelError(f"{path} is no model that can be read: {explain_directory(path)}")
-        whole, scores = config, matching(config)
-        parts = models_of(config)
+        towers, parts = towers_of(config), models_of(config)
         part = next(iter(parts)) if part is None else part
         config, own = parts[part], name if part == next(iter(parts)) else part_name(name, part)
         # The spec first: an architecture that is not supported is a better answer than a missing tensor.
@@ -195,14 +192,14 @@ class Checkpoint:
             raise ModelError(f"{path} has neither model.safetensors nor its index: {explain_directory(path)}")
         files = [*opening()]
         try:
-            names = renamed(whole).get(part)
-            files = [_Renamed(file, names) for file in files] if names else files
+            if names := towers.renamed.get(part):
+                files = [_Renamed(file, partial(_with_prefix, names)) for file in files]
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
-            opened_part = cls(path, name, config, extras, files, scores, own, weights=weights, cache=cache)
+            opened_part = cls(path, name, config, extras, files, towers.matching, own, weights=weights, cache=cache)
         except BaseException:
             close_all(files)
             raise
-        opened_part.sees = sees(whole) and opened_part.name == opened_part.model
+        opened_part.sees = towers.sees and opened_part.name == opened_part.model
         return opened_part
 
     def close(self) -> None:
@@ -291,8 +288,11 @@ class Checkpoint:
         tiles: dict[bytes, _Tile] = {}
         by_name = {source.name: source for source in self._tensors}
         for entry in self.manifest.entries:
+            source = by_name[entry.name]
             for place in entry.tiles():
-                tiles.setdefault(place.hash, _located(by_name[entry.name], place))
+                row, column = (place.column0, place.row0) if source.transposed else (place.row0, place.column0)
+                rows, columns = place.stored_shape
+                tiles.setdefault(place.hash, _Tile(source, (row, row + rows), (column, column + columns)))
         return tiles
 
     def _entry(self, source: TensorSource) -> TensorEntry:
@@ -631,47 +631,30 @@ def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
 
 
 class _Renamed:
-    """Weights under the names of a family; names: how stored ones begin, and what stands there instead."""
+    """Weights under other names; rename: returns the name for a stored one."""
 
-    def __init__(self, file: WeightsReader, names: Mapping[str, str]) -> None:
+    def __init__(self, file: WeightsReader, rename: Callable[[str], str]) -> None:
         self._file = file
         self.stamps = file.stamps
-        self.tensors = {_with_prefix(name, names): reader for name, reader in file.tensors.items()}
+        self.tensors = {rename(name): reader for name, reader in file.tensors.items()}
 
     def close(self) -> None:
         self._file.close()
 
 
-def _with_prefix(name: str, names: Mapping[str, str]) -> str:
+def _with_prefix(names: Mapping[str, str], name: str) -> str:
+    """Return a stored name as its family has it; names: how stored ones begin, and what stands there instead."""
     first = next((first for first in names if name.startswith(first)), None)
     return name if first is None else names[first] + name.removeprefix(first)
 
 
-class _Folder:
-    """The weights in a folder of a directory, under its name and theirs."""
-
-    def __init__(self, name: str, file: WeightsReader) -> None:
-        self._file = file
-        self.stamps = file.stamps
-        self.tensors = {f"{name}/{tensor}": reader for tensor, reader in file.tensors.items()}
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _opened_folder(directory: Path, name: str) -> _Folder:
-    """Return the open weights of a module; raises ModelError where there are none."""
+def _opened_folder(directory: Path, name: str) -> _Renamed:
+    """Return the open weights of a module, under its name and theirs; raises ModelError where there are none."""
     opening = _opening(directory / name)
     if opening is None:
         raise ModelError(f"{directory / name} has no model.safetensors; copy the whole folder of the model")
     (file,) = opening()
-    return _Folder(name, file)
-
-
-def _located(source: TensorSource, place: TileLocation) -> _Tile:
-    row, column = (place.column0, place.row0) if source.transposed else (place.row0, place.column0)
-    rows, columns = place.stored_shape
-    return _Tile(source, (row, row + rows), (column, column + columns))
+    return _Renamed(file, lambda tensor: f"{name}/{tensor}")
 
 
 def _match(stored: Mapping[str, TensorReader], spec: Spec, path: Path) -> Mapping[TensorSource, TensorReader]:

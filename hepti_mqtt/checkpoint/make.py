@@ -7,13 +7,12 @@ import math
 import os
 import string
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hepti_mqtt.errors import ConfigError, ModelError
@@ -21,13 +20,11 @@ from hepti_mqtt.ids import PART_MARK
 from hepti_mqtt.models import (
     FAMILIES,
     Kind,
-    matching,
     models_of,
-    renamed,
-    sees,
     spec_from_config,
     tensor_sources,
     tokenizer_class,
+    towers_of,
     views,
 )
 from hepti_mqtt.models.kinds import kinds_of
@@ -56,7 +53,7 @@ _SEEING: Final = (
 
 def _marks(config: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens that stand for pictures in texts by their ids, from that of a picture's row on."""
-    if not sees(config):
+    if not towers_of(config).sees:
         return {}
     words, eyes = models_of(config).values()
     return {mark: words["image_token_id"] + i for i, mark in enumerate(views(eyes, extras).marks)}
@@ -123,8 +120,7 @@ def _tokenizer_options(model_type: str, roberta: bool) -> dict[str, Any]:
 # The weights depend on seed and tensor name only: Generator(PCG64(SeedSequence([seed, crc32(stored name)]))), float32
 # standard normals in chunks, times the kind's spread, plus 1 for the weights of norms. So a model of fewer layers has
 # the first layers of the whole one, and a test can write a model again from its seed. Without a spread it is that of
-# He
-# et al., 2015, for matrices, and 0.1 for vectors; variances are 1 and the normals' absolute values.
+# He et al., 2015, for matrices, and 0.1 for vectors; variances are 1 and the normals' absolute values.
 
 
 _CHUNK: Final = 1 << 20
@@ -156,9 +152,10 @@ def make_model(kind: str, out: str | Path, seed: int = 0, layers: int | None = N
             (out / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         for spec in specs.values():
             _write_words(out, spec, config, files)
-        compared = matching(config)
+        towers = towers_of(config)
+        compared = towers.matching
         numbers = {} if compared is None else {n: compared.shape for n in (compared.scale, compared.bias) if n}
-        inits = _tensor_inits(specs, renamed(config), numbers, spread)
+        inits = _tensor_inits(specs, towers.renamed, numbers, spread)
         _write_weights(out / "model.safetensors", inits, seed)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error}; choose a place with room and permission") from error
@@ -172,7 +169,7 @@ def _write_words(out: Path, spec: Spec, config: Mapping[str, Any], files: Mappin
         roberta = isinstance(spec, ModelSpec) and spec.text is not None and spec.text.position_offset > 0
         write_tokenizer(out / "tokenizer.json", reads.vocab, roberta, _marks(config, files))
         options = _tokenizer_options(str(config.get("model_type")), roberta)
-        if sees(config):
+        if towers_of(config).sees:
             eyes = [*models_of(config).values()][1]
             options["chat_template"] = _SEEING.replace("<image>", views(eyes, files).mark)
         (out / "tokenizer_config.json").write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
@@ -270,16 +267,13 @@ def _write_weights(path: Path, stored: Mapping[str, _TensorInit], seed: int) -> 
 
 
 def _write_tensor(file: BinaryIO, name: str, tensor: _TensorInit, seed: int) -> None:
-    for chunk in _normals(seed, name, math.prod(tensor.shape)):
+    stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(name.encode())])))
+    count = math.prod(tensor.shape)
+    for start in range(0, count, _CHUNK):
+        chunk = stream.standard_normal(min(_CHUNK, count - start), dtype=np.float32)
         if tensor.positive:
             np.abs(chunk, out=chunk)
         chunk *= np.float32(tensor.spread)
         if tensor.one:
             chunk += np.float32(1)
         file.write(chunk.astype("<f4", copy=False).data)
-
-
-def _normals(seed: int, name: str, count: int) -> Iterator[npt.NDArray[np.float32]]:
-    stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(name.encode())])))
-    for start in range(0, count, _CHUNK):
-        yield stream.standard_normal(min(_CHUNK, count - start), dtype=np.float32)

@@ -52,7 +52,9 @@ class OnnxConverter:
         for x in (x for step in steps for x in step.inputs):
             self._reads[x] = self._reads.get(x, 0) + 1
         for step in steps:
-            _check_inputs(step)
+            least = _LEAST.get(step.op, 1)
+            if len(step.inputs) < least or not all(step.inputs[:least]):
+                raise _unsupported(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
             self._at[step.outputs[0]] = _METHODS[step.op](self, step)
         last = self._at.get(self._answer)
         listed = list(self._nodes.values())
@@ -236,13 +238,6 @@ class OnnxConverter:
 
 def _unsupported(step: OnnxNode, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{step.op} {step.name or step.outputs[0]!r}: {why}")
-
-
-def _check_inputs(step: OnnxNode) -> None:
-    """Raise UnsupportedModelError for a step that lacks what its operator must have."""
-    least = _LEAST.get(step.op, 1)
-    if len(step.inputs) < least or not all(step.inputs[:least]):
-        raise _unsupported(step, f"it has the inputs {list(step.inputs)}, and needs {least}")
 
 
 def _window(step: OnnxNode, source: Dims, kernel: Sequence[int]) -> dict[str, Any]:

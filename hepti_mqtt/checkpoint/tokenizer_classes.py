@@ -102,16 +102,15 @@ def _bert_normalizer(options: JsonConfig, part: Part) -> Part:
     }
 
 
-def _bert_pre_tokenizer(_options: JsonConfig, part: Part) -> Part:
-    if part not in (None, {"type": "BertPreTokenizer"}):
-        raise differs("pre_tokenizer", "a BertPreTokenizer")
-    return {"type": "BertPreTokenizer"}
+def _always(part: str, wanted: Part, why: str) -> Callable[[JsonConfig, Part], Part]:
+    """Return the rule of a class with the same part for all options."""
 
+    def check(_options: JsonConfig, given: Part) -> Part:
+        if given not in (None, wanted):
+            raise differs(part, why)
+        return wanted
 
-def _no_normalizer(_options: JsonConfig, part: Part) -> Part:
-    if part is not None:
-        raise differs("normalizer", "none")
-    return None
+    return check
 
 
 def _bytes(options: JsonConfig, part: Part) -> Part:
@@ -186,12 +185,6 @@ def _words(options: JsonConfig, part: Part) -> Part:
     return {"type": "Sequence", "pretokenizers": [_SPACES, marked]}
 
 
-def _nfc(_options: JsonConfig, part: Part) -> Part:
-    if part not in (None, {"type": "NFC"}):
-        raise differs("normalizer", "NFC")
-    return {"type": "NFC"}
-
-
 def _qwen2_words(options: JsonConfig, part: Part) -> Part:
     if options.get("add_prefix_space", False):
         raise differs("pre_tokenizer", "one without a space in front")
@@ -201,13 +194,6 @@ def _qwen2_words(options: JsonConfig, part: Part) -> Part:
     if part is not None and not (fits and not steps[1]["add_prefix_space"]):
         raise differs("pre_tokenizer", "splits by its regular expression, then into bytes")
     return {"type": "Sequence", "pretokenizers": [split, {**_BYTES, "add_prefix_space": False, "use_regex": False}]}
-
-
-def _lower_nfc(_options: JsonConfig, part: Part) -> Part:
-    steps = {"type": "Sequence", "normalizers": [{"type": "NFC"}, _SINGLE_SPACES, {"type": "Lowercase"}]}
-    if part not in (None, steps):
-        raise differs("normalizer", "NFC, single spaces, lower case")
-    return steps
 
 
 def _clip_words(_options: JsonConfig, part: Part) -> Part:
@@ -220,18 +206,17 @@ def _clip_words(_options: JsonConfig, part: Part) -> Part:
     return {"type": "Sequence", "pretokenizers": [now, {**_BYTES, "add_prefix_space": False}]}
 
 
-def _marked_spaces(_options: JsonConfig, part: Part) -> Part:
-    marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if part not in (None, marks):
-        raise differs("normalizer", f"marks spaces with {_MARK!r}")
-    return marks
+_LOWER: Final = {"type": "Lowercase"}
+_LOWER_NFC: Final = {"type": "Sequence", "normalizers": [{"type": "NFC"}, _SINGLE_SPACES, _LOWER]}
+_MARKS: Final = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+_marked_spaces: Final = _always("normalizer", _MARKS, f"marks spaces with {_MARK!r}")
 
 
 def _lower_marked_spaces(options: JsonConfig, part: Part) -> Part:
     """Return SigLIP 2's normalizer: lower case, which older files lack, then Gemma's."""
-    lower, steps = {"type": "Lowercase"}, part["normalizers"] if part and part["type"] == "Sequence" else []
-    marks = _marked_spaces(options, steps[1] if len(steps) == 2 and steps[0] == lower else part)
-    return {"type": "Sequence", "normalizers": [lower, marks]}
+    steps = part["normalizers"] if part and part["type"] == "Sequence" else []
+    marks = _marked_spaces(options, steps[1] if len(steps) == 2 and steps[0] == _LOWER else part)
+    return {"type": "Sequence", "normalizers": [_LOWER, marks]}
 
 
 def _whole_text(_options: JsonConfig, part: Part) -> Part:
@@ -246,7 +231,7 @@ _BERT: Final = TokenizerClass(
     _BERT_TOKENS,
     {"continuing_subword_prefix": (None, "##"), "max_input_chars_per_word": (None, 100)},
     _bert_normalizer,
-    _bert_pre_tokenizer,
+    _always("pre_tokenizer", {"type": "BertPreTokenizer"}, "a BertPreTokenizer"),
     ("cls", "sep"),
     True,
     {"type": "WordPiece", "prefix": "##", "cleanup": True},
@@ -254,7 +239,15 @@ _BERT: Final = TokenizerClass(
     typed=True,
 )
 _GPT2: Final = TokenizerClass(
-    "BPE", _GPT2_TOKENS, _BPE, _no_normalizer, _bytes, None, False, _BYTES, ("vocab.json", "merges.txt")
+    "BPE",
+    _GPT2_TOKENS,
+    _BPE,
+    _always("normalizer", None, "none"),
+    _bytes,
+    None,
+    False,
+    _BYTES,
+    ("vocab.json", "merges.txt"),
 )
 _XLM_ROBERTA: Final = TokenizerClass(
     "Unigram",
@@ -292,12 +285,14 @@ CLASSES: Final[Mapping[str, TokenizerClass]] = {
     "MPNetTokenizer": _BERT._replace(tokens=_ROBERTA_TOKENS | {"unk": "[UNK]"}, typed=False, doubled=True),
     "GPT2Tokenizer": _GPT2,
     "Qwen2Tokenizer": _GPT2._replace(
-        tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"), normalizer=_nfc, pre_tokenizer=_qwen2_words
+        tokens=dict.fromkeys(("eos", "pad"), "<|endoftext|>"),
+        normalizer=_always("normalizer", {"type": "NFC"}, "NFC"),
+        pre_tokenizer=_qwen2_words,
     ),
     "CLIPTokenizer": _GPT2._replace(
         tokens=_CLIP_TOKENS,
         parameters={**_BPE, "end_of_word_suffix": ("</w>",)},
-        normalizer=_lower_nfc,
+        normalizer=_always("normalizer", _LOWER_NFC, "NFC, single spaces, lower case"),
         pre_tokenizer=_clip_words,
         around=("bos", "eos"),
         always=True,

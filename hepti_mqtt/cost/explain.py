@@ -34,28 +34,22 @@ MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))
 class MapBytes(NamedTuple):
     """Costs of dividing feature maps: payload in f32, with a copy for every receiver, and repeated FLOPs."""
 
-    #: Rows and columns next to own ones.
-    halo: int
-    #: To devices that thereby have the whole map.
-    gathered: int
-    #: Beyond one device's.
-    flops_again: float
+    halo: int  #: rows and columns next to own ones
+    gathered: int  #: to devices that thereby have the whole map
+    flops_again: float  #: beyond one device's
 
 
 @dataclass(frozen=True, slots=True)
 class WorkFactor:
     """Computed work divided by needed work."""
 
-    #: FLOPs of all devices over those of one device alone.
-    total: float
+    total: float  #: FLOPs of all devices over those of one device alone
     #: Computed over distinct elements by role, where more than 1; copies and sums of partial results do not count.
     roles: Mapping[str, float]
-    #: None for a model without feature maps.
-    maps: MapBytes | None = None
+    maps: MapBytes | None = None  #: None for a model without feature maps
     #: Devices that compute nothing, e.g. because there are fewer rows than devices.
     idle: tuple[str, ...] = ()
-    #: Attention reads its input directly, without keys and values.
-    reordered: bool = False
+    reordered: bool = False  #: attention reads its input directly, without keys and values
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -224,11 +218,9 @@ def task_owners(events: Sequence[TimelineEvent], places: Sequence[str], root: st
     return tuple(f"{place.rpartition(' ')[2]}: {by.get(place, root)}" for place in places)
 
 
-def timeline_text(
-    events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float, width: int = 72
-) -> list[str]:
+def timeline_text(events: Sequence[TimelineEvent], devices: Sequence[str], seconds: float) -> list[str]:
     """Return one line per device and lane, with the load of each moment from ' ' (idle) to '#' (always busy)."""
-    marks = " .:+#"
+    marks, width = " .:+#", 72
     lines = []
     for (device, lane), busy in timeline_busy(events, devices, seconds, width).items():
         bar = "".join(marks[min(int(b * len(marks)), len(marks) - 1)] for b in busy)
@@ -334,8 +326,7 @@ class _Patch(NamedTuple):
     """A region in a device's lane."""
 
     region: Region
-    #: The device that gives it its colour.
-    owner: int
+    owner: int  #: the device that gives it its colour
     received: bool
     partial: bool
 

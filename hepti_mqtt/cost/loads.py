@@ -84,10 +84,8 @@ class TileMap:
 class DeviceLoad(NamedTuple):
     """The tiles that one device needs for a load, in bytes; tiles in its memory do not count."""
 
-    #: In its own cache.
-    cached_bytes: int
-    #: Over its link, from peers or the planner.
-    fetched_bytes: int
+    cached_bytes: int  #: in its own cache
+    fetched_bytes: int  #: over its link, from peers or the planner
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,25 +66,18 @@ class DeviceProfile:
     """One device by its own measurements."""
 
     name: str
-    #: Time curves for a few shapes of weights, in f32 and perhaps of other products.
-    linear: tuple[Curve, ...]
+    linear: tuple[Curve, ...]  #: time curves for a few shapes of weights, in f32 and perhaps of other products
     attention_flops_per_s: float
     rowwise_bytes_per_s: float
     op_overhead_s: float = 0.1e-6
-    #: For weights and live slots, without an idle agent's memory.
-    memory_bytes: float = inf
-    #: Recently observed over measured time: 1 = as measured.
-    slowdown: float = 1.0
-    #: Cost of sending or receiving a frame over the broker, on the session thread.
-    frame_s: float = 100e-6
+    memory_bytes: float = inf  #: for weights and live slots, without an idle agent's memory
+    slowdown: float = 1.0  #: recently observed over measured time: 1 = as measured
+    frame_s: float = 100e-6  #: cost of sending or receiving a frame over the broker, on the session thread
     copy_bytes_per_s: float = 2e9
-    #: The same over the mesh on loopback, for each receiver.
-    mesh_frame_s: float = MESH_FRAME_S
+    mesh_frame_s: float = MESH_FRAME_S  #: like `frame_s` over the mesh on loopback, for each receiver
     mesh_copy_bytes_per_s: float = MESH_COPY_BYTES_PER_S
-    #: None if unknown; no device measures it.
-    power: Power | None = None
-    #: Recent cost of frames over the mesh, None without frames.
-    mesh_frame_cost: FrameCost | None = None
+    power: Power | None = None  #: None if unknown; no device measures it
+    mesh_frame_cost: FrameCost | None = None  #: recent cost of frames over the mesh, None without frames
 
     def seconds(self, *parts: Work) -> float:
         """Return the predicted time of one op, given the work of its kernels."""
@@ -155,14 +148,12 @@ class Cluster:
     #: Rate of the broker's own link in each direction. It carries every copy of a message, except between processes on
     #: the broker's machine (`LOCAL_BYTES_PER_S`).
     broker_bytes_per_s: float = inf
-    #: Devices that peers can connect to.
-    endpoints: frozenset[str] = frozenset()
+    endpoints: frozenset[str] = frozenset()  #: devices that peers can connect to
     #: Measured links between devices; others follow from the devices' links to the broker.
     peer_links: Mapping[DevicePair, PeerLink] = field(default_factory=dict)
     #: Devices on one medium, such as Wi-Fi: one packet at a time, and packets between two of them twice.
     shared_medium: frozenset[str] = frozenset()
-    #: Time limit of an answer, for methods that save energy until then.
-    deadline_s: float = inf
+    deadline_s: float = inf  #: time limit of an answer, for methods that save energy until then
 
 
 def rows_factor(cluster: Cluster, devices: Collection[str], product: Product, rows: int) -> float:
@@ -245,8 +236,7 @@ class Path(NamedTuple):
     up_bytes_per_s: float
     down: Queue
     down_bytes_per_s: float
-    #: Of this pair alone; each link may carry more for several pairs.
-    bytes_per_s: float
+    bytes_per_s: float  #: of this pair alone; each link may carry more for several pairs
 
 
 class Paths:

@@ -41,14 +41,10 @@ class ReportedDevice:
     curves: Plain
     memory_bytes: float
     slowdown: float = 1.0
-    #: To the broker.
-    link: Link = field(default_factory=Link)
-    #: Directly to peers.
-    peer_links: Mapping[str, PeerLink] = field(default_factory=dict)
-    #: Of frames off loopback, None before the first ones.
-    frame_cost: FrameCost | None = None
-    #: Where peers read from it, None if they cannot.
-    endpoint: Endpoint | None = None
+    link: Link = field(default_factory=Link)  #: to the broker
+    peer_links: Mapping[str, PeerLink] = field(default_factory=dict)  #: directly to peers
+    frame_cost: FrameCost | None = None  #: of frames off loopback, None before the first ones
+    endpoint: Endpoint | None = None  #: where peers read from it, None if they cannot
 
     @classmethod
     def by_heartbeat(

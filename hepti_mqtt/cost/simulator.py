@@ -100,8 +100,7 @@ class RequestTimes(NamedTuple):
     arrived_s: float
     dispatched_s: float
     answered_s: float
-    #: Sequences in the request.
-    sequences: int = 1
+    sequences: int = 1  #: sequences in the request
 
     @property
     def latency_s(self) -> float:
@@ -114,13 +113,10 @@ class Throughput:
     """The performance of a plan under consecutive requests."""
 
     requests: int
-    #: Requests at the same time.
-    in_flight: int
-    #: In the steady state.
-    requests_per_s: float
-    sequences_per_s: float
-    #: Median of the requests.
-    latency_s: float
+    in_flight: int  #: requests at the same time
+    requests_per_s: float  #: in the steady state
+    sequences_per_s: float  #: in the steady state
+    latency_s: float  #: median of the requests
     longest_s: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,8 +191,7 @@ class Span(NamedTuple):
     start: float
     stop: float
     device: str
-    #: Busy with sending or receiving a frame.
-    is_frame: bool
+    is_frame: bool  #: busy with sending or receiving a frame
 
 
 @dataclass(slots=True)
@@ -204,18 +199,13 @@ class DeviceUse:
     """The use of one device by the simulated requests."""
 
     compute_s: float = 0.0
-    #: Of compute_s, in products with weights.
-    product_s: float = 0.0
-    #: Of compute_s, before and after all ops.
-    overhead_s: float = 0.0
-    #: Idle until its last op.
-    wait_s: float = 0.0
+    product_s: float = 0.0  #: of compute_s, in products with weights
+    overhead_s: float = 0.0  #: of compute_s, before and after all ops
+    wait_s: float = 0.0  #: idle until its last op
     flops: float = 0.0
     sent_bytes: int = 0
-    #: Of its thread for sending and receiving frames.
-    frame_s: float = 0.0
-    #: Of compute and frames until the answer, while all other devices were idle.
-    alone_s: float = 0.0
+    frame_s: float = 0.0  #: of its thread for sending and receiving frames
+    alone_s: float = 0.0  #: of compute and frames until the answer, while all other devices were idle
 
 
 class ReplicaPrograms(NamedTuple):
@@ -230,8 +220,7 @@ class SimulatedRequest(NamedTuple):
 
     shape: RequestShape
     programs: Mapping[str, Program]
-    #: None: as soon as there is room.
-    arrives_s: float | None = None
+    arrives_s: float | None = None  #: None: as soon as there is room
     #: In place of `programs`, those of several replicas; the request uses one of them.
     replicas: tuple[ReplicaPrograms, ...] = ()
 
@@ -247,13 +236,11 @@ class FrameArrival(NamedTuple):
     seconds: float
     device: str
     run_id: int
-    #: Of the exchange, None for other frames.
-    key: ExchangeKey | None
+    key: ExchangeKey | None  #: of the exchange, None for other frames
     nbytes: int
     label: str
     route: Route = "broker"
-    #: Leased tasks of the request; empty: no task is left; None: no lease.
-    leased: tuple[int, ...] | None = None
+    leased: tuple[int, ...] | None = None  #: leased tasks of the request; empty: no task is left; None: no lease
 
 
 @dataclass(slots=True)
@@ -261,11 +248,9 @@ class Simulation:
     """The outcome of one or several requests, in the order of dispatch."""
 
     runs: tuple[RequestTimes, ...]
-    #: Of all senders.
-    nbytes: int
+    nbytes: int  #: of all senders
     devices: dict[str, DeviceUse]
-    #: The time line, if recorded.
-    events: list[TimelineEvent] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)  #: the time line, if recorded
 
     @property
     def seconds(self) -> float:
@@ -292,13 +277,10 @@ class CostedProgram:
         self.program = program
         self.template, work = _prepared(SameProgram(program))
         self.costs: list[float] = []
-        #: Seconds of each op in products with weights.
-        self.products: list[float] = []
-        #: Of each PUBLISH packet, by op.
-        self.sizes: list[tuple[int, ...]] = []
+        self.products: list[float] = []  #: seconds of each op in products with weights
+        self.sizes: list[tuple[int, ...]] = []  #: of each PUBLISH packet, by op
         self.flops = 0.0
-        #: Of the layer that stands for several.
-        self.inner = DeviceUse()
+        self.inner = DeviceUse()  #: of the layer that stands for several
         for op, parts in zip(program.ops, work, strict=True):
             cost = product_s = 0.0
             sizes: tuple[int, ...] = ()
@@ -354,10 +336,8 @@ class SimulatedDevice:
         self.name, self.profile = name, profile
         self.machine: RunMachine[DeviceRun] = RunMachine()
         self.inbox: deque[FrameArrival] = deque()
-        #: Ids of all runs that have begun.
-        self.begun: set[int] = set()
-        #: Exchanges that arrived before their request.
-        self.early: dict[int, list[ExchangeKey]] = {}
+        self.begun: set[int] = set()  #: ids of all runs that have begun
+        self.early: dict[int, list[ExchangeKey]] = {}  #: exchanges that arrived before their request
         self.use = DeviceUse()
         self.busy, self.finished_s = False, 0.0
 
@@ -375,8 +355,7 @@ class LinkQueues:
     def __init__(self, cluster: Cluster, note: Note) -> None:
         self._cluster, self._note = cluster, note
         self._paths = Paths(cluster)
-        #: Time from which each queue is free.
-        self._free: dict[Queue, float] = {}
+        self._free: dict[Queue, float] = {}  #: time from which each queue is free
 
     def via_broker(self, now: float, source: str, targets: Sequence[str], size: int, label: str) -> dict[str, float]:
         """Return the arrival time at each target, by the queues of the source's uplink, the broker and the downlinks.
@@ -460,19 +439,14 @@ class _InFlight:
     parts: dict[str, CostedProgram]
     arrived_s: float
     dispatched_s: float
-    #: Parts of the answer, and devices' reports, that have not arrived.
-    outputs: int
-    reports: int
-    #: Predicted end.
-    until_s: float
+    outputs: int  #: missing parts of the answer
+    reports: int  #: missing reports of devices
+    until_s: float  #: predicted end
     tasks: TaskQueue | None = None
     answered_s: float | None = None
-    #: Next check for a lease to duplicate.
-    takeover_s: float | None = None
-    #: The device that needs the tasks' results.
-    root: str = ""
-    #: Time at which a device received a task.
-    leased_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    takeover_s: float | None = None  #: next check for a lease to duplicate
+    root: str = ""  #: the device that needs the tasks' results
+    leased_s: dict[tuple[str, int], float] = field(default_factory=dict)  #: time at which a device received a task
 
 
 class Simulator:
@@ -503,8 +477,7 @@ class Simulator:
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[_InFlight] = []
         self.nbytes = self._serial = 0
-        #: End of the last op of each layer.
-        self.ends: dict[int, float] = {}
+        self.ends: dict[int, float] = {}  #: end of the last op of each layer
         self.events: list[TimelineEvent] = []
         self.spans: list[Span] = []
         self._parts: dict[tuple[str, int], CostedProgram] = {}

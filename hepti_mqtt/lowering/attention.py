@@ -33,14 +33,11 @@ class HeadedAttention(Op):
     """An op that reads queries from one tensor, and keys and values from another one."""
 
     d: int
-    #: First columns of q, k and v in their tensors.
-    columns: tuple[int, int, int]
+    columns: tuple[int, int, int]  #: first columns of q, k and v in their tensors
     #: Query heads per head of keys and values (Ainslie et al., 2023); each device with one of them needs the latter.
     group: int = 1
-    #: Of the scores, 0 for 1 / sqrt(d).
-    scale: float = 0.0
-    #: Values of a block of the matrix that multiplies the result.
-    unit: int = 1
+    scale: float = 0.0  #: of the scores, 0 for 1 / sqrt(d)
+    unit: int = 1  #: values of a block of the matrix that multiplies the result
 
     def granularity(self) -> tuple[int, ...]:
         return 1, self.d, 1
@@ -100,22 +97,14 @@ class Attention(HeadedAttention):
     [r, heads, d + 2]: the sum without normalisation, the running maximum and the sum of weights.
     """
 
-    #: Of the sequences.
-    lengths: tuple[int, ...]
-    #: A row attends to the keys up to its own.
-    causal: bool = False
-    #: Largest distance of a row's keys, -1 for any.
-    window: int = -1
-    #: With a bias by distance: larger distances count as this one.
-    farthest: int = 0
-    #: With a bias by steps on a grid: side of the grid of patches after a class token.
-    side: int = 0
-    #: Rows of the bias table [buckets, heads] in `tensors`.
-    buckets: int = 0
+    lengths: tuple[int, ...]  #: of the sequences
+    causal: bool = False  #: a row attends to the keys up to its own
+    window: int = -1  #: largest distance of a row's keys, -1 for any
+    farthest: int = 0  #: with a bias by distance: larger distances count as this one
+    side: int = 0  #: with a bias by steps on a grid: side of the grid of patches after a class token
+    buckets: int = 0  #: rows of the bias table [buckets, heads] in `tensors`
     #: `tensors` are keys and queries of distances instead, [buckets, heads x d] each (DeBERTa, He et al., 2021).
     disentangled: bool = False
-
-    kind = "attention"
 
     @cached
     def _sequences(self) -> tuple[IndexSet, ...]:
@@ -233,12 +222,9 @@ class CachedAttention(HeadedAttention):
     keys are one part, since their places are not in the graph.
     """
 
-    #: Of the items.
-    lengths: tuple[int, ...]
-    #: Number of keys before its own that a row attends to, -1 for all.
-    window: int = -1
-    #: Rows of an item attend to its later new rows too.
-    together: bool = False
+    lengths: tuple[int, ...]  #: of the items
+    window: int = -1  #: number of keys before its own that a row attends to, -1 for all
+    together: bool = False  #: rows of an item attend to its later new rows too
     #: `tensors` has a logit per head, which counts like that of a key with value zero (Xiao et al., 2023).
     sinks: bool = False
 
@@ -273,20 +259,14 @@ class Rotate(Op):
     """Queries, keys and values over (m, c = heads x d), with rotary positions in queries and keys."""
 
     d: int
-    #: Columns of queries, then of keys.
-    q_columns: int
-    k_columns: int
+    q_columns: int  #: columns of queries
+    k_columns: int  #: columns of keys, after those of queries
     theta: float
-    #: Of the packed sequences.
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  #: of the packed sequences
     #: Of each head of queries and keys beforehand; `tensors` are its gamma for queries and for keys.
     norm: Norm | None = None
-    #: Positions of a session; the second input is then `at`, the position of each item's first row.
-    places: int = 0
-    #: Of the frequencies [d / 2], empty if all are 1.
-    divisors: tuple[float, ...] = ()
-
-    kind = "rotate"
+    places: int = 0  #: positions of a session; the second input is then `at`, the position of each item's first row
+    divisors: tuple[float, ...] = ()  #: of the frequencies [d / 2], empty if all are 1
 
     def granularity(self) -> tuple[int, ...]:
         return 1, self.d

@@ -25,10 +25,8 @@ class ExpertsOp(Op):
     chosen: int
     #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
     storages: tuple[BlockStorage | None, ...] = ()
-    #: Values of the largest block of the model.
-    unit: int = 1
-    #: Number of bias tables [experts, columns], the last of `tensors`.
-    biases: int = 0
+    unit: int = 1  #: values of the largest block of the model
+    biases: int = 0  #: number of bias tables [experts, columns], the last of `tensors`
 
     def share_unit(self, dim: int) -> int:
         return max(PANEL, self.unit) if dim > 0 and (self.space[dim] >= NARROW or self.storages) else 1
@@ -66,11 +64,8 @@ class ExpertsUp(ExpertsOp):
     """
 
     function: str
-    #: Bound of gates, and of the size of up columns before the offset; 0 for none.
-    limit: float = 0.0
+    limit: float = 0.0  #: bound of gates, and of the size of up columns before the offset; 0 for none
     offset: float = 0.0
-
-    kind = "experts_up"
 
     def granularity(self) -> tuple[int, ...]:
         return self.chosen, 1, self.space[2]
@@ -97,10 +92,7 @@ class ExpertsDown(ExpertsOp):
     inputs: rows of `ExpertsUp`, and the router's logits.
     """
 
-    #: The weights of the chosen experts add up to 1.
-    normed: bool
-
-    kind = "experts_down"
+    normed: bool  #: the weights of the chosen experts add up to 1
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         rows = tuple((a * self.chosen, z * self.chosen) for a, z in region[0])

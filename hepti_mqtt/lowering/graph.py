@@ -11,30 +11,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from hepti_mqtt.lowering import roles
+from hepti_mqtt.lowering import ops, roles
 from hepti_mqtt.lowering.attention import Attention, CachedAttention, Rotate
 from hepti_mqtt.lowering.experts import ExpertsDown, ExpertsUp
-from hepti_mqtt.lowering.ops import (
-    Activation,
-    Add,
-    AddTable,
-    AppendRows,
-    Candidates,
-    Columns,
-    ConcatColumns,
-    Embedding,
-    Gate,
-    Input,
-    Linear,
-    Moments,
-    Norm,
-    Normalise,
-    Op,
-    OpaqueOp,
-    Rows,
-    SessionState,
-    Slice,
-)
+from hepti_mqtt.lowering.ops import Norm, Op
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
 from hepti_mqtt.program import SlotDtype, WeightRef, state_name
 from hepti_mqtt.storage import STORAGES, BlockStorage
@@ -52,8 +32,7 @@ class Repeat:
 
     first: int
     stop: int
-    #: Blocks of the run in the shortened graph.
-    kept: int = KEPT_BLOCKS
+    kept: int = KEPT_BLOCKS  #: blocks of the run in the shortened graph
 
     @property
     def template_count(self) -> int:
@@ -265,7 +244,7 @@ class GraphBuilder:
 
     def input(self, name: str, shape: Sequence[int], dtype: SlotDtype) -> str:
         """Return an input of the request."""
-        return self.add_op(Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
+        return self.add_op(ops.Input(name=name, role="input", space=tuple(shape), rank=len(shape), dtype=dtype))
 
     def linear(
         self,
@@ -283,7 +262,7 @@ class GraphBuilder:
         space = (m, sum(widths), k)
         storages = tuple(self._storages.get(t) for t in tensors[: len(widths)]) if self._storages else ()
         return self._add(
-            name, (x,), role, tensors, Linear, space=space, widths=widths, bias=bias, activation=activation,
+            name, (x,), role, tensors, ops.Linear, space=space, widths=widths, bias=bias, activation=activation,
             storages=storages, unit=self._unit,
         )  # fmt: skip
 
@@ -328,29 +307,29 @@ class GraphBuilder:
     def activation(self, name: str, x: str, role: str, function: str) -> str:
         """x -> function(x)."""
         dims = self.shape_of(x)
-        return self._add(name, (x,), role, (), Activation, space=dims, rank=len(dims), function=function)
+        return self._add(name, (x,), role, (), ops.Activation, space=dims, rank=len(dims), function=function)
 
     def sum(self, name: str, x: str, y: str, role: str) -> str:
         """x, y -> x + y."""
         dims = self.shape_of(x)
-        return self._add(name, (x, y), role, (), Add, space=dims, rank=len(dims))
+        return self._add(name, (x, y), role, (), ops.Add, space=dims, rank=len(dims))
 
     def add_table(self, name: str, x: str, role: str, tensor: str, rows: int) -> str:
         """x [m, h] -> x + the first m of the `rows` rows of a stored table."""
-        return self._add(name, (x,), role, (tensor,), AddTable, space=self.shape_of(x), rows=rows)
+        return self._add(name, (x,), role, (tensor,), ops.AddTable, space=self.shape_of(x), rows=rows)
 
     def gate(self, name: str, x: str, y: str, role: str, function: str) -> str:
         """x, y -> function(x) * y."""
-        return self._add(name, (x, y), role, (), Gate, space=self.shape_of(x), function=function)
+        return self._add(name, (x, y), role, (), ops.Gate, space=self.shape_of(x), function=function)
 
     def norm(self, name: str, x: str, role: str, tensor: str, norm: float | Norm, bias: bool = True) -> str:
         """x [m, h] -> its norm, a layer norm if `norm` is an eps; its moments are a tensor with a role of its own."""
         m, h = self.shape_of(x)
         moments_role = TASK_MOMENTS if role == TASK else MOMENTS
-        moments = self._add(f"{name}.moments", (x,), moments_role, (), Moments, space=(m, 2, h))
+        moments = self._add(f"{name}.moments", (x,), moments_role, (), ops.Moments, space=(m, 2, h))
         tensors = (f"{tensor}.weight", f"{tensor}.bias") if bias else (f"{tensor}.weight",)
         how = norm if isinstance(norm, Norm) else Norm(norm)
-        return self._add(name, (x, moments), role, tensors, Normalise, space=(m, h), norm=how)
+        return self._add(name, (x, moments), role, tensors, ops.Normalise, space=(m, h), norm=how)
 
     def rotate(
         self,
@@ -418,21 +397,23 @@ class GraphBuilder:
         if chosen is not None and any(row >= after for row, after in pairwise(chosen)):  # regions are sets of indices
             raise ValueError(f"{name}: rows must ascend, got {chosen[:8]}")
         space = (m if chosen is None else len(chosen), h)
-        return self._add(name, (x,), role, (), Rows, space=space, rows=chosen)
+        return self._add(name, (x,), role, (), ops.Rows, space=space, rows=chosen)
 
     def columns(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [m, h] -> columns start..stop."""
-        return self._add(name, (x,), role, (), Columns, space=(self.shape_of(x)[0], stop - start), start=start)
+        return self._add(name, (x,), role, (), ops.Columns, space=(self.shape_of(x)[0], stop - start), start=start)
 
     def slice(self, name: str, x: str, role: str, start: int, stop: int) -> str:
         """x [n] -> x[start:stop]."""
-        return self._add(name, (x,), role, (), Slice, space=(stop - start,), dtype=self._ops[x].dtype, start=start)
+        return self._add(
+            name, (x,), role, (), ops.Columns, space=(stop - start,), rank=1, dtype=self._ops[x].dtype, start=start
+        )
 
     def session_state(
         self, name: str, state: str, *, rows: int, width: int, role: str = roles.CACHE, kept: SlotDtype = "f32"
     ) -> str:
         """The session's `state` [rows, width]."""
-        return self._add(name, (), role, (state,), SessionState, space=(rows, width), dtype=kept)
+        return self._add(name, (), role, (state,), ops.SessionState, space=(rows, width), dtype=kept)
 
     def append_to_cache(
         self,
@@ -458,7 +439,7 @@ class GraphBuilder:
             past = self.session_state(f"{own}.past", state_of, rows=rows, width=width - start, role=role, kept=kept)
             where = {"start": start, "rows": part, "item": item}
             inputs = (past, qkv, at)
-            caches.append(self._add(own, inputs, role, (state_of,), AppendRows, space=space, dtype=kept, **where))
+            caches.append(self._add(own, inputs, role, (state_of,), ops.AppendRows, space=space, dtype=kept, **where))
         return tuple(caches)
 
     def cached_attention(
@@ -497,13 +478,13 @@ class GraphBuilder:
         xs = tuple(xs)
         *starts, total = accumulate((self.shape_of(x)[1] for x in xs), initial=0)
         space = (self.shape_of(xs[0])[0], total)
-        return self._add(name, xs, role, (), ConcatColumns, space=space, starts=tuple(starts))
+        return self._add(name, xs, role, (), ops.Concat, space=space, starts=tuple(starts))
 
     def candidates(self, name: str, logits: str, temperatures: str, role: str, count: int) -> str:
         """logits [r, V], temperatures i32 [r] -> the likeliest tokens in the kernel's format [r, 2 count + 3]."""
         r, vocab = self.shape_of(logits)
         space = (r, 2 * count + 3, vocab)
-        return self._add(name, (logits, temperatures), role, (), Candidates, space=space)
+        return self._add(name, (logits, temperatures), role, (), ops.Candidates, space=space)
 
     def embedding(
         self, name: str, xs: Iterable[str], kernel: str, refs: Iterable[WeightRef], width: int, **attrs: Any
@@ -512,7 +493,7 @@ class GraphBuilder:
         xs, refs = tuple(xs), tuple(refs)
         first, stop = refs[0].columns if refs[0].layout == "packed" else refs[0].rows
         return self.add_op(
-            Embedding(
+            ops.Embedding(
                 name=name, inputs=xs, role=roles.EMBEDDINGS, tensors=tuple(r.tensor for r in refs), kernel=kernel,
                 space=(*self.shape_of(xs[0]), width, stop - first), attrs=tuple(attrs.items()), weights=refs,
                 sources=tuple(self.shape_of(x) for x in xs),
@@ -532,7 +513,7 @@ class GraphBuilder:
         """A kernel that computes its whole result from its whole inputs."""
         xs, refs = tuple(xs), tuple(refs)
         return self.add_op(
-            OpaqueOp(
+            ops.OpaqueOp(
                 name=name, inputs=xs, role=role, tensors=tuple(r.tensor for r in refs), space=tuple(shape),
                 rank=len(shape), kernel=kernel, attrs=tuple(attrs.items()), weights=refs,
                 sources=tuple(self.shape_of(x) for x in xs),

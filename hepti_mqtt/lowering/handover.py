@@ -32,8 +32,7 @@ class Move(NamedTuple):
     source: str
     target: str
     cells: Region
-    #: Number among the source's moves of this tensor.
-    part: int
+    part: int  #: number among the source's moves of this tensor
     nbytes: int
 
 
@@ -41,8 +40,7 @@ class HandedOver(NamedTuple):
     """A device's ops from a border on."""
 
     program: Program
-    #: Slots of the device's old Program that fill exchanges with itself.
-    taken: tuple[tuple[ExchangeKey, Slot], ...]
+    taken: tuple[tuple[ExchangeKey, Slot], ...]  #: slots of the device's old Program that fill exchanges with itself
 
 
 def crossing(graph: Graph, block: int) -> list[int]:

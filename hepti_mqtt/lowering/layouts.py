@@ -22,10 +22,8 @@ class Piece(NamedTuple):
 
     device: int
     region: Region
-    #: Assembled from the pieces before it, not computed.
-    relay: bool = False
-    #: Ops of a lower order come first in the Program (micro-batches).
-    order: int = 0
+    relay: bool = False  #: assembled from the pieces before it, not computed
+    order: int = 0  #: ops of a lower order come first in the Program (micro-batches)
 
 
 # A layout of an op, for the dimensions of that op; None: every device that reads the op computes it.
@@ -37,10 +35,8 @@ class Table:
     """A method: layouts by role; a tensor without a layout is computed on every device that reads it."""
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    #: Layouts of roles that not every family has.
-    optional_rules: Mapping[str, Rule] = field(default_factory=dict)
-    #: Layouts do not depend on an op's layer, so equal layers are divided alike.
-    uniform: bool = True
+    optional_rules: Mapping[str, Rule] = field(default_factory=dict)  #: layouts of roles that not every family has
+    uniform: bool = True  #: layouts do not depend on an op's layer, so equal layers are divided alike
 
     def rule(self, op: Op) -> Rule | None:
         """Return the layout of an op, None if the table does not place it."""

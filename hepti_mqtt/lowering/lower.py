@@ -29,7 +29,7 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.lowering.rewrites import fuse_ops
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover, plan_tiles
-from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
+from hepti_mqtt.program import Compute, Keyed, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
 from hepti_mqtt.program import Op as ProgramOp
 
 
@@ -38,8 +38,7 @@ class HeldRegion(NamedTuple):
 
     slot: Slot
     region: Region
-    #: The slot holds a partial result in a format of its own.
-    state: bool
+    state: bool  #: the slot holds a partial result in a format of its own
 
 
 @dataclass(slots=True)
@@ -47,18 +46,14 @@ class ProgramBuilder:
     """A Program in blocks."""
 
     slots: list[SlotSpec] = field(default_factory=list)
-    #: (turn, block, op)
-    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)
-    #: First slot of each block.
-    first_buffers: list[Slot] = field(default_factory=list)
-    #: First op of each block.
-    first_ops: list[int] = field(default_factory=list)
+    ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)  #: (turn, block, op)
+    first_buffers: list[Slot] = field(default_factory=list)  #: first slot of each block
+    first_ops: list[int] = field(default_factory=list)  #: first op of each block
     #: Regions of each tensor that the device computes or receives.
     held: Mapping[str, list[HeldRegion]] = field(default_factory=dict)
     #: Regions of tensors that the device assembles.
     gathered: Mapping[tuple[str, Region], Operand] = field(default_factory=dict)
-    #: The Program, after the first `build`.
-    program: Program | None = None
+    program: Program | None = None  #: the Program, after the first `build`
 
     def begin_block(self) -> None:
         """Begin a block."""
@@ -84,15 +79,11 @@ class Relocation(NamedTuple):
     A layer's dozens of ops become hundreds, so the methods construct each with as few calls as possible.
     """
 
-    #: Slots from `first` on move by `by`.
-    first: Slot
+    first: Slot  #: slots from `first` on move by `by`
     by: int
-    #: Distance of the nodes.
-    nodes: int
-    #: Stored tensors of the other block, by those of this one.
-    tensors: Mapping[str, str]
-    #: Layer of each node.
-    layers: Mapping[int, int] | Sequence[int]
+    nodes: int  #: distance of the nodes
+    tensors: Mapping[str, str]  #: stored tensors of the other block, by those of this one
+    layers: Mapping[int, int] | Sequence[int]  #: layer of each node
 
     def relocate_buffers(self, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Return relocated slots."""
@@ -553,10 +544,10 @@ def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation
 KEPT_PARTS: Final = 64  # some hundred KB each
 
 
-class DevicePart:
+class DevicePart(Keyed):
     """The key of a device's ops: its own tiles, and the messages that it receives."""
 
-    __slots__ = ("hash", "key", "walk")
+    __slots__ = ("walk",)
 
     def __init__(self, lowered: Lowered, device: int) -> None:
         self.walk: Callable[[], ProgramBuilder] | None = lambda: ForwardWalk(
@@ -564,14 +555,7 @@ class DevicePart:
         ).draft()
         tiles = [_tiles_of(device, op, lowered.tiles[op.name]) for op in lowered.graph.ops]
         ops = tuple([op.name for op in lowered.graph.ops])
-        self.key = (lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles))
-        self.hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DevicePart) and self.key == other.key
+        super().__init__((lowered.full_graph, lowered.repeat, ops, lowered.names, device, tuple(tiles)))
 
 
 def _tiles_of(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:

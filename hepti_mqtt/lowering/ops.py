@@ -7,6 +7,7 @@ dimension is a partial result. Letters: r rows, c columns, k reduced indices, d 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise, product
@@ -38,10 +39,8 @@ class Operand(NamedTuple):
     """An input of an op, in a slot."""
 
     slot: Slot
-    #: Indices that the slot's array holds, by dimension.
-    cells: Region
-    #: The region of the source's space, of a partial result.
-    region: Region = ()
+    cells: Region  #: indices that the slot's array holds, by dimension
+    region: Region = ()  #: the region of the source's space, of a partial result
 
 
 class Call(NamedTuple):
@@ -81,25 +80,26 @@ class Op:
 
     name: str = field(compare=False)
     inputs: tuple[str, ...] = field(compare=False, default=())
-    #: Role in its family, by which methods place tensors.
-    role: str = field(compare=False, default="")
+    role: str = field(compare=False, default="")  #: role in its family, by which methods place tensors
     #: Layer and branch, for topics, people and methods that cut between layers.
     layer: int = field(compare=False, default=0)
     branch: int = field(compare=False, default=-1)
     #: Stored tensors that the op reads, in an order of its own.
     tensors: tuple[str, ...] = field(compare=False, default=())
-    #: Place in the whole graph.
-    index: int = field(compare=False, default=-1)
-    #: Dimensions of the result, then the reduced ones; the first `rank` are the result's.
-    space: tuple[int, ...]
+    index: int = field(compare=False, default=-1)  #: place in the whole graph
+    space: tuple[int, ...]  #: dimensions of the result, then the reduced ones; the first `rank` are the result's
     rank: int = 2
     dtype: SlotDtype = "f32"
 
-    kind: ClassVar[str] = "op"
+    kind: ClassVar[str] = "op"  # for people: by default the name of the class
     summed_input: ClassVar[int] = -1  # the input that the kernel reads as several parts and adds up
     is_view: ClassVar[bool] = False  # the result consists of unchanged pieces of the inputs
     stays_f32: ClassVar[bool] = False  # too sensitive for a narrow dtype on the wire
     is_session_state: ClassVar[bool] = False  # an array that outlives the run in place; `tensors` is its name
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in cls.__dict__:
+            cls.kind = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __post_init__(self) -> None:
         # The identity of an op, without name and place. Ops are the keys of every cache, so it is computed once.
@@ -215,8 +215,6 @@ class Op:
 class Input(Op):
     """An input of the request, which the planner sends to every device: token ids, pixels."""
 
-    kind = "input"
-
     def granularity(self) -> tuple[int, ...]:
         return self.space  # the planner sends all of it to every device
 
@@ -231,7 +229,6 @@ class Rows(Op):
 
     rows: tuple[int, ...] | None = None
 
-    kind = "rows"
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
@@ -241,20 +238,19 @@ class Rows(Op):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Op):
-    """A range of a tensor's columns, from `start`."""
+    """A range of a tensor's last dimension, from `start`."""
 
     start: int
 
-    kind = "columns"
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((region[0], shift(region[1], self.start)),)
+        return ((*region[:-1], shift(region[-1], self.start)),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ConcatColumns(Op):
-    """Tensors concatenated along their columns; starts: the first column of each."""
+class Concat(Op):
+    """Tensors concatenated along their last dimension; starts: the first index of each."""
 
     starts: tuple[int, ...]
 
@@ -262,37 +258,21 @@ class ConcatColumns(Op):
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:
-        r, c = region
-        ends = (*self.starts, self.space[1])
-        return tuple((r, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise(ends))
+        *others, c = region
+        ends = (*self.starts, self.space[-1])
+        return tuple((*others, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise(ends))
 
     def filled_region(self, number: int, region: Region) -> Region:
-        a, z = (*self.starts, self.space[1])[number : number + 2]
-        return region[0], intersect_sets(region[1], span(a, z))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Slice(Op):
-    """Elements of a vector, from `start`."""
-
-    start: int
-    rank: int = 1
-
-    kind = "slice"
-    is_view = True
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        return ((shift(region[0], self.start),),)
+        a, z = (*self.starts, self.space[-1])[number : number + 2]
+        return (*region[:-1], intersect_sets(region[-1], span(a, z)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reshape(Op):
     """A tensor in another shape."""
 
-    #: Shape of the input.
-    source: tuple[int, ...]
+    source: tuple[int, ...]  #: shape of the input
 
-    kind = "reshape"
     is_view = True
 
     def computed_region(self, region: Region) -> Region:
@@ -308,7 +288,6 @@ class Flatten(Op):
 
     source: tuple[int, int, int]
 
-    kind = "flatten"
     is_view = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -346,10 +325,8 @@ class AppendRows(Op):
     inputs: the state, the new rows of all items [m, *], and `at`.
     """
 
-    #: First column of the state among those of the new rows.
-    start: int
-    #: New rows of the item: first..stop.
-    rows: tuple[int, int]
+    start: int  #: first column of the state among those of the new rows
+    rows: tuple[int, int]  #: new rows of the item: first..stop
     item: int = 0
 
     kind = "append"
@@ -385,17 +362,13 @@ class Linear(Op):
     contain it once.
     """
 
-    #: Columns of each matrix.
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  #: columns of each matrix
     #: Storage of each matrix, None for f32; empty if no matrix of the model is stored in blocks.
     storages: tuple[BlockStorage | None, ...] = ()
-    #: Values of the model's largest block.
-    unit: int = 1
+    unit: int = 1  #: values of the model's largest block
     bias: bool = True
     activation: str | None = None
     residual: bool = False
-
-    kind = "linear"
 
     def share_unit(self, dim: int) -> int:
         # The columns become the next product's k, which is cut between blocks.
@@ -444,7 +417,6 @@ class Activation(Op):
 
     function: str
 
-    kind = "activation"
     summed_input = 0
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
@@ -455,7 +427,6 @@ class Activation(Op):
 class Add(Op):
     """x + y, where y may come as several summands."""
 
-    kind = "add"
     summed_input = 1
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
@@ -468,8 +439,6 @@ class Gate(Op):
 
     function: str
 
-    kind = "gate"
-
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("gate", (), {"activation": self.function})
 
@@ -479,10 +448,8 @@ class Norm(NamedTuple):
 
     eps: float
     rms: bool = False
-    #: Added to gamma.
-    gamma_offset: float = 0.0
-    #: Divides the sum of gamma and its offset.
-    divisor: float = 1.0
+    gamma_offset: float = 0.0  #: added to gamma
+    divisor: float = 1.0  #: divides the sum of gamma and its offset
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -513,7 +480,6 @@ class LayerNorm(Op):
 class Moments(Op):
     """Mean and sum of squared deviations over (r, 2, k): partial if columns lie on several devices."""
 
-    kind = "moments"
     stays_f32 = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -536,7 +502,6 @@ class Candidates(Op):
     inputs: the logits, and the temperature of each row, i32 [r].
     """
 
-    kind = "candidates"
     stays_f32 = True
 
     def granularity(self) -> tuple[int, ...]:
@@ -560,7 +525,6 @@ class Normalise(Op):
 
     norm: Norm
 
-    kind = "normalise"
     summed_input = 1
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
@@ -582,12 +546,9 @@ class OpaqueOp(Op):
     """A kernel that computes its whole result from its whole inputs, e.g. pooling over sequences."""
 
     kernel: str
-    #: The kernel's attributes.
-    attrs: tuple[tuple[str, Any], ...] = ()
-    #: The kernel's weights, in its order.
-    weights: tuple[WeightRef, ...] = field(compare=False, default=())
-    #: Shapes of the inputs.
-    sources: tuple[tuple[int, ...], ...] = ()
+    attrs: tuple[tuple[str, Any], ...] = ()  #: the kernel's attributes
+    weights: tuple[WeightRef, ...] = field(compare=False, default=())  #: the kernel's weights, in its order
+    sources: tuple[tuple[int, ...], ...] = ()  #: shapes of the inputs
 
     kind = "whole"
 
@@ -611,8 +572,6 @@ class Embedding(OpaqueOp):
     inputs: ids, i32 [r], and the inputs of the addends. weights: the table [k, c], or a matrix [c, k] with a column per
     token, then those of the addends. The part that contains token 0 adds the addends, so that sums contain them once.
     """
-
-    kind = "embedding"
 
     def granularity(self) -> tuple[int, ...]:
         # A fused norm needs whole sums.
@@ -651,10 +610,7 @@ class Embedding(OpaqueOp):
 class AddTable(Op):
     """x [r, c] + the same rows of a stored table, which every device keeps whole."""
 
-    #: Rows of the table.
-    rows: int
-
-    kind = "add_table"
+    rows: int  #: rows of the table
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((part,) for part in parts) for parts in product(*region))
@@ -685,11 +641,9 @@ class Window(Op):
     rank: int = 3
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
-    #: Rows and columns beyond the borders: top, left, bottom, right.
-    pad: tuple[int, int, int, int] = (0, 0, 0, 0)
+    pad: tuple[int, int, int, int] = (0, 0, 0, 0)  #: rows and columns beyond the borders: top, left, bottom, right
     dilation: tuple[int, int] = (1, 1)
-    #: Y, X, C.
-    source: tuple[int, int, int]
+    source: tuple[int, int, int]  #: Y, X, C
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple(tuple((r,) for r in ranges) for ranges in product(*region))
@@ -723,15 +677,11 @@ class Conv(Window):
     tensors: the matrix [ky * kx * C / groups, n], rows in the order (ky, kx, c), and an optional bias.
     """
 
-    #: Groups of channels; each reads its own input channels.
-    groups: int = 1
+    groups: int = 1  #: groups of channels; each reads its own input channels
     bias: bool = True
     activation: str | None = None
     residual: bool = False
-    #: The residual is added before the activation, not after it.
-    residual_first: bool = False
-
-    kind = "conv"
+    residual_first: bool = False  #: the residual is added before the activation, not after it
 
     def granularity(self) -> tuple[int, ...]:
         return (1, 1, 1 if self.groups == 1 else self.space[2] // self.groups)
@@ -799,10 +749,7 @@ class MaxPool(Window):
 class AveragePool(MaxPool):
     """The mean under the window, channel by channel."""
 
-    #: Cells beyond the map count as zeros.
-    count_pad: bool
-
-    kind = "average_pool"
+    count_pad: bool  #: cells beyond the map count as zeros
 
     def kernel_call(self, region: Region, operands: Sequence[Operand]) -> Call:
         return Call("average_pool2d", (), {**self.window(region), "count_pad": self.count_pad})
@@ -811,8 +758,6 @@ class AveragePool(MaxPool):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalAverage(Op):
     """The mean of each channel of a map [Y, X, C], over (1, c, Y, X): parts of a map yield partial means."""
-
-    kind = "global_average"
 
     def kernel_regions(self, region: Region) -> tuple[Region, ...]:
         return tuple((*region[:2], (y,), (x,)) for y, x in product(*region[2:]))
@@ -831,8 +776,6 @@ class ScaleMap(Op):
     rank: int = 3
     function: str | None
 
-    kind = "scale_map"
-
     def input_regions(self, region: Region) -> tuple[Region, ...]:
         return (span(0, 1), region[2]), region
 
@@ -844,8 +787,7 @@ class ScaleMap(Op):
 class MapAsRows(Op):
     """A map [Y, X, C] as rows [Y X, C], one per pixel, cut in whole rows of the map."""
 
-    #: Y, X, C.
-    source: tuple[int, int, int]
+    source: tuple[int, int, int]  #: Y, X, C
 
     kind = "pixels"
     is_view = True
@@ -857,24 +799,3 @@ class MapAsRows(Op):
         width = self.source[1]
         rows = tuple((a // width, z // width) for a, z in round_to_units(region[0], width))
         return ((rows, span(0, width), region[1]),)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ConcatMaps(Op):
-    """Maps of one size concatenated along their channels; starts: the first channel of each."""
-
-    rank: int = 3
-    starts: tuple[int, ...]
-
-    kind = "join_maps"
-    is_view = True
-
-    def input_regions(self, region: Region) -> tuple[Region, ...]:
-        y, x, c = region
-        return tuple(
-            (y, x, shift(intersect_sets(c, span(a, z)), -a)) for a, z in pairwise((*self.starts, self.space[2]))
-        )
-
-    def filled_region(self, number: int, region: Region) -> Region:
-        a, z = (*self.starts, self.space[2])[number : number + 2]
-        return (*region[:2], intersect_sets(region[2], span(a, z)))

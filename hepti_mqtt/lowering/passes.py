@@ -7,7 +7,7 @@ parts. One op does both: each op costs 0.1 ms besides its kernel, and each copy 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -131,33 +131,16 @@ def drop_buffers(program: Program, gone: set[Slot], ops: list[Op]) -> Program:
 SCALE_BYTES: Final = 4  # an i8 row ends with its scale as four raw bytes
 
 
-def _f16(spec: SlotSpec) -> SlotSpec:
-    return SlotSpec(spec.shape, "f16")
-
-
-def _i8(spec: SlotSpec) -> SlotSpec:
-    return SlotSpec((*spec.shape[:-1], spec.shape[-1] + SCALE_BYTES), "i8")
-
-
-# Wire dtype: (kernel that narrows, kernel that widens, slot spec on the wire).
-_CODECS: Final[Mapping[str, tuple[str, str, Callable[[SlotSpec], SlotSpec]]]] = {
-    "f16": ("to_f16", "from_f16", _f16),
-    "i8": ("to_i8", "from_i8", _i8),
-}
-
-_SENT_ON: Final = frozenset({"f16"})
-
-
 def narrow_spec(spec: SlotSpec, wire: SlotDtype) -> SlotSpec:
     """Return the spec of a slot on the wire."""
-    return _CODECS[wire][2](spec)
+    *others, columns = spec.shape
+    return SlotSpec((*others, columns + SCALE_BYTES if wire == "i8" else columns), wire)
 
 
 def narrow_wire(program: Program, wire: WireDtype) -> Program:
     """Return `program` with its exchanges between devices in `wire`; "f32" changes nothing."""
     if wire == "f32":
         return program
-    to_narrow, to_wide, _ = _CODECS[wire]
     slots: list[SlotSpec] = list(program.slots)
     ops: list[Op] = []
     narrowed: dict[Slot, Slot] = {}
@@ -174,7 +157,7 @@ def narrow_wire(program: Program, wire: WireDtype) -> Program:
             base = op.slot  # rows of another shape cannot be rows of the base's twin
         if base not in narrowed:
             narrowed[base] = twin(base)
-            ops.append(Compute(to_narrow, (base,), (narrowed[base],), layer=op.layer, node=op.node))
+            ops.append(Compute(f"to_{wire}", (base,), (narrowed[base],), layer=op.layer, node=op.node))
         if base == op.slot:
             return narrowed[base]
         slots.append(narrow_spec(spec, wire)._replace(base=narrowed[base], start=spec.start))
@@ -186,10 +169,10 @@ def narrow_wire(program: Program, wire: WireDtype) -> Program:
             ops.append(op._replace(slot=slot))
         elif isinstance(op, Recv) and op.source != PLANNER and not op.exact:
             arriving = twin(op.slot)
-            if wire in _SENT_ON:
+            if wire == "f16":
                 narrowed[op.slot] = arriving
             ops.append(op._replace(slot=arriving))
-            ops.append(Compute(to_wide, (arriving,), (op.slot,), layer=op.layer, node=op.node))
+            ops.append(Compute(f"from_{wire}", (arriving,), (op.slot,), layer=op.layer, node=op.node))
         else:
             ops.append(op)
     return replace(program, slots=tuple(slots), ops=tuple(ops))

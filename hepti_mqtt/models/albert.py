@@ -6,16 +6,17 @@ A device holds the layer once, whatever the number of layers. m tokens, e column
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from hepti_mqtt.models import text
-from hepti_mqtt.models.bert import SHARED, graph, reference
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
 
 ARCHITECTURES: Final = text.architectures("Albert")
 TOKENIZER_CLASSES: Final = {"albert": "AlbertTokenizer"}
+_SHARED: Final = "layers.shared."
 LAYER: Final = {
     "query": "attention.query",
     "key": "attention.key",
@@ -42,7 +43,7 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
     """Yield the tensors of an ALBERT, from the stem to the head; those of a layer once."""
     base, h = ("albert.", ""), spec.hidden
     yield from text.stem_tensors(spec, base, "encoder.embedding_hidden_mapping_in", "predictions.decoder")
-    yield from text.layer_tensors(spec, SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)
+    yield from text.layer_tensors(spec, _SHARED, base, "encoder.albert_layer_groups.0.albert_layers.0.", LAYER)
     if spec.head.pooler:
         yield from dense("head.pooler", base, "pooler", h, h)
     if spec.head.task == "classification":
@@ -52,4 +53,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = partial(text.graph, stored=_SHARED)
+reference = partial(text.reference, stored=_SHARED)

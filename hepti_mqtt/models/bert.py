@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed
-from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.models.transformer import ModelSpec
 
 _ROBERTA: Final = ("Roberta", "XLMRoberta", "Camembert")
 ARCHITECTURES: Final = text.architectures("Bert", *_ROBERTA)
@@ -26,7 +23,6 @@ TOKENIZER_CLASSES: Final = {
     "xlm-roberta": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
 }
-SHARED: Final = "layers.shared."
 LAYER: Final = {
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -78,27 +74,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, transform, transform_norm, decoder, bias)
 
 
-def _layer(spec: ModelSpec, i: int) -> str:
-    """Return the prefix of a layer's tensors: ALBERT's are those of all."""
-    return SHARED if spec.family == "albert" else f"layers.{i}."
-
-
-def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
-    x = text.embed(net, spec, shape, refs)  # [m, h]
-    n = Layer.of(spec, shape)
-    for i in net.layers(spec.layers):
-        net.begin_block()
-        x = post_norm(net, f"{i}.", _layer(spec, i), x, n)  # [m, h]
-    net.begin_block()
-    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
-
-
-def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
-) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
-    for i in range(spec.layers):
-        x = plain.post_norm(tensors, _layer(spec, i), x, Layer.of(spec, shape))  # [m, h]
-    return heads.reference_head(spec, tensors, x, shape)
+graph = text.graph
+reference = text.reference

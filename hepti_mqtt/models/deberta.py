@@ -14,7 +14,6 @@ from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import Projected, TensorSource, dense, prefixed, table
 from hepti_mqtt.models.transformer import DISENTANGLED, BlockSpec, ModelSpec
 
@@ -89,4 +88,5 @@ def _projected(spec: ModelSpec, name: str, layer: str) -> TensorSource:
     return replace(source, projected=Projected(matrix, bias, gamma, beta, spec.norm_eps))
 
 
-__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = text.graph
+reference = text.reference

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from hepti_mqtt.models import text
-from hepti_mqtt.models.bert import graph, reference
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
@@ -45,4 +44,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, "vocab_transform", "vocab_layer_norm", "vocab_projector")
 
 
-__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = text.graph
+reference = text.reference

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from hepti_mqtt.models import text
-from hepti_mqtt.models.bert import LAYER, graph, reference
+from hepti_mqtt.models.bert import LAYER
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec
@@ -39,4 +39,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *parts)
 
 
-__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = text.graph
+reference = text.reference

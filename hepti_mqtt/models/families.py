@@ -46,7 +46,7 @@ from hepti_mqtt.models.pictures import Preprocessor
 from hepti_mqtt.models.shapes import DecoderInput, TokenBatch, fixed_point
 from hepti_mqtt.models.speech import SpeechInput, SpeechSpec
 from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, chosen, transposed, whole_ref
-from hepti_mqtt.models.towers import Matching, Towers
+from hepti_mqtt.models.towers import ONE_MODEL, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.models.views import Views
 from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
@@ -242,45 +242,23 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
     return dtypes
 
 
-def layer_count(spec: Spec) -> int:
-    """Return the number of layers of a model."""
-    return graph(spec, largest_shape(spec)).layer_count()
-
-
 def models_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the config.json of each model of a checkpoint, by its name there; most hold one, without a name.
 
     Raises ModelError.
     """
-    towers = _towers(config)
-    if towers is None:
+    towers = towers_of(config)
+    if towers is ONE_MODEL:
         return {"": config}
     whole = JsonConfig("config.json", config)
     whole.check_keys(_CODE_KEYS)
     return towers.configs(whole)
 
 
-def matching(config: Mapping[str, Any]) -> Matching | None:
-    """Return how texts and pictures are compared, of a checkpoint that holds a model for each; None for others."""
-    towers = _towers(config)
-    return None if towers is None else towers.matching
-
-
-def renamed(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
-    """Return, of each model of a checkpoint, how stored names begin and how its family has them."""
-    towers = _towers(config)
-    return {} if towers is None else towers.renamed
-
-
-def sees(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's first model reads rows that the second one makes of pictures."""
-    towers = _towers(config)
-    return towers is not None and towers.sees
-
-
-def _towers(config: Mapping[str, Any]) -> Towers | None:
+def towers_of(config: Mapping[str, Any]) -> Towers:
+    """Return the models of a checkpoint and what connects them; `ONE_MODEL` for most checkpoints."""
     named = config.get("architectures") if isinstance(config, Mapping) else None  # it may be any JSON
-    return _TOWERS.get(str(named[0])) if isinstance(named, list) and named else None
+    return _TOWERS.get(str(named[0]), ONE_MODEL) if isinstance(named, list) and named else ONE_MODEL
 
 
 def files_in_our_words(

@@ -122,16 +122,3 @@ def expert_tensors(
 def _placed(source: TensorSource, places: list[Place]) -> TensorSource:
     names = tuple(place.name for place in places)
     return replace(source, stored=names, stored_shape=places[0].shape, places=tuple(places))
-
-
-__all__ = [
-    "PACKED",
-    "PARTS",
-    "ROUTER",
-    "Experts",
-    "alone",
-    "expert_tensors",
-    "layers_without",
-    "mixture",
-    "with_experts",
-]

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from hepti_mqtt.models import sentences, text
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig
-from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
 
@@ -105,4 +104,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.classifier", ("",), "classifier", h, spec.head.outputs)
 
 
-__all__ = ["ARCHITECTURES", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = text.graph
+reference = text.reference

@@ -9,14 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hepti_mqtt.lowering import GraphBuilder
-from hepti_mqtt.models import heads, plain, text
+from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig
-from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, prefixed, table
-from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, add_layers
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
 ARCHITECTURES: Final = text.architectures("MPNet")
 TOKENIZER_CLASSES: Final = {"mpnet": "MPNetTokenizer"}
@@ -55,16 +52,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from dense("head.pooler", base, "pooler.dense", h, h)
 
 
-def graph(net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef]) -> None:
-    """Add the graph of one packed batch: ids i32 [m] -> the task's output."""
-    x = text.embed(net, spec, shape, refs)  # [m, h]
-    x = add_layers(net, spec, shape, x, refs)  # [m, h]
-    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
-
-
-def reference(
-    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch
-) -> tuple[plain.Array, plain.Array]:
-    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
-    x = text.reference_embed(spec, tensors, ids, shape)  # [m, h]
-    return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape), shape)
+graph = text.graph
+reference = text.reference

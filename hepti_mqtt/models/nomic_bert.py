@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from hepti_mqtt.models import text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.models.mpnet import graph, reference
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
 
@@ -109,4 +108,5 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         yield from text.mask_head_tensors(spec, base, *prefixed(("lm_head.",), "dense", "norm", "decoder"))
 
 
-__all__ = ["ARCHITECTURES", "KNOWN_CODE", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+graph = text.graph
+reference = text.reference

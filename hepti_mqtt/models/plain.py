@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.lowering import Norm
 from hepti_mqtt.models.shapes import PackedBatch
-from hepti_mqtt.models.transformer import DISENTANGLED, Layer, ModelSpec, sees_picture
+from hepti_mqtt.models.transformer import DISENTANGLED, LAYERS, Layer, ModelSpec, sees_picture
 from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
@@ -183,14 +183,14 @@ def pre_norm(tensors: Tensors, here: str, x: Array, n: Layer) -> Array:
     return y + added
 
 
-def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch) -> Array:
-    """Return all layers of a model, each with tensors of its own: x [m, h] -> [m, h]."""
+def layers(tensors: Tensors, spec: ModelSpec, x: Array, shape: PackedBatch, stored: str = LAYERS) -> Array:
+    """Return all layers of a model: x [m, h] -> [m, h]; stored: prefix of a layer's tensors, `{}` for its number."""
     layer = pre_norm if spec.norm_first else post_norm
     for i in range(spec.layers):
         n = Layer.of(spec, shape, i)
         if sees_picture(spec, shape):
             n = n._replace(block=replace(n.block, causal=False))
-        x = layer(tensors, f"layers.{i}.", x, n)  # [m, h]
+        x = layer(tensors, stored.format(i), x, n)  # [m, h]
     return x
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +21,56 @@ def fixed_point(numbers: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int32]
     return np.asarray(np.rint(numbers.reshape(-1) / STEP), np.int32)
 
 
-class PackedBatch(RequestShape, Protocol):
-    """What the graph of a transformer reads of a batch of token sequences or patches, packed one below the other."""
+class PackedBatch:
+    """A batch of token sequences or patches, packed one below the other; by default without session and marks."""
+
+    __slots__ = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Return the rows of each item."""
+        raise NotImplementedError
 
     @property
     def tokens(self) -> int:
         """Return m, all rows."""
+        return sum(self.lengths)
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Return the first row of each item."""
+        return _starts(self.lengths)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.lengths
+
+    @property
+    def size(self) -> int:
+        return self.tokens
+
+    @property
+    def want(self) -> Want:
+        raise NotImplementedError
 
     @property
     def mask_rows(self) -> tuple[int, ...]:
         """Return the rows of mask tokens."""
+        return ()
+
+    @property
+    def mask_positions(self) -> tuple[tuple[int, int], ...]:
+        starts = self.starts
+        items = [bisect_right(starts, row) - 1 for row in self.mask_rows]
+        return tuple((item, row - starts[item]) for item, row in zip(items, self.mask_rows, strict=True))
+
+    @property
+    def session_rows(self) -> int:
+        return 0
+
+    @property
+    def new_rows(self) -> int:
+        return self.tokens if self.session_rows else 0
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -46,7 +78,7 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(PackedBatch):
     """A packed batch of token sequences; its unit of size is the token.
 
     lengths: tokens of each sequence. mask_rows: packed rows of mask tokens (masked_token task), or those for which a
@@ -56,7 +88,7 @@ class TokenBatch:
     one Program serves every position.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] = field()  # else the property of the base class is its default
     want: Want = "task"
     mask_rows: tuple[int, ...] = ()
     cache: int = 0
@@ -64,44 +96,10 @@ class TokenBatch:
     added: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Return m, the packed rows of the whole batch."""
-        return sum(self.lengths)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Return the first packed row of each sequence."""
-        return _starts(self.lengths)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the tokens of each sequence."""
-        return self.lengths
-
-    @property
-    def size(self) -> int:
-        """Return the tokens of all sequences."""
-        return sum(self.lengths)
-
-    @property
     def session_rows(self) -> int:
-        """Return the rows of the cache."""
         return self.cache
 
-    @property
-    def new_rows(self) -> int:
-        """Return the tokens that are cached."""
-        return self.tokens if self.cache else 0
-
-    @property
-    def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return the sequence of each mask token and its place there."""
-        starts = self.starts
-        items = [bisect_right(starts, row) - 1 for row in self.mask_rows]
-        return tuple((item, row - starts[item]) for item, row in zip(items, self.mask_rows, strict=True))
-
     def with_want(self, want: Want) -> TokenBatch:
-        """Return the same sequences with another want."""
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> TokenBatch:  # noqa: ARG002
@@ -118,7 +116,6 @@ class TokenBatch:
         return len(self.mask_rows) or len(self.lengths) if self.want == "candidates" else 0
 
     def concatenate(self, others: Sequence[TokenBatch]) -> TokenBatch:
-        """Return the batch of these sequences and then others of the same want."""
         shapes = (self, *others)
         starts = _starts([shape.tokens for shape in shapes])
         masks = (start + row for start, shape in zip(starts, shapes, strict=True) for row in shape.mask_rows)
@@ -126,7 +123,6 @@ class TokenBatch:
         return replace(self, lengths=tuple(lengths), mask_rows=tuple(masks), cache=cache)
 
     def slice_items(self, first: int, stop: int) -> tuple[TokenBatch, slice]:
-        """Return the shape of some of the sequences, and where their ids are in the inputs."""
         if self.cache and (first, stop) != (0, len(self.lengths)):
             raise ValueError("a request with a session is not divided")
         if self.cache:
@@ -136,12 +132,11 @@ class TokenBatch:
         return replace(self, lengths=self.lengths[first:stop], mask_rows=masks), slice(start, start + tokens)
 
     def plain(self) -> PlainShape:
-        """Return the shape as it travels."""
         return PlainShape(self.lengths, self.want, self.mask_rows, self.cache, self.added)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageBatch:
+class ImageBatch(PackedBatch):
     """A batch of images of one size, or of the feature maps that a net makes of them; it keeps no session.
 
     rows: the size of each: the patches of a transformer and the row before them; 1 where a net takes an image as it is.
@@ -153,51 +148,9 @@ class ImageBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the rows of each image, for the graph of a transformer."""
         return (self.rows,) * self.count
 
-    @property
-    def tokens(self) -> int:
-        """Return the rows of all images."""
-        return self.count * self.rows
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Return the first row of each image."""
-        return _starts(self.lengths)
-
-    @property
-    def mask_rows(self) -> tuple[int, ...]:
-        """Return no row: nothing of an image is masked."""
-        return ()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the rows of each image."""
-        return self.lengths
-
-    @property
-    def size(self) -> int:
-        """Return the rows of all images."""
-        return self.tokens
-
-    @property
-    def session_rows(self) -> int:
-        """Return 0: images have no session."""
-        return 0
-
-    @property
-    def new_rows(self) -> int:
-        """Return 0: images have no session."""
-        return 0
-
-    @property
-    def mask_positions(self) -> tuple[tuple[int, int], ...]:
-        """Return nothing: requests name no places of an image."""
-        return ()
-
     def with_want(self, want: Want) -> ImageBatch:
-        """Return the same images with another want."""
         return replace(self, want=want)
 
     def decode_step(self, rows: int, begins: bool = False, added: bool = False) -> ImageBatch:  # noqa: ARG002
@@ -209,15 +162,12 @@ class ImageBatch:
         raise ValueError(f"images have no session that could answer for {rows} rows")
 
     def concatenate(self, others: Sequence[ImageBatch]) -> ImageBatch:
-        """Return the batch of these images and then others of the same want."""
         return replace(self, count=self.count + sum(other.count for other in others))
 
     def slice_items(self, first: int, stop: int) -> tuple[ImageBatch, slice]:
-        """Return the shape of some of the images, and where they are in the inputs."""
         return replace(self, count=stop - first), slice(first, stop)
 
     def plain(self) -> PlainShape:
-        """Return the shape as it travels."""
         return PlainShape(self.lengths, self.want)
 
 
@@ -272,7 +222,6 @@ class TextInput:
 
     @property
     def upper_bound(self) -> int:
-        """Return the bound below which all values of the input are."""
         return self.vocab * self.types
 
     def shape(self, tokens: int | None = None) -> TokenBatch:
@@ -291,11 +240,9 @@ class TextInput:
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
-        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
-        """Return shape and dtype of what a request brings."""
         return (shape.size,), "i32"
 
 
@@ -331,7 +278,6 @@ class DecoderInput(TextInput):
         return TokenBatch(plain.sizes, plain.want, plain.mask_rows, plain.session_rows, plain.added)
 
     def program_shape(self, shape: TokenBatch) -> TokenBatch:
-        """Return the shape of the Program for a shape: with room for the longest text."""
         return replace(shape, cache=self.longest)
 
     def cache(self, tokens: int) -> int:
@@ -339,7 +285,6 @@ class DecoderInput(TextInput):
         return cache_rows(tokens, self.longest)
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
-        """Return shape and dtype of what a request brings."""
         assert isinstance(shape, TokenBatch)
         added = shape.size * self.width if shape.added else 0
         return (len(shape.sizes) + shape.size + shape.temperatures + added,), "i32"
@@ -361,7 +306,6 @@ class ImageInput:
 
     @property
     def upper_bound(self) -> int:
-        """Return the bound below which all values of the input are."""
         return 256
 
     def shape(self, _size: int | None = None) -> ImageBatch:
@@ -380,9 +324,7 @@ class ImageInput:
         return batch
 
     def program_shape(self, shape: ImageBatch) -> ImageBatch:
-        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["u8"]]:
-        """Return shape and dtype of what a request brings."""
         return (len(shape.sizes), self.channels, self.size, self.size), "u8"

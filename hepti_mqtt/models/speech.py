@@ -44,7 +44,6 @@ class SpeechRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the size of the one item."""
         return (self.size,)
 
     @property
@@ -54,7 +53,6 @@ class SpeechRun:
 
     @property
     def new_rows(self) -> int:
-        """Return the tokens that the run adds."""
         return self.tokens
 
     @property
@@ -63,7 +61,6 @@ class SpeechRun:
         return ((0, self.start),) if self.start else ()
 
     def with_want(self, want: Want) -> SpeechRun:
-        """Return the same run with another want."""
         return replace(self, want=want)
 
     def aligning(self, tokens: int) -> SpeechRun:
@@ -76,7 +73,6 @@ class SpeechRun:
         return replace(self, tokens=rows, encodes=begins, start=self.start if begins else 0)
 
     def answering(self, rows: int) -> SpeechRun:
-        """Raise ValueError: a run of speech answers for its last row."""
         raise ValueError(f"a run of speech does not answer for {rows} rows")
 
     def concatenate(self, others: Sequence[SpeechRun]) -> SpeechRun:
@@ -111,7 +107,6 @@ class SpeechInput:
 
     @property
     def upper_bound(self) -> int:
-        """Return the bound below which all values of the input are."""
         return self.vocab
 
     def shape(self, size: int | None = None) -> SpeechRun:
@@ -146,11 +141,9 @@ class SpeechInput:
         return run
 
     def program_shape(self, shape: SpeechRun) -> SpeechRun:
-        """Return the shape of the Program for a shape: itself."""
         return shape
 
     def input_layout(self, shape: RequestShape) -> tuple[tuple[int, ...], Literal["i32"]]:
-        """Return shape and dtype of what a request brings."""
         rows = shape.session_rows - self.positions
         others = EXTENT if shape.want == "alignment" else 2 * rows * self.bands if shape.size > rows else 0
         return (1 + shape.new_rows + others,), "i32"
@@ -188,7 +181,6 @@ class SpeechSpec:
 
     @property
     def input_spec(self) -> SpeechInput:
-        """Return what a request brings."""
         return SpeechInput(self.head.outputs, self.bands, self.rows, self.positions)
 
     def output_shape(self, shape: RequestShape) -> tuple[int, int]:
@@ -202,7 +194,6 @@ class SpeechSpec:
         return (shape.rows, self.hidden) if shape.want == "hidden" else (len(answered(shape)), self.head.outputs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for msgpack or JSON."""
         return {**asdict(self), "head": self.head.to_dict()}
 
     @classmethod

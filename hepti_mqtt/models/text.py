@@ -15,11 +15,11 @@ import numpy as np
 from hepti_mqtt.errors import ModelError
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
-from hepti_mqtt.models import plain, sentences
+from hepti_mqtt.models import heads, plain, sentences
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, table, vector, weight
-from hepti_mqtt.models.transformer import ModelSpec, TextStem
+from hepti_mqtt.models.transformer import LAYERS, ModelSpec, TextStem, add_layers
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import HeadActivation, Task, TaskHead
 
@@ -141,6 +141,22 @@ def reference_embed(spec: ModelSpec, t: plain.Tensors, ids: plain.Array, shape: 
     if "stem.norm.weight" in t:
         x = plain.norm(t, "stem.norm", x, spec.norm)
     return plain.linear(t, "stem.projection", x) if stem.width else x
+
+
+def graph(
+    net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, refs: Mapping[str, WeightRef], stored: str = LAYERS
+) -> None:
+    """Add the graph of one packed batch: ids i32 [m] -> the task's output; stored: prefix of a layer's tensors."""
+    x = add_layers(net, spec, shape, embed(net, spec, shape, refs), refs, stored=stored)  # [m, h]
+    heads.add_head(net, spec, shape, x, refs)  # [m, h], [B, h], [B, labels] or [masks, V]
+
+
+def reference(
+    spec: ModelSpec, tensors: plain.Tensors, ids: plain.Array, shape: PackedBatch, stored: str = LAYERS
+) -> tuple[plain.Array, plain.Array]:
+    """Return (final hidden states [m, h], the task's output) for ids [m], in plain NumPy."""
+    x = reference_embed(spec, tensors, ids, shape)  # [m, h]
+    return heads.reference_head(spec, tensors, plain.layers(tensors, spec, x, shape, stored), shape)
 
 
 def stem_tensors(

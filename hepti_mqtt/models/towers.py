@@ -79,6 +79,9 @@ class Towers:
         return values | {"architectures": [architecture], "model_type": usual["model_type"]}
 
 
+ONE_MODEL: Final = Towers({})
+
+
 def _section(whole: JsonConfig, key: str) -> Mapping[str, Any]:
     values = JsonConfig(f"{whole.file}: {key}", whole.get(key, {})).data
     return {name: value for name, value in values.items() if value is not None}

@@ -336,12 +336,22 @@ def _of_layer(values: tuple[T, ...], i: int, without: T) -> T:
     return values[i % len(values)] if values else without
 
 
-def add_layers(
-    net: GraphBuilder, spec: ModelSpec, shape: PackedBatch, x: str, refs: Mapping[str, WeightRef], at: str = ""
-) -> str:
-    """Add all layers of a model, each with tensors of its own: x [m, h] -> [m, h].
+LAYERS: Final = "layers.{}."
 
-    at: of sessions, the tensor that says how many rows the cache of each has already.
+
+def add_layers(
+    net: GraphBuilder,
+    spec: ModelSpec,
+    shape: PackedBatch,
+    x: str,
+    refs: Mapping[str, WeightRef],
+    at: str = "",
+    stored: str = LAYERS,
+) -> str:
+    """Add all layers of a model: x [m, h] -> [m, h].
+
+    at: of sessions, the tensor that says how many rows the cache of each has already. stored: prefix of a layer's
+    tensors, `{}` for its number.
     """
     layer = pre_norm if spec.norm_first else post_norm
     for i in net.layers(spec.layers):
@@ -352,7 +362,7 @@ def add_layers(
         bias = tuple(refs[f"{here}{name}"] for name in names) if spec.block.buckets else ()
         n = Layer.of(spec, shape, i, bias)._replace(cache=shape.session_rows, at=at, kept=spec.cache)
         n = n._replace(together=bool(at) and sees_picture(spec, shape))
-        x = layer(net, f"{i}.", f"layers.{i}.", x, n)  # [m, h]
+        x = layer(net, f"{i}.", stored.format(i), x, n)  # [m, h]
     net.begin_block()
     return x
 

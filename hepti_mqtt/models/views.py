@@ -7,8 +7,10 @@ Of its files every key is read, has no effect, or is refused.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig, KeyTable
@@ -39,40 +41,34 @@ class Cut(NamedTuple):
     columns: int = 0
 
 
-class Views(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Views(ABC):
     """A processor of pictures."""
 
-    @property
-    def side(self) -> int:
-        """Return the pixels of a side of a view."""
+    #: Pixels of a side of a view.
+    side: int
+    #: Of each channel, of pixels from 0 to 1.
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    #: Number of Pillow's filter.
+    resample: int
+    #: Rows of a view.
+    rows: int
+    #: Token that stands for a picture in a prompt.
+    mark: str = "<image>"
+    #: Token that stands for each row of a view in a prompt that is written out.
+    row: str = "<image>"
 
     @property
-    def mean(self) -> tuple[float, ...]:
-        """Return the mean of each channel, of pixels from 0 to 1."""
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Return the deviation of each channel."""
-
-    @property
-    def resample(self) -> int:
-        """Return the number of Pillow's filter."""
-
-    @property
-    def mark(self) -> str:
-        """Return the token that stands for a picture in a prompt."""
-
-    @property
-    def row(self) -> str:
-        """Return the token that stands for each row of a view in a prompt that is written out."""
-
-    @property
+    @abstractmethod
     def marks(self) -> tuple[str, ...]:
         """Return the special tokens that a prompt may have for pictures, `row` first."""
 
+    @abstractmethod
     def cut(self, width: int, height: int, whole: bool = False) -> Cut:
         """Return the views of a picture of some pixels; whole: the picture as one view."""
 
+    @abstractmethod
     def written(self, cut: Cut) -> str:
         """Return what stands in a prompt for the mark of a picture."""
 
@@ -105,19 +101,18 @@ def _longest_edge(file: JsonConfig, key: str, usual: int) -> int:
     return size.positive("longest_edge")
 
 
-class _Tiles(NamedTuple):
+def _common(file: JsonConfig, side: int, rows: int, usual_filter: int) -> dict[str, Any]:
+    mean, std = pixel_scale(file)
+    return {"side": side, "mean": mean, "std": std, "resample": filter_number(file, usual_filter), "rows": rows}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles(Views):
     """Parts in a grid, line by line, and then the whole picture (Idefics 3, SmolVLM)."""
 
-    side: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resample: int
     #: the longer side before it is divided
     longest: int
     is_divided: bool
-    rows: int
-    mark: str = "<image>"
-    row: str = "<image>"
 
     @classmethod
     def read(cls, file: JsonConfig, extras: Mapping[str, Any], side: int, rows: int) -> Views:
@@ -134,7 +129,7 @@ class _Tiles(NamedTuple):
                 "rows; restore the file"
             )
         longest, divided = _longest_edge(file, "size", 4 * 364), file.flag("do_image_splitting", True)
-        return cls(side, *pixel_scale(file), filter_number(file, 1), longest, divided, rows)
+        return cls(**_common(file, side, rows, 1), longest=longest, is_divided=divided)
 
     def cut(self, width: int, height: int, whole: bool = False) -> Cut:
         """Return the views of a picture: the grid is of whole tiles, however that changes its shape."""
@@ -167,20 +162,15 @@ class _Tiles(NamedTuple):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the special tokens that a prompt may have for pictures, `row` first."""
         most = range(1, max(self.longest // self.side, 1) + 1)
         grid = (f"<row_{y}_col_{x}>" for y in most for x in most)
         return (self.row, "<fake_token_around_image>", "<global-img>", *grid)
 
 
-class _Whole(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole(Views):
     """The whole picture as one view (Gemma 3)."""
 
-    side: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resample: int
-    rows: int
     mark: str = "<start_of_image>"
     row: str = "<image_soft_token>"
 
@@ -198,7 +188,7 @@ class _Whole(NamedTuple):
                 raise ModelError(
                     f"{said.file}: image_seq_length is not {rows}, the rows of a picture; restore the file"
                 )
-        return cls(side, *pixel_scale(file), filter_number(file, 2), rows)
+        return cls(**_common(file, side, rows, 2))
 
     def cut(self, width: int, height: int, whole: bool = False) -> Cut:  # noqa: ARG002
         """Return the one view of a picture."""
@@ -210,7 +200,6 @@ class _Whole(NamedTuple):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the special tokens that a prompt may have for pictures, `row` first."""
         return (self.row, self.mark, "<end_of_image>")
 
 

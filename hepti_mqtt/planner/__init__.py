@@ -7,7 +7,7 @@ from hepti_mqtt.planner.candidates import Candidate, Decision, Recalled
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price, run_seconds
-from hepti_mqtt.planner.search import candidates, decide, decide_hurried, decide_recalled, price_plans, simulate_plan
+from hepti_mqtt.planner.search import decide, decide_hurried, decide_recalled, price_plans, simulate_plan
 
 __all__ = [
     "Assessment",
@@ -23,7 +23,6 @@ __all__ = [
     "SiteEstimates",
     "Situation",
     "Verdict",
-    "candidates",
     "decide",
     "decide_hurried",
     "decide_recalled",

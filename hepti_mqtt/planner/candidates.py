@@ -34,16 +34,12 @@ class Candidate:
 
     plan: Plan
     price: Price
-    #: Share weights.
-    shares: tuple[float, ...]
+    shares: tuple[float, ...]  #: share weights
     #: Bytes of weights that each device would load; empty until `with_loads` has computed them.
     load_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: Part of load_bytes from the device's own cache.
-    cached_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes that no device of the plan has: the planner's machine sends them once.
-    hub_bytes: int = 0
-    #: Every device has room for the plan next to the active plan.
-    fits_beside: bool = True
+    cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: part of load_bytes from the device's own cache
+    hub_bytes: int = 0  #: bytes that no device of the plan has: the planner's machine sends them once
+    fits_beside: bool = True  #: every device has room for the plan next to the active plan
 
     @property
     def name(self) -> str:
@@ -56,14 +52,10 @@ class Decision:
     """The chosen plan and its alternatives."""
 
     chosen: Candidate
-    #: The best candidate of every strategy and variant, the best first.
-    ranking: tuple[Candidate, ...]
-    #: One sentence on the choice.
-    reason: str
-    #: Devices and links at the time of the choice.
-    cluster: Cluster
-    #: `plan_programs.programs_digest` of the plan.
-    digest: bytes
+    ranking: tuple[Candidate, ...]  #: the best candidate of every strategy and variant, the best first
+    reason: str  #: one sentence on the choice
+    cluster: Cluster  #: devices and links at the time of the choice
+    digest: bytes  #: `plan_programs.programs_digest` of the plan
     #: The first candidate of each strategy and variant that is too slow; their prices have no memory needs.
     pruned: tuple[Candidate, ...] = ()
 
@@ -82,8 +74,7 @@ class Recalled(NamedTuple):
     """A plan from an earlier start of the planner."""
 
     plan: Plan
-    #: Bytes that the plan needs by device.
-    needs: Mapping[str, int]
+    needs: Mapping[str, int]  #: bytes that the plan needs by device
     #: Boot number by device with the plan's weights; unknown devices are missing.
     boots: Mapping[str, int] = MappingProxyType({})
 
@@ -159,8 +150,7 @@ MARGIN: Final = 2.0
 #: methods of one model differ by up to 8 times, most of them by less than 3.
 FAR: Final = 4.0
 
-#: Method with its variant, number of devices, wire.
-WireErrorKey = tuple[str, int, WireDtype]
+WireErrorKey = tuple[str, int, WireDtype]  #: method with its variant, number of devices, wire
 
 
 def wire_error_key(plan: Plan, wire: WireDtype | None = None) -> WireErrorKey:
@@ -648,12 +638,9 @@ class Slowest(NamedTuple):
 class Overhead(NamedTuple):
     """The overhead of a priced plan."""
 
-    #: Number of devices.
-    devices: int
-    #: Beyond the ideal time.
-    more_s: float
-    #: The slowest path between the devices.
-    path: Slowest
+    devices: int  #: number of devices
+    more_s: float  #: beyond the ideal time
+    path: Slowest  #: the slowest path between the devices
 
 
 def _better(paths: Sequence[Slowest], other: Slowest) -> float:

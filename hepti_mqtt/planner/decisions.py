@@ -83,26 +83,16 @@ class Option:
     """A plan that may serve."""
 
     candidate: Candidate
-    #: [draws] in the unit of the objective.
-    cost: Floats
-    #: [draws] of one request.
-    seconds: Floats
-    #: Standard deviation of the logarithm of its method's correction.
-    method_sd: float = 0.0
-    #: Cost before the present changes, nan without changes.
-    before: float = float("nan")
-    #: Remaining time of the youngest change of its devices or the active plan's.
-    remaining: Remaining | None = None
-    #: Weights that its devices lack.
-    load_bytes: int = 0
-    #: Time of the load with all of devices and links.
-    load_s: float = 0.0
-    #: The same for devices of the active plan only: their load slows down runs.
-    own_s: float = 0.0
-    #: It fits next to the active plan; otherwise requests wait during its load.
-    beside: bool = True
-    #: Time since the last evidence on a device with a changed slowdown.
-    unheard_s: float = 0.0
+    cost: Floats  #: [draws] in the unit of the objective
+    seconds: Floats  #: [draws] of one request
+    method_sd: float = 0.0  #: standard deviation of the logarithm of its method's correction
+    before: float = float("nan")  #: cost before the present changes, nan without changes
+    remaining: Remaining | None = None  #: remaining time of the youngest change of its devices or the active plan's
+    load_bytes: int = 0  #: weights that its devices lack
+    load_s: float = 0.0  #: time of the load with all of devices and links
+    own_s: float = 0.0  #: the same for devices of the active plan only: their load slows down runs
+    beside: bool = True  #: it fits next to the active plan; otherwise requests wait during its load
+    unheard_s: float = 0.0  #: time since the last evidence on a device with a changed slowdown
 
     @property
     def plan(self) -> Plan:
@@ -131,22 +121,14 @@ class Assessment:
     """The rule's numbers for one plan, compared with the active plan."""
 
     option: Option
-    #: Expected gain, as a part of the active plan's cost.
-    gain: float
-    #: That the plan is better.
-    probability: float
-    #: Requests that gain from the move until the situation is expected to change.
-    requests: float
-    #: Cost of the move in seconds of requests.
-    cost_s: float
-    #: Expected value of the move in seconds of requests, with costs counted twice.
-    value_s: float
-    #: The possible move, None: stay.
-    kind: Kind | None
-    #: The reason, for users.
-    why: str
-    #: Share of devices and links for its load.
-    share: float = 1.0
+    gain: float  #: expected gain, as a part of the active plan's cost
+    probability: float  #: that the plan is better
+    requests: float  #: requests that gain from the move until the situation is expected to change
+    cost_s: float  #: cost of the move in seconds of requests
+    value_s: float  #: expected value of the move in seconds of requests, with costs counted twice
+    kind: Kind | None  #: the possible move, None: stay
+    why: str  #: the reason, for users
+    share: float = 1.0  #: share of devices and links for its load
 
     def __str__(self) -> str:
         plan, loads = self.option.plan, self.option.load_bytes / 2**20
@@ -331,18 +313,12 @@ def _value_of_trial(gains_s: Floats, requests: float, cost_s: float, typical_s: 
 class Border:
     """A possible handover of a request to another plan; steps are blocks of a run's graph, or tokens of a text."""
 
-    #: All steps of the request.
-    steps: float
-    #: Completed steps at most.
-    done: int
-    #: The first step under the other plan.
-    start: int
-    #: Part of a price per step.
-    each: float
-    #: Time of the frames at the border.
-    moved_s: float = 0.0
-    #: Repeated work, in steps.
-    again: float = 0.0
+    steps: float  #: all steps of the request
+    done: int  #: completed steps at most
+    start: int  #: the first step under the other plan
+    each: float  #: part of a price per step
+    moved_s: float = 0.0  #: time of the frames at the border
+    again: float = 0.0  #: repeated work, in steps
 
     @classmethod
     def of_run(cls, blocks: int, block: int, moved_s: float = 0.0) -> Border:
@@ -364,16 +340,11 @@ class GoingOn:
     """The rule's numbers for a handover inside a request."""
 
     border: Border
-    #: Expected seconds of the rest under the present plan.
-    rest_s: float
-    #: Expected gain in seconds.
-    gain_s: float
-    #: That the handover gains.
-    probability: float
-    #: The request is handed over.
-    goes: bool
-    #: Another reason against the handover.
-    why: str = ""
+    rest_s: float  #: expected seconds of the rest under the present plan
+    gain_s: float  #: expected gain in seconds
+    probability: float  #: that the handover gains
+    goes: bool  #: the request is handed over
+    why: str = ""  #: another reason against the handover
 
     def __str__(self) -> str:
         less = f"{self.gain_s:.1f} s less of {self.rest_s:.1f} s (probability {self.probability:.2f})"

@@ -84,23 +84,17 @@ _NOTHING: Final = np.zeros(1)
 class _Device:
     """State of a device besides its quantities."""
 
-    #: Devices of one kind are assumed to be equal.
-    kind: str
-    #: Cost of frames until the device measures it.
-    assumed: FrameCost | None = None
-    #: The last reported cost; only its ratio of bytes to frames counts.
-    frame_cost: FrameCost | None = None
+    kind: str  #: devices of one kind are assumed to be equal
+    assumed: FrameCost | None = None  #: cost of frames until the device measures it
+    frame_cost: FrameCost | None = None  #: the last reported cost; only its ratio of bytes to frames counts
     #: Logarithms of the meter's readings since the device's last run.
     meters: deque[float] = field(default_factory=lambda: deque(maxlen=32))
-    #: Exchanges of its plan that may share its link at a time.
-    sharers: int = 1
+    sharers: int = 1  #: exchanges of its plan that may share its link at a time
     #: Bytes and microseconds of the exchanges of each peer at the last measured rate.
     timed: dict[str, tuple[int, int]] = field(default_factory=dict)
     last_run_s: float = -inf
-    #: Time of the last overdue run.
-    overdue_s: float = -inf
-    #: The last reading of each meter.
-    readings: dict[str, float | None] = field(default_factory=dict)
+    overdue_s: float = -inf  #: time of the last overdue run
+    readings: dict[str, float | None] = field(default_factory=dict)  #: the last reading of each meter
 
     def news(self, name: str, value: float | None) -> float | None:
         """Return a reading if it differs from the last one: meters repeat a reading until the next measurement."""
@@ -124,10 +118,8 @@ class Draws:
 class YoungestChange(NamedTuple):
     """The youngest change of some devices and links."""
 
-    #: Its remaining time.
-    remaining: Remaining
-    #: The means before all present changes, as draws [1].
-    before: Draws
+    remaining: Remaining  #: its remaining time
+    before: Draws  #: the means before all present changes, as draws [1]
 
 
 class SiteEstimates:
@@ -205,7 +197,7 @@ class SiteEstimates:
             if rate is not None and not loading and not (is_shared and ("pair rate", key) in self._quantities):
                 self._record_rate(key, _log_rate(rate), "idle", weight, now)
 
-    def record_compute(self, name: str, log_ratio: float, now: float, weight: float = 1.0) -> None:
+    def record_compute(self, name: str, log_ratio: float, now: float) -> None:
         """Learn from a run: logarithm of the device's compute time relative to its price at slowdown 1.
 
         Runs are the strongest evidence. The meter's readings since the last run give the meter's offset.
@@ -213,8 +205,8 @@ class SiteEstimates:
         device = self._devices.get(name)
         if device is None:
             return
-        change = self._observe("slowdown", (name,), log_ratio, "run", weight, now)
-        if device.meters and weight >= 0.8 and change is None:
+        change = self._observe("slowdown", (name,), log_ratio, "run", 1.0, now)
+        if device.meters and change is None:
             meter = self._quantities["slowdown", (name,)].streams["meter"]
             meter.learn_offset(median_low(device.meters) - log_ratio)
         device.meters.clear()
@@ -602,10 +594,8 @@ def _exchanges(key: StrategyKey) -> bool:
 class Corrections:
     """Corrections of predicted times, from earlier runs."""
 
-    #: Measured over predicted time.
-    factors: Mapping[StrategyKey, float] = field(default_factory=dict)
-    #: Standard deviations of the factors' logarithms.
-    sds: Mapping[StrategyKey, float] = field(default_factory=dict)
+    factors: Mapping[StrategyKey, float] = field(default_factory=dict)  #: measured over predicted time
+    sds: Mapping[StrategyKey, float] = field(default_factory=dict)  #: standard deviations of the factors' logarithms
 
     def factor(self, plan: Plan) -> float:
         """Return the factor on a plan's predicted time.

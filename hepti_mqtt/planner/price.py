@@ -74,51 +74,35 @@ class Question:
     naming: TopicNames
     spec: Spec
     cluster: Cluster
-    #: The request to optimise for.
-    shape: RequestShape
+    shape: RequestShape  #: the request to optimise for
     plan_version: PlanVersion
-    #: Number of concurrent requests.
-    in_flight: int = 1
-    #: Pinned method, None: any.
-    strategy: str | None = None
-    #: Pinned options of the method.
-    options: Mapping[str, str] = field(default_factory=dict)
-    #: Pinned devices, None: any.
-    devices: tuple[str, ...] | None = None
-    #: Pinned; with an accuracy budget the search chooses.
-    wire: WireDtype = "f32"
-    #: Pinned.
-    weight_dtype: WeightDtype = "f32"
-    #: Pinned, None: any.
-    route: Route | None = None
+    in_flight: int = 1  #: number of concurrent requests
+    strategy: str | None = None  #: pinned method, None: any
+    options: Mapping[str, str] = field(default_factory=dict)  #: pinned options of the method
+    devices: tuple[str, ...] | None = None  #: pinned devices, None: any
+    wire: WireDtype = "f32"  #: pinned; with an accuracy budget the search chooses
+    weight_dtype: WeightDtype = "f32"  #: pinned
+    route: Route | None = None  #: pinned, None: any
     #: (source, target) with endpoints that cannot connect: their exchanges pass the broker.
     relayed_pairs: frozenset[DevicePair] = frozenset()
     #: Size limit of packets by device; devices without a limit are missing.
     packet_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: From earlier runs.
-    learned: Corrections = field(default_factory=Corrections)
+    learned: Corrections = field(default_factory=Corrections)  #: from earlier runs
     #: Requests to simulate for the throughput of the best candidates; 0: none, unless that is the objective.
     requests: int = 0
     objective: Objective = "latency"
     #: Largest error of the answer by narrow wires, relative to f32; None: the wire is pinned.
     accuracy: float | None = None
-    #: Measured errors of the answer by narrow wires.
-    errors: Mapping[WireErrorKey, float] = field(default_factory=dict)
-    #: Measured error of the answer by narrow weights.
-    weight_error: float | None = None
+    errors: Mapping[WireErrorKey, float] = field(default_factory=dict)  #: measured errors of the answer by narrow wires
+    weight_error: float | None = None  #: measured error of the answer by narrow weights
     #: Compare the best candidate of every strategy and variant, even if it cannot be the best plan.
     is_exhaustive: bool = True
-    #: The active plan: plans on the same devices keep its order and its root.
-    active: Plan | None = None
-    #: Other plans with weights still on devices, the latest first.
-    residents: tuple[Plan, ...] = ()
-    #: The loading plan.
-    coming: Plan | None = None
+    active: Plan | None = None  #: the active plan: plans on the same devices keep its order and its root
+    residents: tuple[Plan, ...] = ()  #: other plans with weights still on devices, the latest first
+    coming: Plan | None = None  #: the loading plan
     budget: Budget = field(default_factory=Budget, compare=False)
-    #: Tiles of the model's weights, None without a manifest.
-    tiles: TileMap | None = field(default=None, compare=False)
-    #: Tiles in the caches of devices.
-    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)
+    tiles: TileMap | None = field(default=None, compare=False)  #: tiles of the model's weights, None without a manifest
+    cached: Mapping[str, Mask] = field(default_factory=dict, compare=False)  #: tiles in the caches of devices
     #: Called some ten times per price: a search can yield the processor there.
     pause: Callable[[], None] = field(default=_no_pause, compare=False)
 
@@ -146,28 +130,17 @@ class Memory(NamedTuple):
 class Price:
     """The predicted time, bytes and memory needs of a plan."""
 
-    #: Of one request, by simulation.
-    seconds: float
-    #: Sent bytes of one request.
-    nbytes: int
-    #: Memory bytes by device.
-    needs: Mapping[str, int]
-    #: Memory bytes that devices lack, by device.
-    missing: Mapping[str, int]
-    #: Work of one request by device.
-    use: Mapping[str, DeviceUse]
-    #: Measured over predicted time in earlier runs.
-    correction: float = 1.0
-    #: Simulated throughput, None if it was not simulated.
-    load: Throughput | None = None
-    #: Least time between answers if requests are waiting, for the busiest device or link.
-    period_s: float = 0.0
-    #: Memory of each device.
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)
-    #: The objective by which plans are compared.
-    objective: Objective = "latency"
-    #: The request under each replica, if all layers were simulated.
-    simulated: tuple[SimulatedRequest, ...] = ()
+    seconds: float  #: of one request, by simulation
+    nbytes: int  #: sent bytes of one request
+    needs: Mapping[str, int]  #: memory bytes by device
+    missing: Mapping[str, int]  #: memory bytes that devices lack, by device
+    use: Mapping[str, DeviceUse]  #: work of one request by device
+    correction: float = 1.0  #: measured over predicted time in earlier runs
+    load: Throughput | None = None  #: simulated throughput, None if it was not simulated
+    period_s: float = 0.0  #: least time between answers if requests are waiting, for the busiest device or link
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)  #: memory of each device
+    objective: Objective = "latency"  #: the objective by which plans are compared
+    simulated: tuple[SimulatedRequest, ...] = ()  #: the request under each replica, if all layers were simulated
 
     @property
     def memory(self) -> Memory:
@@ -232,12 +205,9 @@ def run_seconds(spec: Spec, plan: Plan, price: Price, cluster: Cluster, rows: in
 class TimeParts(NamedTuple):
     """Parts of a run's seconds, 0 to 1; the rest is exchanges."""
 
-    #: Products with weights.
-    products: float = 1.0
-    #: Fixed overhead of ops.
-    overhead: float = 0.0
-    #: Other work of ops.
-    others: float = 0.0
+    products: float = 1.0  #: products with weights
+    overhead: float = 0.0  #: fixed overhead of ops
+    others: float = 0.0  #: other work of ops
 
     @classmethod
     def of(cls, use: Mapping[str, DeviceUse], seconds: float) -> TimeParts:

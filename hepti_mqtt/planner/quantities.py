@@ -61,12 +61,9 @@ class Prior:
 
     mean: float
     sd: float
-    #: Standard deviation of the random walk in one second.
-    drift: float
-    #: Noise by stream.
-    streams: Mapping[str, Noise]
-    #: The stream that must confirm a change; None: each stream alone may.
-    judge: str | None = None
+    drift: float  #: standard deviation of the random walk in one second
+    streams: Mapping[str, Noise]  #: noise by stream
+    judge: str | None = None  #: the stream that must confirm a change; None: each stream alone may
 
 
 @dataclass(slots=True)
@@ -74,19 +71,13 @@ class Stream:
     """One kind of observation of a quantity; its noise is learned."""
 
     variance: float
-    #: Of the noise of successive observations.
-    covariance: float
-    #: Error of the last observation.
-    last: float = 0.0
+    covariance: float  #: of the noise of successive observations
+    last: float = 0.0  #: error of the last observation
     count: int = 0
-    #: Bias: mean of the observations minus the quantity.
-    offset: float = 0.0
-    #: Observations that the offset is learned from.
-    offset_count: int = 0
-    #: The last observation.
-    value: float = 0.0
-    #: Time of the last observation.
-    at_s: float = -inf
+    offset: float = 0.0  #: bias: mean of the observations minus the quantity
+    offset_count: int = 0  #: observations that the offset is learned from
+    value: float = 0.0  #: the last observation
+    at_s: float = -inf  #: time of the last observation
 
     @property
     def repeats(self) -> float:
@@ -113,14 +104,10 @@ class Change(NamedTuple):
     """A change that has not ended."""
 
     began_s: float
-    #: Of the posterior before the change.
-    mean: float
-    #: Of the posterior before the change.
-    variance: float
-    #: Age of the change at its detection.
-    detected_age_s: float
-    #: Start of the state before the change.
-    since_s: float
+    mean: float  #: of the posterior before the change
+    variance: float  #: of the posterior before the change
+    detected_age_s: float  #: age of the change at its detection
+    since_s: float  #: start of the state before the change
 
     def is_normal(self, now: float) -> bool:
         """Return whether the changed value is the normal state by now: a return would be a new change."""
@@ -130,12 +117,9 @@ class Change(NamedTuple):
 class EndedChange(NamedTuple):
     """A change after its end."""
 
-    #: Distance from the mean before the change.
-    size: float
-    #: Age of the change at its detection.
-    detected_age_s: float
-    #: Age of the change at its end.
-    age_s: float
+    size: float  #: distance from the mean before the change
+    detected_age_s: float  #: age of the change at its detection
+    age_s: float  #: age of the change at its end
 
 
 class Remaining(NamedTuple):
@@ -206,10 +190,8 @@ class Quantity:
         self.streams = {
             name: Stream(noise.sd**2, noise.correlation * noise.sd**2) for name, noise in prior.streams.items()
         }
-        #: Changes that have not ended, the oldest first.
-        self.changes: list[Change] = []
-        #: Number of observations.
-        self.count = 0
+        self.changes: list[Change] = []  #: changes that have not ended, the oldest first
+        self.count = 0  #: number of observations
         self._up = self._down = 0.0
         self._doubted_s = now  # time of the first observation of the current doubt
         self._recent: deque[_Excursion] = deque(maxlen=ESTIMATOR.window)

@@ -31,12 +31,9 @@ class Draft:
     """A plan without a price."""
 
     plan: Plan
-    #: Share weights.
-    shares: tuple[float, ...]
-    #: None: not computed yet.
-    memory: Memory | None = None
-    #: False: the plan has no shares yet, because most guesses are never priced.
-    is_divided: bool = True
+    shares: tuple[float, ...]  #: share weights
+    memory: Memory | None = None  #: None: not computed yet
+    is_divided: bool = True  #: False: the plan has no shares yet, because most guesses are never priced
 
     @property
     def name(self) -> str:

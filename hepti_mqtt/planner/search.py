@@ -83,38 +83,30 @@ _BROKER: Final = "the site's broker"
 _Step = tuple[tuple[float, float], int, Draft | Candidate, bool]
 
 
-def candidates(question: Question) -> Iterator[Candidate]:
-    """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
-
-    First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded weights,
-    the best device alone. Then all others by price, in the order of their lower bounds. Then refinements of the best.
-    The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide` does, except
-    PlanError: if no plan fits, nothing is yielded.
-    """
-    return Search(question).candidates()
-
-
 class Search:
     """One search and its results so far."""
 
     def __init__(self, question: Question) -> None:
         check_question(question)
         self.question = question
-        #: Feasible candidates.
-        self.feasible: list[Candidate] = []
+        self.feasible: list[Candidate] = []  #: feasible candidates
         #: Feasible standing plans: the active plan and its variants, plans with loaded weights, one device alone.
         self.standing: list[Candidate] = []
-        #: Drafts that do not fit into memory.
-        self.oversized: list[Draft] = []
-        #: Candidates that are too slow to refine; their prices have no memory needs.
-        self.pruned: list[Candidate] = []
+        self.oversized: list[Draft] = []  #: drafts that do not fit into memory
+        self.pruned: list[Candidate] = []  #: candidates that are too slow to refine; their prices have no memory needs
         self._number = 0  # of guesses so far
         self._kept_out: list[Plan] = []  # plans with packets beyond a limit
         self._larger: dict[str, list[Draft]] = {}  # by name: drafts that wait for the price of half as many devices
         self._least: dict[tuple[str, int], float] = {}  # the best price by name and number of devices
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates as described in `candidates`."""
+        """Yield feasible plans until the budget is spent, the cheapest to price first and the best of them first.
+
+        First the standing plans: the active plan at present prices, the same with moved rows, plans with loaded
+        weights, the best device alone. Then all others by price, in the order of their lower bounds. Then refinements
+        of the best. The standing plans, and one feasible plan, are yielded even without a budget. Raises as `decide`
+        does, except PlanError: if no plan fits, nothing is yielded.
+        """
         guesses, without_room = _by_room(self.question, list(_initial_plans(self.question)))
         if not self.question.is_exhaustive:
             guesses, self._larger = _by_size(guesses)

@@ -43,10 +43,8 @@ class Surface:
     """The price of one request, as the base of an extrapolation."""
 
     seconds: float
-    #: Work by device.
-    use: Mapping[str, DeviceUse]
-    #: Time of each device's bytes on its link.
-    link_s: Mapping[str, float]
+    use: Mapping[str, DeviceUse]  #: work by device
+    link_s: Mapping[str, float]  #: time of each device's bytes on its link
 
     def under(self, factors: Factors) -> Floats:
         """Return the seconds [draws] under other speeds."""
@@ -120,36 +118,24 @@ class Priced:
 class Beliefs:
     """The present estimates of devices, links and methods."""
 
-    #: Means of devices and links.
-    cluster: Cluster
-    #: Draws around the means.
-    draws: Draws
-    #: The means before the present changes, None without changes.
-    before: Draws | None
-    #: Measured over predicted time of a plan's method.
-    factor: Callable[[Plan], float]
-    #: Standard deviation of the factor's logarithm.
-    sd: Callable[[Plan], float]
+    cluster: Cluster  #: means of devices and links
+    draws: Draws  #: draws around the means
+    before: Draws | None  #: the means before the present changes, None without changes
+    factor: Callable[[Plan], float]  #: measured over predicted time of a plan's method
+    sd: Callable[[Plan], float]  #: standard deviation of the factor's logarithm
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """The expected time and cost of a plan under the present estimates."""
 
-    #: Of one request, [draws].
-    seconds: Floats
-    #: In the unit of the objective, [draws].
-    cost: Floats
-    #: Seconds of a request at the means.
-    mean_s: float
-    #: mean_s without the correction of the method.
-    now_s: float
-    #: Standard deviation of the logarithm of the seconds without the correction.
-    spread: float
-    #: mean_s if shares were as balanced as in the price.
-    even_s: float
-    #: Cost before the present changes, None without changes.
-    before: float | None
+    seconds: Floats  #: of one request, [draws]
+    cost: Floats  #: in the unit of the objective, [draws]
+    mean_s: float  #: seconds of a request at the means
+    now_s: float  #: mean_s without the correction of the method
+    spread: float  #: standard deviation of the logarithm of the seconds without the correction
+    even_s: float  #: mean_s if shares were as balanced as in the price
+    before: float | None  #: cost before the present changes, None without changes
 
 
 def outlook(priced: Priced, beliefs: Beliefs) -> Outlook:

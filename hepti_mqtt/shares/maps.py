@@ -41,8 +41,7 @@ class ExecutionUnit(NamedTuple):
 
     op: Op
     dim: int
-    #: Of one index, on average.
-    flops: float
+    flops: float  #: of one index, on average
     reads: tuple[UnitInput, ...]
 
     @property
@@ -391,18 +390,12 @@ def minimise(costs: Array, rows: Array, bounds: Array) -> Array | None:
 class Costs(NamedTuple):
     """The costs of a request on N devices in L layers."""
 
-    #: [L, N]: of a whole layer on that device alone.
-    compute_s: Array
-    #: [L, N]: of the halo of a device with a share.
-    halo_s: Array
-    #: [N]: of sending the whole last map from that device to the root, 0 for the root itself.
-    gather_s: Array
-    #: [N]: largest share that fits into memory.
-    max_share: Array
-    #: Smallest share of a device that has any.
-    min_share: float
-    #: Independent of shares: sending the picture to all devices, and the root's dense layers.
-    rest_s: float = 0.0
+    compute_s: Array  #: [L, N]: of a whole layer on that device alone
+    halo_s: Array  #: [L, N]: of the halo of a device with a share
+    gather_s: Array  #: [N]: of sending the whole last map from that device to the root, 0 for the root itself
+    max_share: Array  #: [N]: largest share that fits into memory
+    min_share: float  #: smallest share of a device that has any
+    rest_s: float = 0.0  #: independent of shares: sending the picture to all devices, and the root's dense layers
 
 
 def costs_of(graph: Graph, speeds: Speeds, lanes: Sequence[DeviceResources]) -> Costs:

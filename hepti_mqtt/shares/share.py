@@ -31,10 +31,8 @@ class Share:
     dim: int
     #: The dimension depends on the request, so plans keep numbers from which ranges follow; else they keep ranges.
     by_length: bool = False
-    #: Least unit of ranges, if the op itself has a unit above 1.
-    unit: int = 1
-    #: Layers with another extent than the first are divided in proportion.
-    in_proportion: bool = False
+    unit: int = 1  #: least unit of ranges, if the op itself has a unit above 1
+    in_proportion: bool = False  #: layers with another extent than the first are divided in proportion
 
     def unit_count(self, graph: Graph) -> int:
         """Return the number of indices to share."""
@@ -79,17 +77,13 @@ class Branches(Share):
 class DeviceResources(NamedTuple):
     """A device's resources besides its speed, for methods that solve for shares."""
 
-    #: Of its link, one way.
-    bytes_per_s: float = inf
+    bytes_per_s: float = inf  #: of its link, one way
     latency_s: float = 0.0
-    #: For weights and maps.
-    memory_bytes: float = inf
+    memory_bytes: float = inf  #: for weights and maps
     #: With one row, where reading weights dominates; None: as fast as with many rows.
     row_flops_per_s: float | None = None
-    #: None if unknown.
-    power: Power | None = None
-    #: Time limit of an answer at the site.
-    deadline_s: float = inf
+    power: Power | None = None  #: None if unknown
+    deadline_s: float = inf  #: time limit of an answer at the site
 
 
 # The divisions in a plan: shares that depend on the request, ranges of the others; one per device, by kind.

@@ -122,37 +122,27 @@ class Method:
     name: str
     summary: str
     table: Callable[[Division], Table]
-    #: Divided dimensions of a plan.
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...] = ()  #: divided dimensions of a plan
     #: Roles that a graph must have; of `needs_any` one is enough.
     needs: tuple[str, ...] = (roles.ATTENTION, roles.AFTER_MLP)
     needs_any: tuple[str, ...] = ()
-    #: Variants that the planner compares.
-    options: tuple[Options, ...] = ({},)
-    #: The same, if they depend on the number of devices.
-    variants: Callable[[int], Sequence[Options]] | None = None
+    options: tuple[Options, ...] = ({},)  #: variants that the planner compares
+    variants: Callable[[int], Sequence[Options]] | None = None  #: the same, if they depend on the number of devices
     #: Returns (shares, ranges) that one number per device cannot express, given speeds in FLOP/s and links.
     solve: Callable[[Graph, Options, Speeds, Sequence[DeviceResources]], Shares] | None = None
     #: A variant differs from all others for a graph; variants that do not are priced only if pinned.
     is_distinct: Callable[[Graph, Options], bool] | None = None
-    #: None: any number.
-    max_devices: int | None = None
-    #: Every device has the same share, whatever its speed.
-    equal_shares: bool = False
-    #: The table places the keys and values of sessions.
-    keeps_cache: bool = False
-    #: False: the planner never chooses it, but it can be pinned.
-    automatic: bool = True
-    #: The solved shares stay, in place of shares refined by the load of one request.
-    fixed_shares: bool = False
+    max_devices: int | None = None  #: None: any number
+    equal_shares: bool = False  #: every device has the same share, whatever its speed
+    keeps_cache: bool = False  #: the table places the keys and values of sessions
+    automatic: bool = True  #: False: the planner never chooses it, but it can be pinned
+    fixed_shares: bool = False  #: the solved shares stay, in place of shares refined by the load of one request
     #: It divides few units, so the planner also varies shares step by step, because rounding hides a device's load.
     coarse: bool = False
-    #: A device exchanges with its neighbours in the order of the plan.
-    order_matters: bool = False
+    order_matters: bool = False  #: a device exchanges with its neighbours in the order of the plan
     #: A variant itself chooses devices and shares, for least energy; it needs the power of all devices.
     chooses_devices: Callable[[Options], bool] = lambda _: False
-    #: The planner considers it if the objective is throughput.
-    for_throughput: bool = False
+    for_throughput: bool = False  #: the planner considers it if the objective is throughput
     #: The devices of each replica, for a method with plans of replicas.
     groups: Callable[[Options, Speeds], Sequence[Sequence[int]]] | None = None
     #: Number of leased tasks of a variant, 0 for none; its table then has a place per task and one for the root device.

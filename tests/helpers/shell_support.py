@@ -7,7 +7,7 @@ import swarm
 from device_agent_support import ListTransport
 
 from device_agent.heartbeat import Meter
-from device_agent.network import ErrorLog, LinkUp, Network, Stop, SubscriptionAcknowledged
+from device_agent.network import ErrorLog, Network, PlaneState, Stop
 from device_agent.probes import Prober
 from device_agent.shell import SessionLoop
 from hepti_mqtt.ids import Start
@@ -19,7 +19,7 @@ from hepti_mqtt.runtime.worker.executor import pack
 from hepti_mqtt.runtime.worker.interface import AnalysePrepare, FrameIn, Load, Loaded, MessageIn, Unload
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
-from hepti_mqtt.transport.base import Inbox
+from hepti_mqtt.transport.base import Connected, Inbox, Subscribed
 
 TOPICS = Topics("home")
 BOOT = 100
@@ -105,7 +105,7 @@ class Device:
         self.session.check()
 
     def join(self):
-        self.run(LinkUp("control", 5, None), LinkUp("data", 4, None))
+        self.run(PlaneState("control", Connected(5, None)), PlaneState("data", Connected(4, None)))
 
     def ups(self, kind=None):
         sent = [messages.decode_report(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
@@ -117,7 +117,7 @@ class Device:
 
     def acknowledge(self):
         for plane, transport in self.planes.items():
-            self.run(*(SubscriptionAcknowledged(plane, token) for token in transport.subscribed))
+            self.run(*(PlaneState(plane, Subscribed(token)) for token in transport.subscribed))
 
     def loaded(self, plan=PLAN):
         weights = pack(TENSORS, resident_weights(SPEC, plan, "d0"))

@@ -28,32 +28,28 @@ ENDS_S = 20.0  # without being killed; the figure that counts is printed, and in
 
 
 def test_what_a_broker_drops_that_was_killed_before_its_first_save_the_library_sends_again(tmp_path: Path) -> None:
-    with start_broker() as broker:
-        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
-        try:
+    with start_broker() as broker, Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")}) as site:
+        site.planner()
+        poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+        with Hepti.connect(broker.url, site=SITE, client_id="library") as hepti:
+            site.kill("planner")
+            kill_broker(broker)
+            (broker._directory / "mosquitto.db").unlink(missing_ok=True)
+            broker.start()
+            raw, taken = User(broker.url), queue.SimpleQueue[bool]()
+            body = json.dumps({"id": "dropped", "ids": [7, 8]}).encode()
+            raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
+            assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
+            raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
+            raw.transport.publish(raw.topics.request(MODEL, "library"), b'{"id": "subscribed"}', 1)
+            assert raw.answers.get(timeout=PATIENCE_S)[1]["id"] == "subscribed"
+            pending = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
+            _, dropped = raw.answers.get(timeout=PATIENCE_S)
+            assert dropped["id"] == "early", "the broker has it, and nobody else"
             site.planner()
-            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
-            with Hepti.connect(broker.url, site=SITE, client_id="library") as hepti:
-                site.kill("planner")
-                kill_broker(broker)
-                (broker._directory / "mosquitto.db").unlink(missing_ok=True)
-                broker.start()
-                raw, taken = User(broker.url), queue.SimpleQueue[bool]()
-                body = json.dumps({"id": "dropped", "ids": [7, 8]}).encode()
-                raw.transport.publish(raw.topics.request(MODEL, raw.name), body, 1, taken=taken.put)
-                assert not taken.get(timeout=PATIENCE_S), "the broker says that nobody reads it"
-                raw.transport.subscribe([(raw.topics.request(MODEL, "library"), 1)])
-                raw.transport.publish(raw.topics.request(MODEL, "library"), b'{"id": "subscribed"}', 1)
-                assert raw.answers.get(timeout=PATIENCE_S)[1]["id"] == "subscribed"
-                pending = hepti.submit(MODEL, request_id="early", ids=[7, 8], strategy="no-such-method")
-                _, dropped = raw.answers.get(timeout=PATIENCE_S)
-                assert dropped["id"] == "early", "the broker has it, and nobody else"
-                site.planner()
-                with pytest.raises(RequestError):
-                    pending.result(PATIENCE_S)
-                raw.close()
-        finally:
-            site.close()
+            with pytest.raises(RequestError):
+                pending.result(PATIENCE_S)
+            raw.close()
 
 
 def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path: Path) -> None:
@@ -65,7 +61,6 @@ def test_whatever_is_lost_meanwhile_every_request_has_one_right_answer(tmp_path:
         assert set(tally.errors) <= {"overloaded"}, str(report)
 
 
-@pytest.mark.nightly
 def test_whatever_is_lost_meanwhile_streams_and_speech_end_rightly_or_with_an_error(tmp_path: Path) -> None:
     served = {MODEL: model_directory(tmp_path, "tiny")}
     report = run(Run(90.0, seed=4, every_s=(9.0, 12.0), mixed=True), tmp_path, served)
@@ -74,25 +69,21 @@ def test_whatever_is_lost_meanwhile_streams_and_speech_end_rightly_or_with_an_er
 
 
 def test_what_comes_after_a_broker_kill_waits_for_the_planner(tmp_path: Path) -> None:
-    with start_broker() as broker:
-        site = Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")})
-        try:
-            site.planner()
-            poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
-            wait_until_saved(broker)
-            site.kill("planner")
-            kill_broker(broker)
-            broker.start()
-            user, taken = User(broker.url), queue.SimpleQueue[bool]()
-            body = json.dumps({"id": "early", "ids": [7, 8], "strategy": "no-such-method"}).encode()
-            user.transport.publish(user.topics.request(MODEL, user.name), body, 1, taken=taken.put)
-            assert taken.get(timeout=PATIENCE_S), "nobody is subscribed: the broker has forgotten the planner"
-            site.planner()
-            _, answer = user.answers.get(timeout=PATIENCE_S)
-            assert answer["id"] == "early"
-            user.close()
-        finally:
-            site.close()
+    with start_broker() as broker, Site(tmp_path, broker, {MODEL: model_directory(tmp_path, "tiny")}) as site:
+        site.planner()
+        poll(lambda: f"serves {MODEL}" in site.log("planner"), "the planner")
+        wait_until_saved(broker)
+        site.kill("planner")
+        kill_broker(broker)
+        broker.start()
+        user, taken = User(broker.url), queue.SimpleQueue[bool]()
+        body = json.dumps({"id": "early", "ids": [7, 8], "strategy": "no-such-method"}).encode()
+        user.transport.publish(user.topics.request(MODEL, user.name), body, 1, taken=taken.put)
+        assert taken.get(timeout=PATIENCE_S), "nobody is subscribed: the broker has forgotten the planner"
+        site.planner()
+        _, answer = user.answers.get(timeout=PATIENCE_S)
+        assert answer["id"] == "early"
+        user.close()
 
 
 @pytest.mark.parametrize("away", ["ended", "silent", "never there"])

@@ -21,14 +21,13 @@ LIMIT = 100_000  # of a message; below the 262 kB of a tile
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("broker-limits")
     model = make_model("minilm", directory / "wide", layers=1)
-    with mosquitto_with(directory, f"message_size_limit {LIMIT}", "max_queued_messages 10") as broker:
-        running = Site(directory, broker, {"wide": model})
-        try:
-            running.planner()
-            running.agent("a", "300MiB")
-            yield running
-        finally:
-            running.close()
+    with (
+        mosquitto_with(directory, f"message_size_limit {LIMIT}", "max_queued_messages 10") as broker,
+        Site(directory, broker, {"wide": model}) as running,
+    ):
+        running.planner()
+        running.agent("a", "300MiB")
+        yield running
 
 
 def test_requests_end_with_the_name_of_the_setting(site: Site) -> None:
@@ -39,18 +38,14 @@ def test_requests_end_with_the_name_of_the_setting(site: Site) -> None:
 
 def test_requests_that_a_short_queue_has_dropped_are_sent_again(tmp_path: Path) -> None:
     model = make_model("tiny-bert", tmp_path / "tiny")
-    with mosquitto_with(tmp_path, "max_queued_messages 10") as broker:
-        site = Site(tmp_path, broker, {"tiny": model})
-        try:
-            site.planner()
-            site.agent("a", "300MiB")
-            poll(lambda: "queues only 10 messages" in site.log("planner"), "the planner's word")
-            with Hepti.connect(site.url, site=SITE) as hepti:
-                hepti.wait_ready("tiny", PATIENCE_S)
-                futures = [hepti.submit("tiny", ids=[5, 6 + n % 20]) for n in range(60)]
-                assert all(future.result(PATIENCE_S).raw["ok"] for future in futures)
-        finally:
-            site.close()
+    with mosquitto_with(tmp_path, "max_queued_messages 10") as broker, Site(tmp_path, broker, {"tiny": model}) as site:
+        site.planner()
+        site.agent("a", "300MiB")
+        poll(lambda: "queues only 10 messages" in site.log("planner"), "the planner's word")
+        with Hepti.connect(site.url, site=SITE) as hepti:
+            hepti.wait_ready("tiny", PATIENCE_S)
+            futures = [hepti.submit("tiny", ids=[5, 6 + n % 20]) for n in range(60)]
+            assert all(future.result(PATIENCE_S).raw["ok"] for future in futures)
 
 
 @pytest.mark.parametrize("who", ["planner", "a"])

@@ -20,15 +20,11 @@ REQUESTS = 16
 def site(tmp_path: Path) -> Iterator[Site]:
     # Of two seeds: models share the tiles that are equal.
     models = {name: make_model("tiny-bert", tmp_path / name, seed=seed) for seed, name in enumerate(("whole", "cut"))}
-    with start_broker() as broker:
-        running = Site(tmp_path, broker, models)
-        try:
-            running.planner()
-            for name in DEVICES:
-                running.agent(name)
-            yield running
-        finally:
-            running.close()
+    with start_broker() as broker, Site(tmp_path, broker, models) as running:
+        running.planner()
+        for name in DEVICES:
+            running.agent(name)
+        yield running
 
 
 def test_requests_for_a_model_whose_file_was_cut_short_end_with_an_error(site: Site) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from site_processes import PATIENCE_S, SITE, Site, User, poll, running_site, wait_for_plans
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site, wait_for_plans
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -44,12 +44,6 @@ def hepti(site: Site) -> Iterator[Hepti]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def user(site: Site, hepti: Hepti) -> Iterator[User]:
-    with User(site.url) as someone:
-        yield someone
-
-
 @pytest.fixture
 def run(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return exit code, stdout and stderr of `hepti ARGUMENTS` at the site."""
@@ -76,36 +70,6 @@ def counters(hepti: Hepti, device: str) -> dict[str, int]:
     return heartbeats[device]["counters"] if heartbeats.get(device) else {}
 
 
-WRONG: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("nothing", "unknown_model"): ({"text": "x"},),
-    ("tiny", "bad_request"): (
-        *(b'{"text": ', b"\xff\xfe\x00", b"[" * 100_000, {"ids": [1, -1]}, {"text": "x", "id": "../#"}),
-        {"ids": [1], "strategy": "two_d", "options": {"x": "a"}},
-    ),
-    ("tiny", "context_length_exceeded"): ({"text": "word " * 200},),
-    ("vit", "bad_request"): ({"image": "bm8gcGljdHVyZQ=="},),
-    ("huge", "no_plan"): ({"ids": [1, 2, 3]}, {"ids": [1], "strategy": "pipeline"}),
-    ("tiny", "config"): ({"ids": [1], "strategy": "decoupled"},),
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "code", "payload"), [(*of, payload) for of, some in WRONG.items() for payload in some]
-)
-def test_a_wrong_request_is_answered_with_the_code_of_what_is_wrong(
-    user: User, model: str, code: str, payload: Any
-) -> None:
-    _, answer = user.ask(model, payload)
-    assert answer["ok"] is False
-    assert answer["error"]["code"] == code, answer
-    assert 0 < len(answer["error"]["message"]) < 2000
-
-
-def test_what_is_too_long_is_cut_where_that_is_asked_for(user: User) -> None:
-    _, answer = user.ask("tiny", {"text": "word " * 200, "truncate": True})
-    assert (answer["ok"], answer["tokens"]) == (True, 40)
-
-
 def test_what_fits_nowhere_names_the_devices(run: Any, hepti: Hepti) -> None:
     code, out, err = run("infer", "huge", "--tokens", "8")
     assert (code, out) == (PlanError.exit_code, "")
@@ -113,9 +77,6 @@ def test_what_fits_nowhere_names_the_devices(run: Any, hepti: Hepti) -> None:
     assert run("plan", "huge")[0] == PlanError.exit_code
     code, out, _ = run("plan", "huge", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (PlanError.exit_code, "no_plan")
-    assert run("infer", "huge", "--tokens", "8", "--strategy", "block", "--devices", "a,b")[0] == PlanError.exit_code
-    with pytest.raises(PlanError):
-        hepti.infer("huge", ids=[1, 2, 3])
 
 
 def test_damaged_tiles_are_asked_for_again_and_whole_ones_never(site: Site, hepti: Hepti) -> None:

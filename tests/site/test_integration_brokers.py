@@ -20,13 +20,13 @@ from hepti_mqtt.service.requests import read_input
 TOLERANCE = 5e-5
 AGENTS = {"a": "100MiB", "b": "100MiB"}
 CASES = [(kind, login) for login in ("", "someone:se%3Acret") for kind in KINDS]
-# Every other test of processes has the broker that Hepti chooses.
-ONCE = (("amqtt", "someone:se%3Acret"),)
+# A gateway over amqtt and logins at each broker are tested every day.
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=[] if case in ONCE else pytest.mark.nightly) for case in CASES],
+    params=CASES,
     ids=lambda case: f"{case[0]}{'-password' if case[1] else ''}",
 )
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,17 +55,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShiftedSit
     yield from running_site(tmp_path, {"tiny": model}, {"a": "300MiB"})  # type: ignore[misc]
 
 
-def steps(site: ShiftedSite, count: int, seed: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield changes of the site in a random order."""
-    rng = random.Random(seed)
-    for _ in range(count):
-        name, days = rng.choice(("planner", "a", "b")), rng.choice((-60, -31, 0, 0, 10, 40))
-        yield f"{name}'s clock {days} days", lambda name=name, days=days: site.shift(name, days)  # type: ignore[misc]
-        if rng.random() < 0.6:
-            who = rng.choice(("planner", "a", "b"))
-            yield f"{who} starts again", lambda who=who: site.restart(who)  # type: ignore[misc]
-
-
 def test_requests_are_answered_and_the_odd_clock_is_named(
     site: ShiftedSite, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,20 +82,3 @@ def test_requests_are_answered_and_the_odd_clock_is_named(
 def odd(hepti: Hepti) -> set[str]:
     """Return whose clocks are said to be wrong."""
     return {line.removeprefix("the clock of ").rpartition(" is ")[0] for line in hepti.odd_clocks(hepti.devices(1.0))}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(2))
-def test_any_order_of_clocks_and_restarts(site: ShiftedSite, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The slowest answer is printed; the first of a start waits for the devices to be there."""
-    took = {}
-    site.agent("b")
-    with Hepti.connect(site.url, site=SITE) as hepti:
-        hepti.infer("tiny", ids=[4, 5, 6], timeout_s=PATIENCE_S)
-        for what, act in steps(site, 8, seed):
-            act()
-            began = time.monotonic()
-            assert hepti.infer("tiny", ids=[4, 5, 6], timeout_s=PATIENCE_S).raw["ok"], what
-            took[what] = time.monotonic() - began
-    with capsys.disabled():
-        print(f"\nslowest answer {max(took.values()):.1f} s, after: {max(took, key=lambda what: took[what])}", end="")

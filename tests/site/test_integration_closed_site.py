@@ -14,7 +14,6 @@ from closed_broker import ClosedSite, closed_broker
 from site_processes import PATIENCE_S, SITE, free_port, poll, wait_for_plans
 
 from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.cli import demo
 from hepti_mqtt.cli.main import COMMANDS, main
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import RefusedError
@@ -62,11 +61,11 @@ RUNS = [
     ("alice", "infer tiny --tokens 9 --client bob --timeout 20", 6),
     ("hall", "infer tiny --tokens 9 --timeout 20", 6),
     ("a", "infer tiny --tokens 9 --timeout 20", 6),
-    *((user, "plan tiny --explain", 0) for user in ("planner", "a", "alice", "hall")),
-    *((user, "devices --wait 5", 0) for user in ("planner", "a", "alice", "hall")),
-    *((user, "top", 0) for user in ("planner", "alice", "hall")),
-    *((user, "doctor", 0) for user in ("planner", "c", "alice", "hall")),
-    *((user, "health planner", 0) for user in ("planner", "a", "alice", "hall")),
+    ("a", "plan tiny --explain", 0),
+    ("alice", "devices --wait 5", 0),
+    ("hall", "top", 0),
+    *((user, "doctor", 0) for user in ("planner", "c", "hall")),
+    ("hall", "health planner", 0),
     ("a", "planner --model tiny=MODEL", 6),
     ("alice", "planner --model tiny=MODEL", 6),
     ("c", "agent --id b --cache CACHE --threads 1 --memory 100MiB", 6),
@@ -90,12 +89,6 @@ def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, comman
     assert got == code, out + err
     assert "Traceback" not in err
     assert (BrokerUrl.parse(str(site.folder.login(user))).password or "?") not in out + err
-
-
-def test_everything_is_online(run: Any) -> None:
-    _, out, _ = run("hall", "devices", "--wait", "5", "--json")
-    online = {d["device"] for d in json.loads(out)["devices"] if d["status"] == "online"}
-    assert online == {"a", "b"}
 
 
 def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
@@ -145,12 +138,3 @@ def test_python_asks_as_its_user(site: ClosedSite) -> None:
         pytest.raises(RefusedError),
     ):
         wrong.infer("tiny", text="hello", timeout_s=PATIENCE_S)
-
-
-def test_the_demo_has_a_broker_of_its_own(site: ClosedSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Args:
-        broker, json = str(site.folder.login("alice")), True
-
-    with demo._broker_url(Args()) as url:  # type: ignore[arg-type]
-        assert BrokerUrl.parse(url).user is None
-        assert BrokerUrl.parse(url).port != site.broker.port

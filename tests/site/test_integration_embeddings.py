@@ -24,6 +24,7 @@ AGENTS = ("a", "b", "c")
 WORDS = 60_000  # of 32 columns: the table is most of the model
 PROMPT = [5, 59_999, 30_000, 3, 41_000]
 MOST = 5
+pytestmark = pytest.mark.nightly
 
 
 def needs(spec: Spec, divides_embeddings: bool) -> list[int]:

@@ -14,7 +14,7 @@ from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.errors import NetworkError
 
-CLUSTER, GROUPS, REQUESTS = "cluster", ("left", "right"), 24
+CLUSTER, GROUPS, REQUESTS = "cluster", ("left", "right"), 12
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,6 @@ def test_each_request_is_answered_once_by_one_of_the_groups_that_are_there(group
         groups["right"].broker.start()
         assert len({future.result(3 * PATIENCE_S).id for future in waiting}) == REQUESTS, "the broker has forgotten all"
 
-        groups["right"].kill("right-device")  # a planner that has no plan passes on what it gets
-        groups["left"].planner("--shared", CLUSTER)
-        poll(lambda: group_of(hepti.infer("tiny", ids=[5, 6, 7], timeout_s=PATIENCE_S)) == "left", "the other group")
-        groups["left"].kill("planner")
         groups["right"].stop("planner")
         poll(lambda: not hepti.planner_online, "nobody there")
         with pytest.raises(NetworkError):

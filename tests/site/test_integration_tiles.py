@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from broker_kinds import broker_of
 from site_processes import PATIENCE_S, SITE, Site, Voice, poll
 
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.sockets import mesh_possible
@@ -46,7 +47,10 @@ class PlannerBytes(Voice):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("minilm", tmp_path_factory.mktemp("model") / "model", seed=3, layers=2)
+    kind, width = make.KINDS["tiny-bert"], {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8000}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make.KINDS, "tiles", replace(kind, config={**kind.config, **width}))
+        return make_model("tiles", tmp_path_factory.mktemp("model") / "model", seed=3, layers=2)
 
 
 def model_bytes(model: Path) -> int:

@@ -20,18 +20,6 @@ from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.program import WeightRef
 from hepti_mqtt.spec import RequestShape, TaskHead
 
-__all__ = [
-    "ARCHITECTURES",
-    "PICTURE_CLASSES",
-    "SPEC",
-    "STORAGES",
-    "graph",
-    "reference",
-    "spec",
-    "tensors",
-    "translated",
-]
-
 PICTURE_CLASSES: Final = {
     **{"resnet": "ConvNext", "convnext": "ConvNext"},
     **{"mobilenet_v2": "MobileNetV2", "efficientnet": "EfficientNet"},

@@ -168,7 +168,7 @@ class _NodeLowering:
         *starts, _ = accumulate((self.net.shape_of(x)[2] for x in node.inputs), initial=0)
         space = self.spec.shapes[node.name]
         what: dict[str, Any] = {"role": roles.MAP, "space": space, "starts": tuple(starts)}
-        self.net.add_op(maps.ConcatMaps(name=node.name, inputs=node.inputs, **what))
+        self.net.add_op(maps.Concat(name=node.name, inputs=node.inputs, rank=3, **what))
 
     def flatten(self, node: nodes.Flatten) -> None:
         source = self.net.shape_of(node.inputs[0])

@@ -571,31 +571,23 @@ class _Crash:
     forgotten_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    boot: int
-    needed_bytes: int
-
-
 class CrashBackoff:
     """The devices that crashed soon after a Prepare of one model."""
 
     def __init__(self) -> None:
-        self._departures: dict[str, _Departure] = {}
+        self._departures: dict[str, tuple[int, int]] = {}  #: boot and needed bytes by device
         self._crashes: dict[str, _Crash] = {}
 
     def record_departure(self, device: str, boot: int, needed_bytes: int, given_s: float, now: float) -> None:
         """Record that a device has left; `given_s`: last exchange about a plan that needs `needed_bytes`."""
         if now - given_s <= CRASH_WINDOW_S:
-            self._departures[device] = _Departure(boot, needed_bytes)
+            self._departures[device] = (boot, needed_bytes)
 
     def record_return(self, device: str, boot: int, now: float) -> None:
         """Record that a device is back; a new boot means a crash."""
-        departure = self._departures.pop(device, None)
-        if departure is not None and departure.boot != boot:
-            self._record_crash(device, departure.needed_bytes, now)
-
-    def _record_crash(self, device: str, needed_bytes: int, now: float) -> None:
+        boot_before, needed_bytes = self._departures.pop(device, (boot, 0))
+        if boot_before == boot:
+            return
         before = self._crashes.get(device)
         if before is None:
             self._crashes[device] = _Crash(0, BACKOFF_S / 2, now, now + REPEAT_WINDOW_S)

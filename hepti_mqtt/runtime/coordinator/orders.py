@@ -17,7 +17,7 @@ class Orders:
     """Builds the orders to the devices of a site."""
 
     def __init__(self, topics: Topics, fleet: Fleet) -> None:
-        self._topics, self._fleet = topics, fleet
+        self._topics, self._fleet, self.site = topics, fleet, topics.site
 
     def command(self, device: str, message: messages.Message) -> Publish:
         """Return a sealed command to a device."""
@@ -27,6 +27,10 @@ class Orders:
         """Return the commands that cancel runs under a plan, to the given devices or to the plan's."""
         cancels = [messages.Cancel(plan.model, plan.version, run_id) for run_id in run_ids]
         return [self.command(device, cancel) for cancel in cancels for device in tuple(devices) or plan.devices]
+
+    def lease(self, plan: Plan, run_id: int, device: str, tasks: tuple[int, ...]) -> Publish:
+        """Return the command that leases a device tasks of a run; without tasks, none is left."""
+        return self.command(device, messages.LeaseTasks(plan.model, plan.version, run_id, tasks))
 
     def end_sessions(self, plan: Plan, sessions: Sequence[int]) -> list[Publish]:
         """Return the commands that drop KV caches on the devices of a plan."""

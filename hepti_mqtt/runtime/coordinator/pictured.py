@@ -18,12 +18,9 @@ Ids = NDArray[np.int32]
 class PicturedPrompt:
     """The rows of pictures in a prompt."""
 
-    #: Their places in the prompt, ascending [n].
-    places: Ids
-    #: A negative hash of the picture at each place, so that equal prompts have equal pictures [n].
-    marks: Ids
-    #: Values to add to the token embeddings, in fixed point [n, width]; no rows before the tower has run.
-    rows: Ids
+    places: Ids  #: their places in the prompt, ascending [n]
+    marks: Ids  #: a negative hash of the picture at each place, so that equal prompts have equal pictures [n]
+    rows: Ids  #: values to add to the token embeddings, in fixed point [n, width]; no rows before the tower has run
     #: Range of each picture with attention between all of its rows: one run computes exactly these rows.
     wholes: tuple[tuple[int, int], ...] = ()
 

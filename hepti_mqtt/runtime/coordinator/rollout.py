@@ -17,7 +17,6 @@ from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Message, PrepareFailed, Ready
-from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.fleet import Fleet, peers_of
 from hepti_mqtt.runtime.coordinator.interface import (
     CoordinatorCommand,
@@ -35,6 +34,7 @@ from hepti_mqtt.runtime.coordinator.load_story import describe_end, describe_loa
 from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
+from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -60,14 +60,14 @@ class Rollout:
 
     def __init__(
         self,
-        topics: Topics,
+        orders: Orders,
         groups: PlanGroups,
         fleet: Fleet,
         scheduler: Scheduler,
         ids: Ids,
         in_flight: int,
     ) -> None:
-        self.ids, self._topics, self._groups, self._fleet = ids, topics, groups, fleet
+        self.ids, self._orders, self._groups, self._fleet = ids, orders, groups, fleet
         self._scheduler, self._in_flight = scheduler, in_flight
 
     def question(self, group: PlanGroup, now: float) -> Question:
@@ -87,7 +87,7 @@ class Rollout:
             if (member := self._fleet.usable().get(device)) is not None and member.caps is not None:
                 reserved[device] = max(reserved[device], member.caps.memory_budget_bytes - limit_bytes)
         return pins.question(
-            TopicNames(self._topics.site, served.name),
+            TopicNames(self._orders.site, served.name),
             served.spec,
             self._fleet.cluster(reserved),
             representative_shape(served.spec, group.recent.typical_length(served.default_length), batch_size),
@@ -104,9 +104,9 @@ class Rollout:
             cached=self._fleet.cached(served.name),
         )
 
-    def command_device(self, device: str, message: messages.Message) -> Publish:
-        """Return a sealed command to a device."""
-        return Publish(self._topics.command(device), self._fleet.seal(device, message), 1)
+    def release_all(self, device: str) -> Publish:
+        """Return the command that releases all plans on a device."""
+        return self._orders.command(device, messages.ReleaseAll(self.ids.next_transaction()))
 
     def publish_plan(self, group: PlanGroup) -> PublishPlan:
         """Return the record of a model's plans, including those of pinned groups."""
@@ -173,7 +173,7 @@ class Rollout:
                 record.transaction_id, plan.to_dict(), spec, served.manifest, self._in_flight, foreseen, needed
             )
             waiting = [d for d in plan.devices if d in record.unready_devices]
-            out += [self.command_device(d, self._addressed(message, plan, d)) for d in waiting]
+            out += [self._orders.command(d, self._addressed(message, plan, d)) for d in waiting]
         return out
 
     def _addressed(self, message: messages.Prepare, plan: Plan, device: str) -> messages.Prepare:
@@ -192,13 +192,13 @@ class Rollout:
         served = group.served
         parts = plan.to_dict(), served.spec.to_dict(), served.manifest, self._in_flight, shapes, len(shapes)
         prepare = ((d, messages.Prepare(self.ids.next_transaction(), *parts)) for d in devices)
-        return [self.command_device(d, self._addressed(message, plan, d)) for d, message in prepare]
+        return [self._orders.command(d, self._addressed(message, plan, d)) for d, message in prepare]
 
     def release(self, plan: Plan) -> list[CoordinatorCommand]:
         """Return the commands that release a plan on its devices."""
         number = self.ids.next_transaction()
         return [
-            self.command_device(d, messages.Release(number, plan.model, plan.for_device(d).version))
+            self._orders.command(d, messages.Release(number, plan.model, plan.for_device(d).version))
             for d in plan.devices
         ]
 
@@ -260,17 +260,15 @@ class Rollout:
             return [] if record.unready_devices else self._activate(group, record, now)
         return self._handle_refusal(group, record, device, message, now)
 
-    def handle_unreachable_peers(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Replace the plan of a device that cannot connect to peers; the next plan relays their frames."""
-        note = LogEvent("relayed", f"{message.text}; the broker relays their frames")
-        return [note, *self._replace_plan(message, now + SETTLE_S, now)]  # wait for reports of other devices
+    def replace_plan(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
+        """Replace a plan, and retry its runs.
 
-    def handle_forgotten(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
-        """Replace a plan that a device released while it was doubted, and retry its runs."""
-        return [LogEvent("forgotten", message.text), *self._replace_plan(message, now, now)]
-
-    def _replace_plan(self, message: messages.PrepareFailed, due_s: float, now: float) -> list[CoordinatorCommand]:
-        out: list[CoordinatorCommand] = []
+        The device cannot connect to peers, whose frames the next plan relays, or it released the plan in doubt.
+        """
+        due_s, note = now, LogEvent("forgotten", message.text)
+        if message.code == "mesh":  # wait for reports of other devices
+            due_s, note = now + SETTLE_S, LogEvent("relayed", f"{message.text}; the broker relays their frames")
+        out: list[CoordinatorCommand] = [note]
         for group in self._groups.of_model(message.model):
             preparing, active = group.plans.preparing, group.plans.active
             if preparing is not None and message.plan_version in preparing.versions:
@@ -302,7 +300,7 @@ class Rollout:
         loaded = describe_end(record, now)
         notes = [LogEvent("loaded", loaded)] if loaded else []
         notes.append(LogEvent("activated", f"plan {plan.version} of {plan.model}: {plan.reason}"))
-        return [*out, *(self.command_device(*order) for order in activate), *notes, self.publish_plan(group)]
+        return [*out, *(self._orders.command(*order) for order in activate), *notes, self.publish_plan(group)]
 
     @staticmethod
     def _note_trial(group: PlanGroup, record: PlanRecord, now: float) -> None:
@@ -315,7 +313,7 @@ class Rollout:
         in_use = (other.plans.in_use for other in self._groups.of_model(group.name) if other is not group)
         older = (r.plan for r in in_use if r is not None and r.version < newer.version)
         return [
-            self.command_device(d, messages.Activate(self.ids.next_transaction(), p.model, p.for_device(d).version))
+            self._orders.command(d, messages.Activate(self.ids.next_transaction(), p.model, p.for_device(d).version))
             for p in sorted(older, key=lambda plan: plan.version)
             for d in p.devices
             if d in newer.devices

@@ -11,10 +11,8 @@ from typing import Final
 import numpy as np
 
 from hepti_mqtt.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
-from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.admission import CANCELLED, Admission
 from hepti_mqtt.runtime.coordinator.ahead import StepsAhead
 from hepti_mqtt.runtime.coordinator.batches import Array, split_output
@@ -30,7 +28,6 @@ from hepti_mqtt.runtime.coordinator.interface import (
     TokenReady,
 )
 from hepti_mqtt.runtime.coordinator.kv_caches import KvCaches, check_texts
-from hepti_mqtt.runtime.coordinator.leases import Leases
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
@@ -51,18 +48,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, topics: Topics, groups: PlanGroups, fleet: Fleet, ids: Ids, in_flight: int, counters: Counter[str]
+        self, orders: Orders, groups: PlanGroups, fleet: Fleet, ids: Ids, in_flight: int, counters: Counter[str]
     ) -> None:
-        self._groups, self._fleet, self._counters = groups, fleet, counters
-        self._orders = Orders(topics, fleet)
-        self._leases = Leases(self._orders)
+        self._orders, self._groups, self._fleet, self._counters = orders, groups, fleet, counters
         self._ahead = StepsAhead(self._orders, ids)
         self.caches = KvCaches(self._orders, in_flight)
         self._machine = StateMachine(RUN_STATES, TransitionLog("runs"), counters)
         self._ended: list[
             tuple[PlanGroup, Run, float]
         ] = []  #: ended runs that `lessons` has not yielded, and their ends
-        self._dispatcher = Dispatcher(
+        self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
         self.admission = Admission(groups, counters)
@@ -72,27 +67,23 @@ class Scheduler:
         """Return when the next delayed batch or lease takeover is due; infinity if there is none."""
         queues = (run.task_queue for run in self._groups.runs() if run.plan.root not in run.answers.reports)
         takeovers = (queue.next_takeover_s for queue in queues if queue is not None)
-        return min([self._dispatcher.due_s, *takeovers], default=inf)
+        return min([self.dispatcher.due_s, *takeovers], default=inf)
 
     def dispatch_ready(self, name: str, now: float) -> list[CoordinatorCommand]:
         """Dispatch the runs of a model that may begin now, and cancel steps ahead that were not used."""
-        out = self._dispatcher.dispatch_ready(name, now)
+        out = self.dispatcher.dispatch_ready(name, now)
         while reports := self._ahead.take_reports():  # they may end runs, so that other runs begin
             for device, report in reports:
                 if isinstance(report, Frame):
                     out += self.handle_frame(DeviceFrame(device, report), now)
                 else:
                     out += self.handle_failure(device, report, now)
-            out += self._dispatcher.dispatch_ready(name, now)
+            out += self.dispatcher.dispatch_ready(name, now)
         if unused := self._ahead.take_unused(name):
             live = {version for group in self._groups.of_model(name) for version in group.plans.versions()}
             for steps in unused:  # devices dropped the steps of other plan versions
                 out += self._ahead.cancel(steps) if steps[0].plan.version in live else []
         return out
-
-    def go_on(self, group: PlanGroup, run: Run, plan: Plan, block: int, now: float) -> list[CoordinatorCommand]:
-        """Stop a run before a block, and continue it under another plan."""
-        return self._dispatcher.go_on(group, run, plan, block, now)
 
     def _run_of(self, device: str, message: RunMessage) -> tuple[PlanGroup, Run] | None:
         """Return the run of a device's message; None if it has ended, or the device has no part in it."""
@@ -124,7 +115,9 @@ class Scheduler:
         elif frame.kind == "done" and len(frame.numbers) == 4:
             run.answers.reports[event.device] = frame.numbers
             if run.task_queue is not None and event.device == run.plan.root:
-                out = self._leases.end(run)
+                # Only now: until the root has ended, results that are lost with their device are leased again.
+                others = (d for d in run.plan.devices if d != event.device and d not in run.answers.lost_devices)
+                out += [self._orders.lease(run.plan, run.run_id, device, ()) for device in others]
         else:
             self._counters["foreign_frame"] += 1
         if run.answers.is_complete(run.plan.devices):
@@ -220,7 +213,7 @@ class Scheduler:
         run.answers.lost_devices.add(device)
         run.answers.reports.pop(device, None)
         run.task_queue.remove_device(device)
-        out = self._leases.lease(run, now)
+        out = self._lease(run, now)
         return [*out, *self._complete(group, run, now)] if run.answers.is_complete(run.plan.devices) else out
 
     def mark_broker_lost(self) -> None:
@@ -358,13 +351,25 @@ class Scheduler:
     # -- leased tasks ---------------------------------------------------------------------------------------------
 
     def complete_task(self, device: str, message: messages.TaskDone, now: float) -> list[CoordinatorCommand]:
-        """Record a computed task, and lease the device another one."""
+        """Record a computed task, and lease the device another one, or say that none is left."""
         target = self._run_of(device, message)
-        return [] if target is None else self._leases.complete(target[1], device, message.task, now)
+        if target is None or (run := target[1]).task_queue is None:
+            return []
+        if run.plan.root in run.answers.reports:  # the task began after the others heard that none is left
+            return [self._orders.lease(run.plan, run.run_id, device, ())]
+        run.task_queue.complete_task(device, message.task, now)
+        return self._lease(run, now)
 
     def lease_overdue(self, now: float) -> list[CoordinatorCommand]:
         """Lease overdue tasks again."""
-        return [command for run in self._groups.runs() for command in self._leases.lease(run, now)]
+        return [command for run in self._groups.runs() for command in self._lease(run, now)]
+
+    def _lease(self, run: Run, now: float) -> list[CoordinatorCommand]:
+        """Lease queued and overdue tasks to the free devices of a run."""
+        if run.task_queue is None or run.plan.root in run.answers.reports:
+            return []
+        leases = run.task_queue.lease_tasks(now)
+        return [self._orders.lease(run.plan, run.run_id, device, (task,)) for device, task in leases]
 
     # -- generation -----------------------------------------------------------------------------------------------
     #
@@ -450,7 +455,7 @@ class Scheduler:
         if generation.done:
             return out + self._answer_generation(group, item)
         try:
-            following = self._dispatcher.continue_text(group, run, now)
+            following = self.dispatcher.continue_text(group, run, now)
         except Exception as error:
             return out + self._end_with_fault(group, request, error, now)
         if following is None:

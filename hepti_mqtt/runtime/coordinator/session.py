@@ -48,6 +48,7 @@ from hepti_mqtt.runtime.coordinator.interface import (
 from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
+from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
@@ -97,8 +98,9 @@ class CoordinatorSession:
         self._online, self._begun = True, False
         self._pending: list[CoordinatorCommand] = []  # commands that `handle` has yet to return
         ids = Ids(boot, secret)
-        self._scheduler = Scheduler(self.topics, self.groups, self.fleet, ids, in_flight, self.counters)
-        self._rollout = Rollout(self.topics, self.groups, self.fleet, self._scheduler, ids, in_flight)
+        orders = Orders(self.topics, self.fleet)
+        self._scheduler = Scheduler(orders, self.groups, self.fleet, ids, in_flight, self.counters)
+        self._rollout = Rollout(orders, self.groups, self.fleet, self._scheduler, ids, in_flight)
         self._moves = Moves(self.groups, self.fleet)
         self._standby = Standby(self.groups, self.fleet, self._rollout, self._moves)
         self._searches = Searches(self.groups, self.fleet, self._rollout, self._moves, self._standby)
@@ -245,9 +247,7 @@ class CoordinatorSession:
     def _handle_status(self, event: DeviceStatus, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
             return []
-        before = self.fleet.member(event.device).refused
-        out = self._handle_change(event.device, self.fleet.record_status(event.device, event.status, now), now)
-        return self._log_refused(event.device, before) + out
+        return self._handle_news(event.device, partial(self.fleet.record_status, event.device, event.status, now), now)
 
     def _handle_caps(self, event: DeviceCaps, now: float) -> list[CoordinatorCommand]:
         if not self._admit_device(event.device):
@@ -258,9 +258,7 @@ class CoordinatorSession:
             return self._warn_implausible(
                 event.device, f"Refused the caps of {event.device} ({wrong}). Restart its agent, or update it."
             )
-        before = self.fleet.member(event.device).refused
-        out = self._handle_change(event.device, self.fleet.record_caps(event.device, event.caps), now)
-        return self._log_refused(event.device, before) + out
+        return self._handle_news(event.device, partial(self.fleet.record_caps, event.device, event.caps), now)
 
     def _handle_use(self, event: DeviceUse, now: float) -> list[CoordinatorCommand]:
         """Switch a device off or on: runs on a device that is switched off are retried, and it releases all plans."""
@@ -270,13 +268,14 @@ class CoordinatorSession:
         if change != "unwanted":
             return self._handle_change(event.device, change, now)
         lost = self._handle_lost(event.device, f"was {UNWANTED}", now)
-        release = messages.ReleaseAll(self._rollout.ids.next_transaction())
-        return [*lost, self._rollout.command_device(event.device, release)]
+        return [*lost, self._rollout.release_all(event.device)]
 
-    def _log_refused(self, device: str, before: str) -> list[CoordinatorCommand]:
-        """Log a new refusal of a device; before: the earlier one."""
+    def _handle_news(self, device: str, record: Callable[[], str | None], now: float) -> list[CoordinatorCommand]:
+        """Record a status or caps of a device, and log a new refusal."""
+        before = self.fleet.member(device).refused
+        out = self._handle_change(device, record(), now)
         refused = self.fleet.member(device).refused
-        return [LogEvent("refused", refused)] if refused not in ("", before) else []
+        return [LogEvent("refused", refused), *out] if refused not in ("", before) else out
 
     def _handle_heartbeat(self, event: DeviceHeartbeat, now: float) -> list[CoordinatorCommand]:
         device = event.device
@@ -336,8 +335,7 @@ class CoordinatorSession:
                     kind = SearchKind.BRIEF if group.former_plans.released else SearchKind.WHOLE
                     group.plans.request_search(settled_s, now, why, soon_s=now + SETTLE_UNSERVED_S, kind=kind)
             # The device may have missed a Release. No plan uses it now, so it can release everything.
-            release = messages.ReleaseAll(self._rollout.ids.next_transaction())
-            return [self._rollout.command_device(device, release), LogEvent("joined", f"{device} has joined")]
+            return [self._rollout.release_all(device), LogEvent("joined", f"{device} has joined")]
         if change == "starting":
             for group in self.groups:  # a wanted search lets new requests wait for the device
                 if group.active is None and (not group.pinned or group.in_use(now)):
@@ -466,11 +464,10 @@ class CoordinatorSession:
         if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
             self.counters["foreign_message"] += 1
             return []
-        if isinstance(message, messages.PrepareFailed) and message.code == "mesh":
-            self.fleet.record_unreachable(device, message.peers, now)
-            return self._rollout.handle_unreachable_peers(message, now)
-        if isinstance(message, messages.PrepareFailed) and message.code == "forgotten":
-            return self._rollout.handle_forgotten(message, now)
+        if isinstance(message, messages.PrepareFailed) and message.code in ("mesh", "forgotten"):
+            if message.code == "mesh":
+                self.fleet.record_unreachable(device, message.peers, now)
+            return self._rollout.replace_plan(message, now)
         self._rollout.record_device_progress(device, message, now)
         group = self.groups.group_of_preparation(message.model, message.transaction_id)
         if group is None:
@@ -513,7 +510,7 @@ class CoordinatorSession:
             if (verdict := self._moves.go_on(group, run, now)) is not None:
                 yield from self._record_going_on(group, f"run {run.run_id}", run.plan_version, verdict, is_first, now)
                 if verdict.goes:
-                    yield from self._scheduler.go_on(group, run, active.plan, verdict.border.start, now)
+                    yield from self._scheduler.dispatcher.go_on(group, run, active.plan, verdict.border.start, now)
         queued = [(item.request, item.request.generation) for item in group.queue] if before else ()
         for record, (request, text) in product(before, queued):
             if text is None or text.session.plan_version not in record.versions:

@@ -40,7 +40,7 @@ from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import Array, BoundProgram, Executor, OutgoingTensor, Step
 from hepti_mqtt.runtime.worker.interface import Command, LogTrouble, ProgramBuilt
-from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, KeptCache, SessionLostError, SessionRun
+from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, SessionLostError, SessionRun
 from hepti_mqtt.runtime.worker.programs import ProgramBuildQueue, next_step
 from hepti_mqtt.runtime.worker.residents import (
     KEPT_SHAPES,
@@ -181,19 +181,9 @@ class WorkerRuns:
         self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
         self._early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # before their runs
-        self._sessions = DecoderSessions(counters)
+        self.sessions = DecoderSessions(counters)
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._waited_s: float | None = None  # wait for other devices in the last ended run
-
-    @property
-    def open_sessions(self) -> int:
-        """Return the number of sessions with arrays."""
-        return len(self._sessions)
-
-    @property
-    def session_rows(self) -> int:
-        """Return the allocated rows of all sessions."""
-        return self._sessions.rows
 
     @property
     def idle(self) -> bool:
@@ -233,7 +223,7 @@ class WorkerRuns:
         """
         self._building.drop_plan(key)
         busy = frozenset((*r.key, session.number) for r in self._runs.values() for session in r.sessions)
-        self._sessions.keep(*key, layout, busy)
+        self.sessions.keep(*key, layout, busy)
         for run_id in [a for a, r in self._runs.items() if r.key == key]:
             self.end(self._heirs.get(run_id, run_id))
         self._executor.free_buffers()
@@ -249,27 +239,10 @@ class WorkerRuns:
         else:
             self._counters["unknown_cancel"] += 1
 
-    def end_sessions(self, key: PlanKey, numbers: Iterable[int]) -> None:
-        """Drop sessions of a plan."""
-        for number in numbers:
-            self._sessions.end((*key, number))
-
     def restore_caches(self, resident: ResidentPlan) -> list[Command]:
         """Let a plan continue the kept caches of its layout, and report them to the planner."""
-        kept = self._sessions.restore(*resident.key, resident.layout, resident.session_rows)
+        kept = self.sessions.restore(*resident.key, resident.layout, resident.session_rows)
         return [self._up(messages.KeptSessions(*resident.key, kept))] if kept else []
-
-    def add_kept_caches(self, caches: Sequence[KeptCache]) -> None:
-        """Add caches that an earlier process of this device saved."""
-        self._sessions.add_kept(caches)
-
-    def limit_kept_caches(self, nbytes: int) -> None:
-        """Drop the oldest kept caches until the rest fits into `nbytes`."""
-        self._sessions.limit_kept(nbytes)
-
-    def take_kept_caches(self) -> tuple[KeptCache, ...]:
-        """Remove and return all kept caches, oldest first."""
-        return self._sessions.take_kept()
 
     # -- Programs -------------------------------------------------------------------------------------------------
 
@@ -496,7 +469,7 @@ class WorkerRuns:
             at = int(inputs[item])
             run = SessionRun(at, at + count, shape.session_rows, begins, session.source, session.takes_over)
             try:
-                arrays = self._sessions.arrays(key, states, run, resident.session_rows, busy)
+                arrays = self.sessions.arrays(key, states, run, resident.session_rows, busy)
             except SessionLostError as error:
                 lost.append(error)
                 continue
@@ -642,7 +615,7 @@ class WorkerRuns:
         self.end(run_id)
         for session in run.sessions:
             if session.final:
-                self._sessions.end((*run.key, session.number))
+                self.sessions.end((*run.key, session.number))
         done = self._frame_of("done", run, run_id, np.empty(0, np.uint8), numbers=numbers)
         out: list[Command] = [Publish(topic, encode(done, run.frame_key), 1)]
         return out if follower is None else out + self.start(*follower, now)

@@ -238,7 +238,8 @@ class WorkerSession:
             case messages.Cancel():
                 self.runs.cancel(message.run_id)
             case messages.EndSessions():
-                self.runs.end_sessions((message.model, message.plan_version), message.sessions)
+                for number in message.sessions:
+                    self.runs.sessions.end((message.model, message.plan_version, number))
             case messages.HandOver():
                 return self._hand_over(message, now)
             case messages.LeaseTasks():
@@ -464,12 +465,12 @@ class WorkerSession:
     def _keep(self) -> frozenset[Place]:
         """Return the matrices that stay resident, and drop kept KV caches that no longer fit."""
         places = self.plans.keep(self.memory_bytes)
-        self.runs.limit_kept_caches(self.plans.spare_bytes)
+        self.runs.sessions.limit_kept(self.plans.spare_bytes)
         return places
 
     def _restore_saved(self, event: CachesRead) -> list[Command]:
         """Use KV caches that an earlier process of this device saved."""
-        self.runs.add_kept_caches(event.caches)
+        self.runs.sessions.add_kept(event.caches)
         resident = self.plans.get(event.model, event.plan_version)
         out = [] if resident is None else self.runs.restore_caches(resident)
         self._keep()
@@ -478,7 +479,7 @@ class WorkerSession:
     def end(self, now: float) -> tuple[KeptCache, ...]:
         """End all plans before this device stops; return the KV caches to save, oldest first."""
         self._release([*self.plans], "drain", now)
-        return self.runs.take_kept_caches()
+        return self.runs.sessions.take_kept()
 
     # -- frames ---------------------------------------------------------------------------------------------------
 

@@ -197,8 +197,7 @@ class TileSources:
                 continue
             late += len(source.requested)
             for index in source.requested:
-                source.holds[index] = False
-                source.refused[index] = True
+                self._give_up(source, index)
             source.rests_until_s = now + source.rest_s
             source.rest_s, source.window = min(2 * source.rest_s, REST_S[1]), 1
             self._owner = None

@@ -65,20 +65,19 @@ def test_what_is_wrong_or_does_not_fit_has_no_times(capsys: pytest.CaptureFixtur
 
 
 def test_a_site_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with start_broker() as broker:
-        site = Site(tmp_path, broker, {"model": make_model("tiny-bert", tmp_path / "model", layers=2)})
-        try:
-            for name in ("agent1", "agent2"):
-                site.agent(name, "300MiB")
-            for name in ("agent1", "agent2"):
-                poll(lambda name=name: "is online" in site.log(name), f"{name} online")
-            site.planner()
-            words = ["--methods", "auto,row/kv", "--lengths", "16", "--rounds", "1", "--repeat", "1", "--json"]
-            picture = tmp_path / "times.svg"
-            where = ["--broker", site.url, "--site", SITE, "--plot", str(picture)]
-            assert main(["bench", "model", *words, *where]) == 0
-        finally:
-            site.close()
+    with (
+        start_broker() as broker,
+        Site(tmp_path, broker, {"model": make_model("tiny-bert", tmp_path / "model", layers=2)}) as site,
+    ):
+        for name in ("agent1", "agent2"):
+            site.agent(name, "300MiB")
+        for name in ("agent1", "agent2"):
+            poll(lambda name=name: "is online" in site.log(name), f"{name} online")
+        site.planner()
+        words = ["--methods", "auto,row/kv", "--lengths", "16", "--rounds", "1", "--repeat", "1", "--json"]
+        picture = tmp_path / "times.svg"
+        where = ["--broker", site.url, "--site", SITE, "--plot", str(picture)]
+        assert main(["bench", "model", *words, *where]) == 0
     output = json.loads(capsys.readouterr().out)
     assert {cell["method"] for cell in output["cells"] if cell["median_ms"]} == {"auto", "row/kv", "single"}
     assert picture.stat().st_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import queue
 import signal
 import socket
 import stat
@@ -19,14 +18,13 @@ import psutil
 import pytest
 from broker_kinds import needs_mosquitto
 from closed_broker import Someone
-from site_processes import PATIENCE_S, ROOT
+from site_processes import PATIENCE_S, ROOT, Voice, free_port
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 
@@ -84,6 +82,13 @@ def test_a_broker_that_is_told_to_end_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_open_broker_says_so_once(start: Callable[..., Running]) -> None:
+    running = start("--bind", "0.0.0.0", "--port", str(free_port()))
+    running.process.terminate()
+    code, err = running.end()
+    assert (code, err.count("OPEN BROKER")) == (0, 1)
+
+
 def test_a_broker_that_dies_ends_the_command(start: Callable[..., Running], tmp_path: Path) -> None:
     running = start()
     running.broker().kill()
@@ -133,34 +138,22 @@ def health(capsys, url, *arguments):
 
 def test_the_exit_code_says_who_is_online(capsys):
     with start_broker() as broker:
-        acknowledged = queue.SimpleQueue()
-        transport = BrokerConnection(
-            BrokerUrl.parse(broker.url), "test", on_message=lambda *_: acknowledged.put(1), on_state=lambda _: None
-        )
-        transport.subscribe([("#", 1)])
-        transport.connect()
+        voice = Voice(broker.url, "#")
         words = {
             TOPICS.planner_status(): Status("online", 3),
             TOPICS.status("a"): Status("starting", 3, "compiling kernels", 4, 23),
             TOPICS.status("b"): Status("offline", 3),
         }
         for topic, status in words.items():
-            transport.publish(topic, encode_status(status), 1, True)
-        for _ in words:
-            acknowledged.get(timeout=PATIENCE_S)
+            voice.say(topic, encode_status(status), retain=True)
+            voice.next(topic)
         assert health(capsys, broker.url, "planner")[:2] == (0, "online\n")
         assert health(capsys, broker.url, "agent", "--id", "a")[:2] == (1, "starting: compiling kernels 4 of 23\n")
         assert health(capsys, broker.url, "agent", "--id", "b")[0] == 1
         code, _, err = health(capsys, broker.url, "agent", "--id", "c", "--timeout", "0.2")
-        transport.close()
+        voice.close()
     assert code not in (0, 1)
     assert "agent" in err
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with start_broker() as running:
-        yield running
 
 
 def doctor(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
@@ -170,21 +163,14 @@ def doctor(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
     return code, {f["what"]: f for f in findings["findings"]}
 
 
-def test_a_good_broker_without_a_site(broker, capsys):
-    code, findings = doctor(capsys, "--broker", str(broker.url))
-    assert code == 0
-    assert findings["largest packet"]["found"] == f"{(32 << 20) - 1} bytes"
-    assert not findings["largest packet"]["advice"]
-    assert "hepti planner" in findings["site home"]["advice"]
-    assert not findings["machine"]["advice"]
-
-
 @needs_mosquitto
-def test_a_broker_that_limits_packets_is_told_the_setting(capsys):
-    with start_broker(max_packet_bytes=3_000_000) as small:
-        code, findings = doctor(capsys, "--broker", str(small.url))
+def test_a_good_broker_without_a_site_that_limits_packets(capsys):
+    with start_broker(max_packet_bytes=3_000_000) as broker:
+        code, findings = doctor(capsys, "--broker", str(broker.url))
     assert code == 0
     assert "max_packet_size" in findings["largest packet"]["advice"]
+    assert "hepti planner" in findings["site home"]["advice"]
+    assert not findings["machine"]["advice"]
 
 
 def test_no_broker(capsys, monkeypatch):

@@ -9,9 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ from hepti_mqtt.client.described import reference
 from hepti_mqtt.config.sites import boards
 from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
 PAIR = ROOT / "configs" / "sites" / "paper-pair.yaml"  # a search that takes a moment
@@ -70,7 +70,8 @@ def test_every_command_explains_every_argument(capsys: pytest.CaptureFixture[str
             "infer m --tokens 5 --accuracy 2",
             "planner",
         ),
-        *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent", "agent --id a --memory much"),
+        *("planner --model nodirectory", "planner --model m=d --broker-mbit 0", "agent --id a --memory much"),
+        *("agent --id a --threads 0", "agent --id No_Name! --broker mqtt://127.0.0.1:1"),
         "planner --model m=/nowhere --broker mqtt://127.0.0.1:1",
         *(
             f"{wrong} --broker mqtt://127.0.0.1:1"  # before the broker is asked
@@ -97,10 +98,6 @@ def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: 
     [
         ("infr m", "infer"),
         ("infer m --text x --reapet 3", "--repeat"),
-        ("infer m --text x --wire f61", "f16"),
-        ("plan --sotry", "--story"),
-        ("infer --txt hello", "--text"),
-        ("site init --dri home", "--dir"),
         ("simulate bert-lage --devices-file paper-pair", "bert-large"),
         ("simulate bert-large --devices-file paper-pear", "paper-pair"),
         ("model make bert-bse --out x", "bert-base"),
@@ -153,9 +150,6 @@ def test_common_options_may_stand_before_the_command(
         ("hepti inf", ["infer"]),
         ("hepti --json mod", ["model"]),
         ("hepti infer m --wire ", ["f32", "f16", "i8"]),
-        ("hepti model ma", ["make"]),
-        ("hepti health pl", ["planner"]),
-        ("hepti plan --sto", ["--story"]),
         ("hepti infer m --image doo", []),
     ],
 )
@@ -243,17 +237,12 @@ def test_simulate_an_onnx_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert json.loads(out)["candidates"]
 
 
-def test_the_strategy_auto_is_the_planners_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ("simulate", "tiny-bert", "--devices-file", str(PAIR), "--json", "--variant", "kv")
-    code, out, err = run(capsys, *common, "--strategy", "auto")
-    assert code == 0, err
-    assert out == run(capsys, *common)[1]
-
-
 CATALOGUE = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())
 
 
-@pytest.mark.parametrize("model", CATALOGUE)
+@pytest.mark.parametrize(
+    "model", [name if name == "qwen3-0.6b" else pytest.param(name, marks=pytest.mark.nightly) for name in CATALOGUE]
+)
 def test_a_known_model_is_simulated_before_its_download(capsys: pytest.CaptureFixture[str], model: str) -> None:
     common = ("simulate", model, "--devices-file", "two-n100-16gb", "--strategy", "single", "--json")
     steps = {}
@@ -308,10 +297,8 @@ def test_how_many_boards_a_model_needs(capsys: pytest.CaptureFixture[str]) -> No
     first = result["rows"][0]
     assert first["prompt_tokens_per_s"] > first["tokens_per_s"] > 0
     assert first["first_token_ms"] == pytest.approx(64e3 / first["prompt_tokens_per_s"])
-    code, out, _ = run(capsys, *common)
-    assert (code, out.count("█") > 6) == (0, True)
-    code, out, _ = run(capsys, "simulate", "tiny-bert", "--board", "pi4-2gb", "--tokens-per-s", "1e12")
-    assert (code, "not reached" in out) == (0, True)
+    code, out, _ = run(capsys, *common, "--tokens-per-s", "1e12")
+    assert (code, out.count("█") > 6, "not reached" in out) == (0, True, True)
     assert run(capsys, "simulate", "llama-3.1-8b", "--board", "pi-zero-2w")[0] == 4, "its weights do not fit"
 
 
@@ -370,23 +357,6 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert done.returncode == 1
 
 
-NO_SPEC = cast(Spec, None)  # what only --tokens asks
-
-
-@pytest.mark.parametrize("ids", ["", "1,", "1,b"])
-def test_ids_that_are_none_are_told_so(ids: str) -> None:
-    args = build().parse_args(["infer", "tiny", "--ids", ids])
-    with pytest.raises(ConfigError):
-        request_body(args, NO_SPEC)
-
-
-def test_a_model_of_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"spec": {"family": "new"}}
-    client = SimpleNamespace(plan=lambda *_, **__: record, wait_ready=lambda *_, **__: record)
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
-    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere"]) == WireError.exit_code
-
-
 #: As cli.md and troubleshooting.md say, and the services' units, which give up at 2 and 6.
 EXIT_CODES = {
     **dict.fromkeys(("HeptiError", "WireError", "RemoteError", "PacketLimitError", "WeightsChangedError"), 1),
@@ -426,41 +396,27 @@ def test_an_error_ends_a_command_with_its_code(
     assert (ended, json.loads(out)) == (code, {"ok": False, "error": {"code": error.code, "message": "why"}})
 
 
+@pytest.mark.parametrize("absent", ["broker", "planner"])
 @pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
-def test_a_user_who_names_a_time_waits_for_a_planner(
-    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
+def test_a_user_who_names_a_time_waits_and_the_wait_counts(
+    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError], absent: str
 ) -> None:
-    calls: list[int] = []
-
-    def plan(*_: Any, **__: Any) -> dict[str, Any]:
-        calls.append(1)
-        if len(calls) < 4:
-            raise NetworkError("no planner answers")
-        return {"spec": {"family": "new"}}  # and so it ends
-
-    client = SimpleNamespace(plan=plan, wait_ready=lambda *_, **__: plan())
-    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: contextlib.nullcontext(client))
-    assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
-
-
-@pytest.mark.parametrize(("patience", "ends"), [(["--timeout", "600"], WireError), ([], NetworkError)])
-def test_a_user_who_names_a_time_waits_for_a_broker_and_the_wait_counts(
-    monkeypatch: pytest.MonkeyPatch, patience: list[str], ends: type[HeptiError]
-) -> None:
-    limits: list[float] = []
     record = {"spec": {"family": "new"}}  # and so it ends
+    limits: list[float] = []
+    calls = Counter[str]()
 
-    def wait_ready(_model: str, timeout: float, **_: Any) -> dict[str, Any]:
+    def answer(who: str, value: Any) -> Any:
+        calls[who] += 1
+        if who == absent and calls[who] < 4:
+            raise NetworkError(f"no {who} answers")
+        return value
+
+    def wait_ready(_model: str, timeout: float, **_: Any) -> Any:
         limits.append(timeout)
-        return record
+        return answer("planner", record)
 
-    def connect(*_: Any, **__: Any) -> Any:
-        limits.append(600.0)
-        if len(limits) < 3:
-            raise NetworkError("no broker answers")
-        return contextlib.nullcontext(SimpleNamespace(plan=lambda *_, **__: record, wait_ready=wait_ready))
-
-    monkeypatch.setattr(infer.Hepti, "connect", connect)
+    client = SimpleNamespace(plan=lambda *_, **__: answer("planner", record), wait_ready=wait_ready)
+    monkeypatch.setattr(infer.Hepti, "connect", lambda *_, **__: answer("broker", contextlib.nullcontext(client)))
     assert main(["infer", "m", "--text", "x", "--broker", "mqtt://nowhere", *patience]) == ends.exit_code
     assert not patience or limits[-1] < 600.0
 
@@ -494,28 +450,22 @@ def test_the_check_refuses_files_of_another_model(tmp_path: Path) -> None:
         check(hepti, args, body, paths["bert"], spec)
 
 
+NET = """<ir_version: 9, opset_import: ["" : 17]> net (float[1, 3, 9, 9] x) => (float[1, 5] y) {
+    c = Conv(x, w)
+    p = GlobalAveragePool(c)
+    f = Flatten(p)
+    y = Gemm <transB = 1> (f, v)
+}"""
+
+
 def small_net(path: Path) -> Path:
     """Write a classifier of small pictures; the test is skipped without the package onnx."""
     onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    shapes = {"w": (4, 3, 3, 3), "v": (5, 4)}
-    rng = np.random.default_rng(0)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in shapes.items()
-    ]
-    nodes = [
-        onnx.helper.make_node("Conv", ["x", "w"], ["c"]),
-        onnx.helper.make_node("GlobalAveragePool", ["c"], ["p"]),
-        onnx.helper.make_node("Flatten", ["p"], ["f"]),
-        onnx.helper.make_node("Gemm", ["f", "v"], ["y"], transB=1),
-    ]
-    ends = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims)
-        for name, dims in (("x", (1, 3, 9, 9)), ("y", None))
-    ]
-    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
-    version = [onnx.helper.make_operatorsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=version, ir_version=9), path)
+    model, rng = onnx.parser.parse_model(NET), np.random.default_rng(0)
+    for name, shape in {"w": (4, 3, 3, 3), "v": (5, 4)}.items():
+        weight = rng.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    onnx.save(model, path)
     pictures = {"size": 9, "resample": 2, "image_mean": 0.5, "image_std": 0.5}
     (path.parent / "preprocessor_config.json").write_text(json.dumps(pictures))
     return path
@@ -587,32 +537,3 @@ def test_more_devices_than_a_map_has_places_say_who_has_nothing_to_do(
     code, out, _ = run(capsys, *arguments, "--strategy", "fused_tiles", "--variant", "none/leased", "--explain")
     assert code == 0
     assert "task 0" in out
-
-
-@pytest.mark.parametrize("config", [{"num_parts": 5}, {"num_groups": 3}, {"num_parts": 2}, "tiny-bert"], ids=str)
-def test_a_planner_ends_with_what_is_wrong_with_a_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, int] | str
-) -> None:
-    for kind in ("tiny-debert", "tiny-bert"):
-        run(capsys, "model", "make", kind, "--out", str(tmp_path / kind))
-    file = tmp_path / "tiny-debert" / "config.json"
-    other = json.loads((tmp_path / "tiny-bert" / "config.json").read_text())
-    changed = {**json.loads(file.read_text()), **config} if isinstance(config, dict) else other
-    file.write_text(json.dumps(changed))
-    broker = ("--broker", "mqtt://127.0.0.1:1")  # nobody listens: nothing is asked of it before the model is read
-    code, out, err = run(capsys, "planner", "--model", f"m={file.parent}", *broker)
-    assert (code, out) == (2, "")
-    assert len(err) < 1500
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["agent", "--help"], ["model", "make", "tiny-bert", "--out", "OUT"]])
-def test_what_must_be_quick_imports_no_kernels_and_no_experiments(tmp_path: Path, arguments: list[str]) -> None:
-    arguments = [str(tmp_path / "model") if a == "OUT" else a for a in arguments]
-    code = (
-        "import sys\nfrom hepti_mqtt.cli.main import main\n"
-        f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
-        "heavy = ('numba', 'PIL', 'psutil', 'benchmarks')\n"
-        "print([m for m in sys.modules if m.startswith(heavy)], file=sys.stderr)\nsys.exit(code)"
-    )
-    done = python(code)
-    assert (done.returncode, done.stderr.strip()) == (0, "[]")

@@ -103,7 +103,6 @@ def test_a_service_comes_online_keeps_what_it_has_and_leaves_nothing(machine: Pa
         ("", "", 3, "journalctl --user -u hepti-agent"),  # the agent refuses an option
         ("", "mqtt://127.0.0.1:1", 3, "127.0.0.1:1"),
         ("enable", "mqtt://127.0.0.1:1", 2, "systemctl --user enable"),
-        ("daemon-reload", "mqtt://127.0.0.1:1", 2, "systemctl --user daemon-reload"),
     ],
 )
 def test_an_installation_that_fails_says_so_and_leaves_the_files_as_they_were(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +23,6 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.url import BrokerUrl
 
 METRICS_PORT = free_port()
 
@@ -116,29 +112,6 @@ def test_infer_with_a_narrow_wire(ask: Any) -> None:
     assert 1e-5 < narrow["max_abs_err"] < 0.05
 
 
-def test_infer_with_narrow_weights(ask: Any, run: Any) -> None:
-    pins = ("--strategy", "row", "--devices", "a,b")
-    result = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", "w8a8", "--check")
-    assert result["plan"]["weights"] == "w8a8"
-    assert 1e-6 < result["max_abs_err"] < 0.2
-    assert "weights w8a8" in run("plan", "tiny")[1]
-    assert ask("infer", "tiny", "--tokens", "20", *pins, "--check")["max_abs_err"] < 2e-4
-
-
-def test_infer_texts_and_ids(ask: Any, run: Any) -> None:
-    one = ask("infer", "tiny", "--text", "hello world", "--strategy", "auto")
-    two = ask("infer", "tiny", "--text", "hello world", "--text", "and more")
-    np.testing.assert_allclose(two["output"]["results"][0]["embedding"], one["output"]["embedding"], atol=5e-5)
-    result = ask("infer", "tiny", "--ids", "5,6,7")
-    assert result["tokens"] == 3
-    masks = ask("infer", "masks", "--text", "hello [MASK] world")["output"]["masks"]
-    assert len(masks) == 1
-    code, out, err = run("infer", "tiny", "--text", "hello world")
-    assert code == 0
-    assert json.loads(out)["embedding"] == pytest.approx(one["output"]["embedding"], abs=5e-5)
-    assert err
-
-
 def test_infer_takes_what_requests_take(ask: Any, run: Any, tmp_path: Path) -> None:
     hidden = ask("infer", "tiny", "--text", "hello world", "--want", "hidden")
     assert hidden["output"]["shape"] == [hidden["tokens"], 32]
@@ -166,12 +139,11 @@ def test_a_long_output_is_given_by_its_digest(ask: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        *((["Tiny", "--tokens", "5"], 1), (["tiny", "--text", " "], 1)),
-        *((["tiny", "--tokens", "99"], 1), (["tiny", "--text", "word " * 99], 1), (["vit", "--text", "hello"], 1)),
-        *((["tiny", "--ids", "5,x"], 2), (["tiny", "--ids", "5,100000"], 1), (["vit", "--image", __file__], 1)),
+        (["Tiny", "--tokens", "5"], 1),
+        (["tiny", "--tokens", "99"], 1),
+        (["tiny", "--ids", "5,x"], 2),
+        (["vit", "--image", __file__], 1),
         (["tiny", "--image", "/nowhere/x.png"], 2),
-        (["tiny", "--tokens", "5", "--strategy", "magic"], 1),
-        (["tiny", "--tokens", "5", "--strategy", "row", "--variant", "magic"], 1),
         (["tiny", "--tokens", "5", "--devices", "a,nobody"], 4),
         (["tiny", "--tokens", "5", "--check", "--model-dir", "/nowhere"], 2),
     ],
@@ -236,7 +208,7 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
         assert "masks, tiny, vit" in err
 
 
-@pytest.mark.parametrize(("command", "ends"), [("infer tiny --tokens 3", 3), ("plan", 3), ("devices --wait 0.1", 2)])
+@pytest.mark.parametrize(("command", "ends"), [("infer tiny --tokens 3", 3), ("devices --wait 0.1", 2)])
 def test_a_site_without_a_planner_says_so(run: Any, monkeypatch: pytest.MonkeyPatch, command: str, ends: int) -> None:
     for module in ("infer", "show"):
         monkeypatch.setattr(f"hepti_mqtt.cli.{module}.PLANNER_S", 0.2)
@@ -265,52 +237,19 @@ def test_a_wrong_password_ends_with_6(run: Any, site: Site, tmp_path: Path) -> N
         assert code == ConfigError.exit_code, "let in, and nobody is there"
 
 
-def test_a_broker_where_it_was_asked_for(site: Site, run: Any) -> None:
-    with socket.socket() as sock:
-        sock.bind(("0.0.0.0", 0))
-        port = sock.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hepti_mqtt.cli", "broker", "--bind", "0.0.0.0", "--port", str(port)],
-        env=site.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    watchdog = threading.Timer(PATIENCE_S, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"mqtt://0.0.0.0:{port}\n"
-        code, _, err = run("broker", "--bind", "0.0.0.0", "--port", str(port))
-        assert code == 2
-        assert f"port {port}" in err
-        process.terminate()
-        _, err = process.communicate()
-        assert process.returncode == 0
-        assert sum("OPEN BROKER" in line for line in err.splitlines()) == 1
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
-
-
 def test_ctrl_c_is_no_traceback(site: Site) -> None:
-    heard = threading.Event()
-    listener = BrokerConnection(
-        BrokerUrl.parse(site.url), "listener", on_message=lambda *_: heard.set(), on_state=lambda _: None
-    )
-    listener.subscribe([(Topics(SITE).all_requests(), 1)])
-    listener.connect(PATIENCE_S)
     command = [sys.executable, "-m", "hepti_mqtt.cli", "infer", "tiny", "--tokens", "5", "--repeat", "1000000"]
-    with subprocess.Popen(
-        command, env=site.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        Voice(site.url, Topics(SITE).all_requests()) as listener,
+        subprocess.Popen(
+            command, env=site.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         try:
-            assert heard.wait(PATIENCE_S)
+            listener.next()
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=PATIENCE_S)
         finally:
-            listener.close()
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
@@ -340,18 +279,3 @@ def test_a_planner_can_be_read_by_prometheus(ask: Any) -> None:
         'hepti_planner_devices{state="usable"} 2',
     )
     poll(lambda: all(name in shown() for name in wanted), "the planner counts its answers and devices")
-
-
-def test_a_device_that_is_switched_off_is_used_for_nothing(site: Site, ask: Any, run: Any) -> None:
-    switch = Topics(SITE).use("b")
-    home = Voice(site.url, switch)
-    try:
-        home.say(switch, b"off", retain=True)
-        poll(lambda: {d["device"]: d for d in ask("devices")["devices"]}["b"]["refused"], "b is switched off")
-        result = ask("infer", "tiny", "--tokens", "8", "--strategy", "row")
-        assert set(result["plan"]["devices"]) == {"a"}
-        assert "b is not used" in run("devices")[1]
-    finally:
-        home.say(switch, b"", retain=True)
-        poll(lambda: not {d["device"]: d for d in ask("devices")["devices"]}["b"]["refused"], "b is switched on")
-        home.close()

@@ -25,17 +25,19 @@ def peak_bytes(model: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
-def test_more_layers_take_no_more_memory(tmp_path: Path) -> None:
-    shape = Shape(1, hidden=512, heads=8, experts=32, chosen=2, width=512, vocabulary=1000)
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        (Shape(1, hidden=512, heads=8, experts=32, chosen=2, width=512, vocabulary=1000), {"layers": 5}),
+        pytest.param(
+            Shape(1, hidden=256, heads=2, kv_heads=1, experts=4, chosen=2, width=64, vocabulary=30_000),
+            {"hidden": 8192},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["layers", "table of words"],
+)
+def test_a_larger_file_takes_no_more_memory(tmp_path: Path, shape: Shape, more: dict[str, int]) -> None:
     small = write_mixture(tmp_path / "small.gguf", shape)
-    large = write_mixture(tmp_path / "large.gguf", shape._replace(layers=8))
-    more = large.stat().st_size - small.stat().st_size
-    assert peak_bytes(large) - peak_bytes(small) < more / 4
-
-
-def test_a_wide_table_of_words_takes_no_more_memory(tmp_path: Path) -> None:
-    shape = Shape(1, hidden=256, heads=2, kv_heads=1, experts=4, chosen=2, width=64, vocabulary=30_000)
-    small = write_mixture(tmp_path / "small.gguf", shape)
-    large = write_mixture(tmp_path / "large.gguf", shape._replace(hidden=8192))
-    more = large.stat().st_size - small.stat().st_size
-    assert peak_bytes(large) - peak_bytes(small) < more / 4
+    large = write_mixture(tmp_path / "large.gguf", shape._replace(**more))
+    assert peak_bytes(large) - peak_bytes(small) < (large.stat().st_size - small.stat().st_size) / 4

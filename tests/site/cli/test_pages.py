@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from pages import PAGES, blocks, offline_commands, run_as_printed
+
+from hepti_mqtt.cli.main import build
 
 LONGEST = {"README.md": 130}
 ALL_PAGES = 2000
@@ -31,10 +34,22 @@ def test_lines_for_a_shell_are_ones(page: Path) -> None:
         assert done.returncode == 0, block + done.stderr
 
 
+COMMANDS = offline_commands()
+SEARCHES = [(page, line) for page, line in COMMANDS if line.startswith("hepti simulate")]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [[one for one in COMMANDS if one not in SEARCHES], pytest.param(SEARCHES, marks=pytest.mark.nightly)],
+    ids=["sites", "simulations"],
+)
 def test_offline_commands_run_as_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    commands: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But tables of boards: `test_pages_boards.py`."""
-    commands = [(page, line) for page, line in offline_commands() if "--board" not in line]
-    assert len(commands) > 12, "the pages are read"
+    assert len(commands) > 3, "the pages are read"
     run_as_printed(commands, tmp_path, monkeypatch, capsys)
+
+
+def test_simulations_on_the_pages_have_options_that_exist() -> None:
+    for _, line in SEARCHES:
+        build().parse_args(shlex.split(line, comments=True)[1:])

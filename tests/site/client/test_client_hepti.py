@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-import msgpack
 import pytest
 from client_support import A_PLAN, PATIENCE_S, Planner
 from limited_broker import mosquitto_with
+from site_processes import poll
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
@@ -18,9 +18,7 @@ from hepti_mqtt.errors import (
     DeadlineError,
     NetworkError,
     PlanError,
-    RequestError,
     UnknownModelError,
-    WireError,
 )
 
 
@@ -47,7 +45,7 @@ def planner(broker, site):
 def hepti(broker, planner, site):
     planner.online()
     with Hepti.connect(str(broker.url), site=site, client_id="me") as h:
-        h.models(PATIENCE_S)  # the status of the planner, arriving later, would repeat waiting requests
+        poll(lambda: h.planner_online, "the planner's status, which would repeat waiting requests if it came later")
         yield h
 
 
@@ -96,28 +94,11 @@ def test_an_answer_stays_as_it_is_when_its_forecast_cannot_be_had(hepti, planner
         assert kept.result(PATIENCE_S) is estimated
 
 
-@pytest.mark.parametrize("want", ["hidden", "plan"])
-def test_what_has_no_tokens_is_not_generated(hepti, want):
-    with pytest.raises(RequestError):
-        next(hepti.generate("m", ids=[1], max_new_tokens=2, want=want))
-
-
 def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
     with pytest.raises(DeadlineError):
         hepti.infer("m", text="x", timeout_s=0.01)
     with Hepti.connect(str(broker.url), site=f"{site[:50]}-empty") as alone, pytest.raises(NetworkError):
         alone.infer("m", text="x", timeout_s=0.01)
-
-
-def test_a_request_that_timed_out_is_not_sent_again(hepti, planner):
-    with pytest.raises(DeadlineError):
-        hepti.infer("m", text="x", timeout_s=0.01)
-    first_request, back = sorted((planner.next()[1] for _ in range(2)), key=lambda body: "cancel" in body)
-    assert back == {"cancel": first_request["id"]}
-    planner.online(boot=2)
-    future = hepti.submit("m", text="y")
-    assert planner.next()[1]["text"] == "y"
-    future.cancel()
 
 
 def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
@@ -126,7 +107,7 @@ def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
         busy = Planner(str(broker.url), site, acknowledges=False)
         busy.online()
         with Hepti.connect(str(broker.url), site=site) as h:
-            h.models(PATIENCE_S)
+            poll(lambda: h.planner_online, "the planner's status")
             futures = [h.submit("m", text="x") for _ in range(4)]
             ids = [busy.next()[1]["id"] for _ in range(2)]
             futures[0].cancel()
@@ -154,17 +135,6 @@ def test_a_lost_broker_is_waited_for(broker, hepti, planner):
         planner.answer(request)
     assert future.result(PATIENCE_S).result == "x"
     assert late.result(PATIENCE_S).result == "y"
-
-
-def test_what_still_waits_ends_with_the_client(broker, planner, site):
-    hepti = Hepti.connect(str(broker.url), site=site)
-    waiting, cancelled = hepti.submit("m", text="x"), hepti.submit("m", text="y")
-    assert cancelled.cancel()
-    hepti.close()
-    with pytest.raises(NetworkError):
-        waiting.result(PATIENCE_S)
-    with pytest.raises(CancelledError):
-        cancelled.result(PATIENCE_S)
 
 
 def test_models_and_plans(hepti, planner):
@@ -240,15 +210,6 @@ def test_without_a_time_or_beside_a_plan_it_fails_at_once(hepti, planner):
     with pytest.raises(PlanError):
         hepti.infer("m", text="x", timeout_s=PATIENCE_S)
     server.join()
-
-
-def test_a_planner_of_another_version_is_told_at_once(hepti, planner):
-    planner.say(planner.topics.plan("m"), msgpack.packb({"boot": 1, "active": None}))
-    for ask in (hepti.plan, hepti.wait_ready):
-        with pytest.raises(WireError):
-            ask("m", PATIENCE_S)
-    assert hepti.models() == ["m"]
-    assert hepti.unused() == {}
 
 
 def test_no_broker_is_said_at_once(monkeypatch):

@@ -92,13 +92,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def system(tmp_path):
-    def write(cgroup, **files):
+    def write(cgroup, files=()):
         (tmp_path / "proc/self").mkdir(parents=True)
         (tmp_path / "proc/self/cgroup").write_text(cgroup)
-        for name, text in files.items():
-            path = tmp_path / "sys/fs/cgroup" / name.replace("__", "/").replace("_dot_", ".")
+        for name, value in dict(files).items():
+            path = tmp_path / "sys/fs/cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(f"{value}\n")
         return tmp_path
 
     return write
@@ -109,57 +109,56 @@ def test_without_groups_the_machine_counts(system, tmp_path):
     assert free_memory(system("")) > 0
 
 
-def test_a_group_of_version_2_limits_what_is_free(system):
-    root = system(
-        "0::/app\n",
-        app__memory_dot_max=f"{600 * MIB}\n",
-        app__memory_dot_current=f"{250 * MIB}\n",
-        app__memory_dot_stat=f"anon 1\ninactive_file {50 * MIB}\n",
-    )
-    assert free_memory(root) == 400 * MIB
-
-
 @pytest.mark.parametrize("tightest", ["a", "a/b", "a/b/c"])
 def test_of_nested_groups_the_one_with_the_least_left_counts(system, tightest):
-    root = system("0::/a/b/c\n")
+    files = {}
     for group in ("a", "a/b", "a/b/c"):
-        place = root / "sys/fs/cgroup" / group
-        place.mkdir(parents=True)
-        (place / "memory.max").write_text(f"{(150 if group == tightest else 400) * MIB}\n")
-        (place / "memory.current").write_text(f"{100 * MIB}\n")
-        (place / "cpu.max").write_text("30000 100000\n" if group == tightest else "max 100000\n")
+        files[f"{group}/memory.max"] = (150 if group == tightest else 400) * MIB
+        files[f"{group}/memory.current"] = 100 * MIB
+        files[f"{group}/cpu.max"] = "30000 100000" if group == tightest else "max 100000"
+    root = system("0::/a/b/c\n", files)
     assert free_memory(root) == 50 * MIB
     assert usable_cores(root) == 0.3
 
 
-def test_version_2_beside_version_1_has_a_directory_of_its_own(system):
-    root = system(
+V1 = "memory/memory"
+GROUPS = {
+    "version 2": (
+        "0::/app\n",
+        {"app/memory.max": 600 * MIB, "app/memory.current": 250 * MIB, "app/cpu.max": "40000 100000"},
+        {"app/memory.stat": f"anon 1\ninactive_file {50 * MIB}"},
+        (400 * MIB, 0.4),
+    ),
+    "a whole core": (
+        "0::/\n",
+        {"memory.max": 300 * MIB, "memory.current": 100 * MIB, "cpu.max": "100000 100000"},
+        {},
+        (200 * MIB, 1.0),
+    ),
+    "version 2 beside version 1": (
         "4:memory:/\n0::/app\n",
-        memory__memory_dot_limit_in_bytes=f"{500 * MIB}",
-        memory__memory_dot_usage_in_bytes=f"{100 * MIB}",
-        unified__app__cpu_dot_max="20000 100000\n",
-        unified__app__memory_dot_max=f"{300 * MIB}",
-        unified__app__memory_dot_current=f"{100 * MIB}",
-    )
-    assert free_memory(root) == 200 * MIB
-    assert usable_cores(root) == 0.2
-
-
-def test_a_group_of_version_1_whose_path_is_the_hosts(system):
-    root = system(
+        {f"{V1}.limit_in_bytes": 500 * MIB, f"{V1}.usage_in_bytes": 100 * MIB, "unified/app/cpu.max": "20000 100000"},
+        {"unified/app/memory.max": 300 * MIB, "unified/app/memory.current": 100 * MIB},
+        (200 * MIB, 0.2),
+    ),
+    "version 1 with the host's path": (
         "9:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
-        memory__memory_dot_limit_in_bytes=f"{500 * MIB}",
-        memory__memory_dot_usage_in_bytes=f"{300 * MIB}",
-        memory__memory_dot_stat=f"total_inactive_file {100 * MIB}\n",
-        **{"cpu,cpuacct__cpu_dot_cfs_quota_us": "40000", "cpu,cpuacct__cpu_dot_cfs_period_us": "100000"},
-    )
-    assert free_memory(root) == 300 * MIB
-    assert usable_cores(root) == 0.4
+        {f"{V1}.limit_in_bytes": 500 * MIB, f"{V1}.usage_in_bytes": 300 * MIB},
+        {
+            f"{V1}.stat": f"total_inactive_file {100 * MIB}",
+            "cpu,cpuacct/cpu.cfs_quota_us": 40000,
+            "cpu,cpuacct/cpu.cfs_period_us": 100000,
+        },
+        (300 * MIB, 0.4),
+    ),
+}
 
 
-@pytest.mark.parametrize(("quota", "expected"), [("40000 100000", 0.4), ("100000 100000", 1.0)])
-def test_a_quota_limits_the_cores(system, quota, expected):
-    assert usable_cores(system("0::/\n", cpu_dot_max=quota)) == expected
+@pytest.mark.parametrize("case", GROUPS)
+def test_a_group_limits_memory_and_cores(system, case):
+    cgroup, files, more, expected = GROUPS[case]
+    root = system(cgroup, files | more)
+    assert (free_memory(root), usable_cores(root)) == expected
 
 
 def test_cores_that_are_not_alike_are_told_apart_by_their_rating(tmp_path, monkeypatch):
@@ -260,18 +259,6 @@ def test_a_signal_interrupts_before_the_session_thread_runs_and_is_an_event_then
         signals.on_stop(lambda: stops.append(1))
         signal.raise_signal(number)
     assert stops
-
-
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
-def test_who_is_told_to_end_in_an_import_ends_as_if_nothing_had_happened(number):
-    code = (
-        "import signal; from hepti_mqtt.config.process import StopRequested, StopSignals\n"
-        "try:\n"
-        f"    with StopSignals(): exec('signal.raise_signal(signal.{number})')\n"
-        "except StopRequested: print('stopped')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
 def test_an_agent_started_with_nohup_outlives_its_terminal():

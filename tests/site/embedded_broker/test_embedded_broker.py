@@ -89,28 +89,23 @@ def test_mosquitto_off_path_is_not_found(monkeypatch, tmp_path):
     assert find_mosquitto() is None
 
 
-@pytest.mark.parametrize("wanted", [{"only": "mosquitto"}, {"closed": Path("site")}])
-def test_amqtt_replaces_no_mosquitto_that_is_asked_for(monkeypatch, wanted):
+@pytest.mark.parametrize(
+    ("wanted", "advice"),
+    [
+        ({"only": "mosquitto"}, "install"),
+        ({"closed": Path("site")}, "install"),
+        ({"only": "amqtt", "closed": Path("site")}, "access lists"),
+        ({"only": "emqx"}, "mosquitto, amqtt"),
+        ({}, r"mosquitto.*broker.*HEPTI_BROKER"),
+    ],
+    ids=["mosquitto", "closed site", "no access lists", "unknown", "none at all"],
+)
+def test_a_broker_that_cannot_be_had_is_named_with_what_to_do(monkeypatch, wanted, advice):
     monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
-    with pytest.raises(ConfigError, match="install"):
+    if not wanted:
+        monkeypatch.setattr(broker.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=advice):
         start_broker(**wanted)
-
-
-def test_without_any_broker_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setenv("HEPTI_NO_MOSQUITTO", "1")
-    monkeypatch.setattr(broker.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"mosquitto.*broker.*HEPTI_BROKER"):
-        start_broker()
-
-
-def test_a_closed_site_takes_no_broker_without_access_lists(tmp_path):
-    with pytest.raises(ConfigError, match="access lists"):
-        start_broker("amqtt", closed=tmp_path)
-
-
-def test_an_unknown_broker_is_a_config_error():
-    with pytest.raises(ConfigError, match="mosquitto, amqtt"):
-        start_broker("emqx")
 
 
 def test_a_broker_that_does_not_start_is_reported_with_its_last_words(monkeypatch, tmp_path):

@@ -50,8 +50,9 @@ def test_a_prompt_with_a_picture_is_continued_as_by_transformers(site: Site) -> 
     assert other["cached_tokens"] == 0
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(("model", "strategy"), [("seer", "megatron"), ("gemma", "voltage"), ("seer", "decoder")])
+@pytest.mark.parametrize(
+    ("model", "strategy", "count"), [("seer", "megatron", 2), ("gemma", "voltage", 3), ("seer", "decoder", 3)]
+)
 def test_pictures_and_texts_are_divided_over_pinned_devices(site: Site, model: str, strategy: str, count: int) -> None:
     case, devices = SEERS[model], AGENTS[:count]
     with Hepti.connect(site.url, site.name) as hepti:

@@ -72,12 +72,6 @@ def counts(directory, package=ROOT, **variables):
 
 @compiled_only
 @uncached
-def test_the_second_process_compiles_nothing(tmp_path):
-    assert [counts(tmp_path), counts(tmp_path)] == [(2, 0), (0, 2)]
-
-
-@compiled_only
-@uncached
 def test_the_cache_survives_a_reinstallation_and_not_a_change(tmp_path):
     package, kept = tmp_path / "site", tmp_path / "cache"
     shutil.copytree(ROOT / "hepti_mqtt", package / "hepti_mqtt", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,9 @@
 """A planner that starts before its broker."""
 
 import logging
-import queue
 import threading
+
+from site_processes import Voice
 
 from hepti_mqtt.config.options import PlannerOptions
 from hepti_mqtt.embedded_broker import start_broker
@@ -10,12 +11,11 @@ from hepti_mqtt.protocol.messages import decode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 
 def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):
-    url, stop, said = BrokerUrl.parse(f"mqtt://127.0.0.1:{free_tcp_port}"), threading.Event(), queue.SimpleQueue()
+    url, stop = BrokerUrl.parse(f"mqtt://127.0.0.1:{free_tcp_port}"), threading.Event()
     waits, log = threading.Event(), logging.Logger("late")
     config = PlannerConfig(
         url,
@@ -30,12 +30,9 @@ def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):
     try:
         assert waits.wait(60.0), "it says that it waits"
         with start_broker(port=free_tcp_port):
-            ear = BrokerConnection(url, "ear", on_message=lambda _, payload: said.put(payload), on_state=lambda _: None)
-            ear.subscribe([(Topics("late").planner_status(), 1)])
-            ear.connect()
-            while decode_status(said.get(timeout=60.0)).state != "online":
-                continue
-            ear.close()
+            with Voice(str(url), Topics("late").planner_status()) as ear:
+                while decode_status(ear.next()[1]).state != "online":
+                    continue
             stop.set()
             planner.join(60.0)
     finally:

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from site_processes import Voice
 
 from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site
 from hepti_mqtt.transport import name_claim
-from hepti_mqtt.transport.base import Connected, Receipt, Will
-from hepti_mqtt.transport.broker_connection import BrokerConnection
+from hepti_mqtt.transport.base import Receipt, Will
 from hepti_mqtt.transport.broker_limits import DeliveryWindow
 from hepti_mqtt.transport.url import BrokerUrl
 
 
-class Rival:
+class Rival(Voice):
     """A planner's status; one that lives contradicts who says that it is offline."""
 
     def __init__(self, broker, site, answers):
         self.topics, self.answers = Topics(site), answers
-        connected = threading.Event()
-        self.transport = BrokerConnection(
-            BrokerUrl.parse(str(broker.url)),
-            f"rival-{site}",
-            on_message=self.heard,
-            on_state=lambda state: connected.set() if isinstance(state, Connected) else None,
-        )
-        self.transport.subscribe([(self.topics.planner_status(), 1)])
-        self.transport.connect(20)
-        assert connected.wait(20)
+        super().__init__(str(broker.url), self.topics.planner_status())
 
     def status(self, state):
-        self.transport.publish(self.topics.planner_status(), encode_status(Status(state, 5)), 1, retain=True)
+        self.say(self.topics.planner_status(), encode_status(Status(state, 5)), retain=True)
 
-    def heard(self, topic, payload):
+    def hear(self, topic, payload):
         if self.answers and payload and decode_status(payload) == Status("offline", 0):
             self.status("online")
 
@@ -120,5 +109,5 @@ def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):
         if state is not None:
             one.status(state)
         if name == "odd":
-            one.transport.publish(one.topics.planner_status(), b"not a status", 1, retain=True)
+            one.say(one.topics.planner_status(), b"not a status", retain=True)
         claim_site(BrokerUrl.parse(str(mosquitto.url)), name)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import queue
 import threading
-import uuid
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from broker_kinds import needs_mosquitto
 from hypothesis import given
 from hypothesis import strategies as st
+from site_processes import PATIENCE_S, Voice
 
-from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
-from hepti_mqtt.cli.main import main
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
 from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
@@ -31,7 +26,7 @@ from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
+from hepti_mqtt.runtime.coordinator.interface import Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service import planner
@@ -40,8 +35,7 @@ from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
-from hepti_mqtt.service.threads import FairExecutor
-from hepti_mqtt.transport.base import SENDER_EVENTS, Connected, Delivery, Receipt
+from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -145,39 +139,21 @@ def test_a_device_whose_caps_cannot_be_read_is_told_of_once(caplog):
     assert len(caplog.records) == MAX_SUBJECTS, "names cost nothing to invent"
 
 
-PATIENCE_S = 20.0
-
-
-class Listener:
+class Listener(Voice):
     """Hears topics of a site, retained ones included."""
 
     def __init__(self, url, site):
         self.topics = Topics(site)
-        self.heard = queue.SimpleQueue()
-        connected = threading.Event()
-        self.transport = BrokerConnection(
-            url,
-            f"listener-{uuid.uuid4().hex[:8]}",
-            on_message=lambda topic, payload: self.heard.put((topic, bytes(payload))),
-            on_state=lambda state: connected.set() if isinstance(state, Connected) else None,
-        )
-        t = self.topics
-        self.transport.subscribe([(t.planner_status(), 1), (t.all_plans(), 1), (t.responses("me"), 1)])
-        self.transport.connect(PATIENCE_S)
-        assert connected.wait(PATIENCE_S)
+        super().__init__(str(url), self.topics.planner_status(), self.topics.all_plans(), self.topics.responses("me"))
 
     def until(self, topic, holds=lambda payload: True):
         """Return the next payload on a topic for which `holds`."""
-        while True:
-            got, payload = self.heard.get(timeout=PATIENCE_S)
-            if got == topic and holds(payload):
-                return payload
+        while not holds(payload := self.next(topic)[1]):
+            continue
+        return payload
 
     def status(self, state):
         return self.until(self.topics.planner_status(), lambda p: bool(p) and decode_status(p).state == state)
-
-    def say(self, topic, payload, retain=False):
-        self.transport.publish(topic, payload, 1, retain)
 
     def ask(self, model, **data):
         self.say(self.topics.request(model, "me"), json.dumps(data).encode())
@@ -199,7 +175,7 @@ def listen(url):
 
     yield make
     for one in opened:
-        one.transport.close()
+        one.close()
 
 
 @pytest.fixture
@@ -230,29 +206,6 @@ def run(url, checkpoints, tmp_path):
         assert not thread.is_alive()
 
 
-def test_of_several_models_the_good_ones_are_served(checkpoints, tmp_path, caplog):
-    good = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
-    (tmp_path / "bad").mkdir()
-    stop = threading.Event()
-    stop.set()
-    run_planner(
-        PlannerConfig(NOWHERE, "home", PlannerOptions({"bad": tmp_path / "bad", **good}), state_dir=tmp_path), stop
-    )
-    (said,) = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
-    assert "config.json" in said
-    with pytest.raises(ModelError):
-        run_planner(
-            PlannerConfig(NOWHERE, "home", PlannerOptions(dict.fromkeys("ab", tmp_path / "bad")), state_dir=tmp_path)
-        )
-
-
-def test_the_entry_point_prints_one_line_and_the_exit_code(capsys):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("signal.signal", lambda *_: None)
-        assert main(["planner", "--no-announce", "--broker", "mqtt://127.0.0.1:1", "--model", "m=/nowhere"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear = listen("coming")
     stop, outcome = run("coming")
@@ -273,45 +226,6 @@ def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, 
     stop.set()
     outcome.result(PATIENCE_S)
     assert read_state(directory, models, log).plans == plans
-
-
-def test_without_devices_requests_are_answered_with_the_reason(run, listen):
-    ear = listen("lonely")
-    run("lonely")
-    ear.status("online")
-    assert ear.ask("bert", id="q1", text="hello")["error"]["code"] == "no_plan"
-
-
-@needs_mosquitto
-def test_requests_wait_in_the_broker_while_there_is_no_planner(run, listen):
-    ear = listen("away")
-    stop, outcome = run("away")
-    ear.status("online")
-    stop.set()
-    outcome.result(PATIENCE_S)
-    ear.status("offline")
-    ear.say(ear.topics.request("bert", "me"), b'{"id": "q1", "text": ""}')
-    run("away")
-    answer = json.loads(ear.until(ear.topics.response("bert", "me", "q1")))
-    assert answer["error"]["code"] == "bad_request"
-
-
-@needs_mosquitto
-def test_an_answer_waits_for_somebody_who_hears_it(run, listen, url):
-    """As after a kill of the broker, which forgets who reads what: readers come back later than the planner."""
-    ear = listen("deaf")
-    run("deaf")
-    ear.status("online")
-    ear.say(ear.topics.request("bert", "late"), b'{"id": "q1", "text": ""}')
-    late = queue.SimpleQueue()
-    reader = BrokerConnection(url, "late-reader", on_message=lambda t, p: late.put((t, p)), on_state=lambda _: None)
-    ear.ask("bert", id="q2", text="")  # by now the first answer went out to nobody
-    reader.subscribe([(ear.topics.responses("late"), 1)])
-    reader.connect(PATIENCE_S)
-    topic, payload = late.get(timeout=PATIENCE_S)
-    reader.close()
-    assert topic == ear.topics.response("bert", "late", "q1")
-    assert "repeated" not in json.loads(payload)
 
 
 def test_a_newer_planner_takes_over(run, listen):
@@ -374,58 +288,6 @@ def waiting(inbox):
     while not inbox.empty():
         commands.append(inbox.get())
     return commands
-
-
-def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
-    version, topics = PlanVersion(7, 1), unconnected.topics
-    will = Status("offline", 3)
-    output = frames.Frame(
-        "output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32)
-    )
-    done = frames.Frame("done", "bert", version, 5, source="a", numbers=(1, 2, 3))
-    said = [
-        messages.Ready(1, "bert", version, 5, bytes(8)),
-        messages.PrepareFailed(1, "bert", version, "memory", "no room", 5),
-        messages.RunFailed("bert", version, 5, "device", "broken"),
-        messages.RequestTiles("bert", (b"\0" * 32,)),
-    ]
-    for _ in range(SENDER_EVENTS + 2):
-        unconnected._handle_message(topics.reports("loud"), messages.encode(said[0]))
-    unconnected._handle_message(topics.status("a"), encode_status(will))
-    for message in said:
-        unconnected._handle_message(topics.reports("a"), messages.encode(message))
-    for frame in (output, done):
-        unconnected._handle_message(topics.reports("a"), frames.encode(frame))
-    unconnected._handle_connection(Connected(4, None))
-    kept = waiting(unconnected.inbox)[SENDER_EVENTS:]
-    assert kept[0] == DeviceStatus("a", will)
-    assert kept[1:5] == [DeviceMessage("a", message) for message in said]
-    assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
-    assert kept[7:] == [unconnected._connected]
-    assert unconnected.decoder.counters == {"flood": 2}
-
-
-def test_a_broker_that_has_forgotten_the_planner_is_told_of(unconnected, caplog):
-    unconnected.channel._handle_state(Connected(5, None))
-    unconnected.channel._handle_state(Connected(5, None, resumed=True))
-    assert not caplog.records, "the first time in this life nobody knows us"
-    unconnected.channel._handle_state(Connected(5, None, resumed=False))
-    assert len(caplog.records) == 1
-
-
-def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
-    said = []
-    unconnected._say("online")
-    monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
-    topic = unconnected.topics.planner_status()
-    for boot in (4_000_000_000, 4_000_000_001, 2**62):
-        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot, "term": 9}).encode())
-    for action in waiting(unconnected.inbox):
-        action()
-    assert unconnected.failure is None
-    key = unconnected.session.fleet.public_key
-    own = Status("online", unconnected.start.boot, version=__version__, public_key=key, term=unconnected.start.term)
-    assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
@@ -492,28 +354,6 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
 
 
-def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
-    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
-    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hepti_mqtt.service.handler.parse", None)
-        for name in ("q1", "q2"):
-            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
-    assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
-    assert unconnected.refusing.step()
-    assert json.loads(said[0].payload)["id"] == "q1"
-
-
-def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
-    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
-    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
-    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
-    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
-    assert unconnected.refusing.step()
-    answer = json.loads(said[0].payload)
-    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
-
-
 def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):
     said = []
     unconnected.control.publish = lambda topic, payload, *_: said.append((topic, decode_status(payload).state))
@@ -556,13 +396,3 @@ def test_a_bad_model_and_a_bad_pin_end_it(checkpoints, tmp_path):
     ):
         with pytest.raises(error):
             run_planner(PlannerConfig(NOWHERE, "s", PlannerOptions(models, pins), state_dir=tmp_path))
-
-
-def test_the_session_hands_out_its_plans_as_values(unconnected, monkeypatch):
-    stood = []
-    monkeypatch.setattr(unconnected.forecasts, "set_plans", stood.append)
-    plans = [(), ("one",), ("one",), ("one", "two")]
-    monkeypatch.setattr(unconnected.session, "snapshot", lambda: plans.pop(0))
-    for _ in range(4):
-        unconnected._handle(Tick())
-    assert stood == [("one",), ("one", "two")], "only what has changed"

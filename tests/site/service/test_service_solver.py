@@ -136,24 +136,6 @@ def test_a_hurried_search_knows_the_plan_that_has_lost_a_device() -> None:
     assert plan.method in {c.name for c in decision.ranking}
 
 
-def test_requests_that_come_after_the_devices_wait_no_longer_than_those_before_them() -> None:
-    site = Site(searches=False)
-    site.join("a", "b")
-    site.tick(SETTLE_UNSERVED_S * 2)
-    assert not site.solves, "nobody asks yet: others may join"
-    site.submit("r1")
-    assert site.solves[-1].kind is SearchKind.HURRIED
-
-
-def test_a_device_that_starts_holds_nobody_up_whom_others_can_serve() -> None:
-    site = Site(searches=False)
-    site.join("a")
-    site.event(interface.DeviceStatus("b", Status("starting", 1)))
-    site.submit("r1")
-    site.tick(SETTLE_UNSERVED_S * 2)
-    assert site.solves[-1].kind is SearchKind.HURRIED
-
-
 def test_a_hurried_search_serves_although_a_device_joins_meanwhile() -> None:
     site = Site(searches=False)
     site.join("a")

@@ -87,18 +87,6 @@ def test_a_lost_connection_comes_back_with_its_filters(proxy, topic, peers):
     assert peer.transport.counts().reconnections == 1
 
 
-def test_a_large_message_that_somebody_retained_arrives_too(mosquitto, topic, peers):
-    large = os.urandom(100_000)
-    sender = peers(mosquitto.url, protocol=4)
-    sender.subscribe(topic, qos=0)
-    sender.transport.publish(topic, large, 1, retain=True)
-    assert bytes(sender.message()[1]) == large, "the broker has it before anybody asks for it"
-    peer = peers(mosquitto.url, tensors=True)
-    peer.subscribe(topic, qos=0)
-    assert bytes(peer.message()[1]) == large
-    sender.transport.publish(topic, b"", 1, retain=True)
-
-
 def test_a_broker_that_does_not_read_for_a_while_gets_everything_later(proxy, topic, peers):
     """Nothing is lost, and nothing comes twice or in another order."""
     sender, receiver = peers(proxy.url, tensors=True), peers(proxy.url, tensors=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
-import struct
 
 import pytest
 from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
@@ -25,7 +23,7 @@ from hepti_mqtt.transport.endpoint import (
 )
 
 IN_311, IN_5 = b"\x20\x02\0\0", b"\x20\x10\0\0\x0d\x24\0\x25\0\x29\0\x2a\0\x27\0\0\x40\0"
-PING, PONG, BYE = b"\xc0\0", b"\xd0\0", b"\xe0\0"
+PING, PONG = b"\xc0\0", b"\xd0\0"
 
 
 def session(version=4):
@@ -92,19 +90,20 @@ def test_wills_keep_alive_and_limits_of_a_client_are_understood():
     assert (client_session.largest_bytes, client_session.silence_s) == (4096, float("inf"))
 
 
-def test_subscriptions_are_granted_one_by_one():
-    client_session = session()
-    assert client_session.feed(subscribe("x/a", "y/a", "x/a#", packet_id=258)) == b"\x90\x05\x01\x02\0\x80\x80"
+@pytest.mark.parametrize(
+    ("version", "own", "granted", "left"),
+    [
+        (4, {}, b"\x90\x05\x01\x02\0\x80\x80", b"\xb0\x02\0\x01"),
+        (5, {"options": 0x2E, "properties": b"\x0b\x07"}, b"\x90\x06\x01\x02\0\0\x87\x8f", b"\xb0\x05\0\x01\0\0\x11"),
+    ],
+)
+def test_subscriptions_are_granted_one_by_one(version, own, granted, left):
+    client_session = session(version)
+    packets = subscribe("x/a", "y/a", "x/a#", packet_id=258, version=version, **own)
+    assert client_session.feed(packets) == granted
     assert client_session.filters == {"x/a"}
-    assert client_session.feed(unsubscribe("x/a", "x/b")) == b"\xb0\x02\0\x01"
+    assert client_session.feed(unsubscribe("x/a", "x/b", version=version)) == left
     assert client_session.filters == set()
-
-
-def test_version_5_says_why():
-    client_session = session(5)
-    packets = subscribe("x/a", "y/a", "x/a#", options=0x2E, version=5, properties=b"\x0b\x07")
-    assert client_session.feed(packets) == b"\x90\x06\0\x01\0\0\x87\x8f"
-    assert client_session.feed(unsubscribe("x/a", "x/b", version=5)) == b"\xb0\x05\0\x01\0\0\x11"
 
 
 @pytest.mark.parametrize(("version", "code"), [(4, 0x80), (5, 0x97)])
@@ -378,19 +377,6 @@ def test_what_covers_is_never_more_than_what_matches():
         if allowed == wanted:
             assert covers(allowed, wanted)
     assert covered > 500
-
-
-@pytest.mark.parametrize("last", [BYE, b"", None], ids=["DISCONNECT", "closes", "reset"])
-def test_who_leaves_is_not_counted_as_an_offender(site, last):
-    client = site.let_in()
-    if last:
-        client.sendall(last)
-    else:
-        if last is None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client.close()
-    site.until(lambda: not site.endpoint.busy())
-    assert site.endpoint.rejected == 0
 
 
 def test_a_token_and_its_filters_hold_as_long_as_their_grant():

@@ -8,7 +8,7 @@ import threading
 import pytest
 from endpoint_site import stuff
 from mesh_nodes import HOST, Node, filters, joined, pump, subscribe, topic
-from mesh_played import GRANTED, IN, KEY, OTHER, TOKEN, join, readable, up
+from mesh_played import IN, KEY, OTHER, TOKEN, join, readable, up
 from mqtt_bytes import publish
 
 from hepti_mqtt.transport.endpoint import STALL_S
@@ -120,17 +120,6 @@ def test_a_payload_is_timed_while_it_is_waited_for(node, played):
     assert came_us > 10_000
 
 
-def test_a_key_that_joins_later_uses_the_same_connection(node, played):
-    up(node, played)
-    join(node, played, OTHER, "second", ["hepti/v1/home/x/vit/+/a/all"])
-    said = played.sock.recv(4096)
-    assert said == b"\x82\x20\0\x02\0\x1bhepti/v1/home/x/vit/+/a/all\0"
-    assert not node.mesh.stats()["a"].joined
-    played.say(node, b"\x90\x03\0\x02\0")
-    assert node.mesh.stats()["a"].joined
-    assert node.events == [Joined("a", KEY), Joined("a", OTHER)]
-
-
 def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     up(node, played)
     join(node, played, OTHER, TOKEN, ["hepti/v1/home/x/bert/+/a/b", "x/own"])
@@ -146,14 +135,6 @@ def test_a_key_that_leaves_gives_back_only_what_nobody_else_reads(node, played):
     assert played.sock.recv(4096) == b""
     node.mesh.leave("a", KEY)
     assert node.events_of(Lost) == []
-
-
-def test_an_answer_to_a_key_that_has_left_is_no_matter(node, played):
-    up(node, played)
-    join(node, played, OTHER)
-    node.mesh.leave("a", OTHER)
-    played.say(node, b"\x90\x04\0\x02\0\0" + b"\x90\x04\0\x01\x80\x80")
-    assert node.events == [Joined("a", KEY)]
 
 
 def test_a_peer_that_listens_elsewhere_is_followed(nodes):
@@ -181,20 +162,6 @@ def test_a_half_received_frame_is_dropped(node, played, clock):
     assert node.messages[1:] == [("a", topic("a"), b"new")]
 
 
-def test_what_came_before_a_loss_is_told_before_it(played, clock):
-    order = []
-    node = Node("b", clock=clock)
-    node.mesh._on_message = lambda *_: order.append("message")
-    node.mesh._on_event = lambda event: order.append(type(event).__name__)
-    try:
-        join(node, played)
-        played.accept(node)
-        played.say(node, IN + GRANTED + publish(topic("a"), b"last") + b"\xe0\0")
-    finally:
-        node.mesh.close()
-    assert order == ["Joined", "message", "Lost"]
-
-
 def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     (b,) = nodes("b")
     with socket.create_server((HOST, 0)) as reserved:
@@ -210,16 +177,6 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     finally:
         a.mesh.close()
     pump((b,), lambda: b.events_of(Lost))
-
-
-def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
-    up(node, played)
-    hear, node.mesh._on_message = node.mesh._on_message, lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        played.say(node, publish(topic("a"), b"1") + publish(topic("a"), b"2"))
-    node.mesh._on_message = hear
-    node.mesh.wait(None)
-    assert node.messages == [("a", topic("a"), b"2")]
 
 
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way

@@ -79,7 +79,9 @@ def test_planner_agent_and_client_meet_over_wss(ports, certificate, tmp_path):
     context.load_cert_chain(*certificate)
     with contextlib.closing(Relay(ports[1], context)) as relay:
         broker = SimpleNamespace(url=f"wss://127.0.0.1:{relay.port}?ca={certificate[0]}")
-        with contextlib.closing(Site(tmp_path, broker, {"m": make_model("tiny-minilm", tmp_path / "m")})) as site:
+        with contextlib.closing(
+            Site(tmp_path, broker, {"m": make_model("tiny-minilm", tmp_path / "m", layers=1)})
+        ) as site:
             site.planner()
             site.agent("a")
             with Hepti.connect(site.url, site.name) as hepti:

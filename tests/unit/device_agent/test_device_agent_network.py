@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from device_agent.background import CLOSE_S
 from device_agent.network import (
     ErrorLog,
-    LinkDown,
-    LinkUp,
     Network,
     OwnStatus,
+    PlaneState,
     PlannerStatus,
-    RefusedByBroker,
-    SubscriptionAcknowledged,
 )
 from device_agent.probes import Prober
 from hepti_mqtt.errors import WireError
@@ -210,10 +207,10 @@ def test_states_become_events_even_when_the_inbox_is_full():
     for state in (Connected(4, None, True), Disconnected("gone"), Subscribed(3), Refused(4, ("a",), "no")):
         tell(state)
     assert wired.events() == [
-        LinkUp("data", 4, None, True),
-        LinkDown("data", "gone"),
-        SubscriptionAcknowledged("data", 3),
-        RefusedByBroker("data", 4, ("a",), "no"),
+        PlaneState("data", Connected(4, None, True)),
+        PlaneState("data", Disconnected("gone")),
+        PlaneState("data", Subscribed(3)),
+        PlaneState("data", Refused(4, ("a",), "no")),
     ]
 
 

@@ -16,7 +16,7 @@ from shell_support import BOOT, PLAN, SPEC, TENSORS, TOPICS, TWO, devices, reque
 
 from device_agent import heartbeat as metering
 from device_agent.loader import RequestAgain
-from device_agent.network import LinkDown, LinkUp, OwnStatus, PlannerStatus, RefusedByBroker, Stop, Subscriptions
+from device_agent.network import OwnStatus, PlaneState, PlannerStatus, Stop, Subscriptions
 from device_agent.shell import MAX_REPEATED
 from hepti_mqtt import __version__, models
 from hepti_mqtt.errors import ConfigError, RefusedError, RemoteError, WireError
@@ -29,6 +29,7 @@ from hepti_mqtt.protocol.frames import ExchangeCache
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
 from hepti_mqtt.runtime.worker.executor import Step
 from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
+from hepti_mqtt.transport.base import Connected, Disconnected, Refused
 
 
 def raising(error):
@@ -48,10 +49,10 @@ def device():
 def test_announced_again_after_the_control_connection_was_lost(device):
     d = device()
     d.join()
-    d.run(LinkDown("data", "x"), LinkUp("data", 4, None))
+    d.run(PlaneState("data", Disconnected("x")), PlaneState("data", Connected(4, None)))
     assert len(d.announced) == 1
-    d.run(LinkDown("control", "x"), LinkUp("control", 4, None))
-    assert d.announced == [LinkUp("control", 5, None), LinkUp("control", 4, None)]
+    d.run(PlaneState("control", Disconnected("x")), PlaneState("control", Connected(4, None)))
+    assert d.announced == [Connected(5, None), Connected(4, None)]
     assert d.loader.posted.count(RequestAgain()) == 3, "when control is up, when both are, and when it is up again"
 
 
@@ -242,14 +243,14 @@ def test_a_refused_subscription_fails_the_plan(device):
     d = device()
     d.join()
     d.prepare(TWO)
-    d.run(RefusedByBroker("data", 2, ("hepti/x",), "not authorised"))
+    d.run(PlaneState("data", Refused(2, ("hepti/x",), "not authorised")))
     (failed,) = d.ups()
     assert (failed.code, failed.plan_version) == ("refused", TWO.version)
 
 
 def test_a_refused_base_subscription_ends_the_agent(device):
     d = device()
-    d.inbox.post(RefusedByBroker("control", 1, ("hepti/cmd",), "not authorised"))
+    d.inbox.post(PlaneState("control", Refused(1, ("hepti/cmd",), "not authorised")))
     with pytest.raises(RefusedError):
         d.shell.run()
     assert d.shell.announce_offline
@@ -257,7 +258,7 @@ def test_a_refused_base_subscription_ends_the_agent(device):
 
 def test_a_refused_publish_is_a_complaint(device):
     d = device()
-    d.run(RefusedByBroker("control", None, ("t",), "no"))
+    d.run(PlaneState("control", Refused(None, ("t",), "no")))
     assert d.complaints.counters["publish_refused"] == 1
 
 
@@ -312,7 +313,7 @@ def test_a_planner_of_an_earlier_start_that_a_broker_still_retains_voids_nothing
 
 
 NEXT = replace(PLAN, version=PlanVersion(1, 2))
-AWAY = (LinkDown("control", "x"), LinkUp("control", 5, None))
+AWAY = (PlaneState("control", Disconnected("x")), PlaneState("control", Connected(5, None)))
 WILL = (OwnStatus(protocol_messages.Status("offline", BOOT)),)
 
 

@@ -12,7 +12,7 @@ from hepti_mqtt.cost.profiles import Cluster, Link
 from hepti_mqtt.errors import PlanError
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.planner import Candidate, Question, candidates, decide
+from hepti_mqtt.planner import Candidate, Question, decide
 from hepti_mqtt.planner.candidates import THOROUGH
 from hepti_mqtt.planner.price import Budget, memory_needs
 from hepti_mqtt.planner.refine import whole_bytes
@@ -65,7 +65,7 @@ def counted(query: Question, most: float) -> tuple[Question, list[int]]:
 def test_the_first_candidate_is_there_at_once_with_and_without_an_active_plan():
     for active in (None, plan_of(*ALL)):
         wanted, pauses = counted(question_on(boards(), active=active), 0.0)
-        first = next(candidates(wanted))
+        first = next(Search(wanted).candidates())
         assert first.price.feasible
         assert first.plan.devices == (active.devices if active else ("pi0",))
         assert pauses[0] <= 4 * 4, "the price of one plan and its memory"
@@ -74,7 +74,7 @@ def test_the_first_candidate_is_there_at_once_with_and_without_an_active_plan():
 @pytest.mark.parametrize("order", [("pi2", "pi0", "pi3", "pi1"), ("pi3", "pi2", "pi1", "pi0")])
 def test_where_the_devices_stay_so_do_their_order_and_their_head(order):
     site = with_slowdowns(boards(), pi0=1.02, pi1=0.97, pi2=1.03)
-    plans = [*candidates(question_on(site, active=plan_of(*order)))]
+    plans = [*Search(question_on(site, active=plan_of(*order))).candidates()]
     same = [c.plan for c in plans if set(c.plan.devices) == set(order)]
     assert len({plan.method for plan in same}) > 2
     assert {(plan.devices, plan.root) for plan in same} == {(order, order[0])}
@@ -85,7 +85,9 @@ def test_other_devices_stand_by_kind_and_then_by_name_whatever_the_noise():
         site = with_slowdowns(meshed(cluster(device("pc", 3 * SPEED), *(device(n, SPEED) for n in ALL))), **slowdowns)
         pins = {"strategy": "row", "options": {"variant": "kv"}}
         return {
-            (c.plan.devices, c.plan.root) for c in candidates(question_on(site, **pins)) if len(c.plan.devices) == 5
+            (c.plan.devices, c.plan.root)
+            for c in Search(question_on(site, **pins)).candidates()
+            if len(c.plan.devices) == 5
         }
 
     expected = {(("pc", *ALL), "pc")}
@@ -149,7 +151,7 @@ def test_an_active_plan_that_does_not_fit_any_more_is_no_candidate():
     site = boards(memory=0.6 * whole_bytes(SMALL, "f32"))
     active = plan_of(*ALL, variant="kv")
     pins = {"strategy": "row", "options": {"variant": "kv"}}
-    assert not [*candidates(question_on(site, active=active, **pins))]
+    assert not [*Search(question_on(site, active=active, **pins)).candidates()]
 
 
 def test_a_plan_that_the_question_forbids_does_not_stand():

@@ -62,7 +62,7 @@ class Site(Swarm):
     @property
     def sessions_held(self) -> set[tuple[int, int]]:
         """Return the sessions that devices hold, and for how many rows."""
-        return {(host.session.runs.open_sessions, host.session.runs.session_rows) for host in self.hosts.values()}
+        return {(len(host.session.runs.sessions), host.session.runs.sessions.rows) for host in self.hosts.values()}
 
 
 def test_no_user_has_less_than_half_of_a_fair_share():

@@ -87,7 +87,7 @@ def test_ten_tokens_equal_those_of_whole_passes(kind, name):
     assert [s.shape.tokens for s in stats] == [len(PROMPT)] + [1] * (MOST - 1), "each token is computed once"
     for got, want in zip(swarm.logits.values(), logits, strict=True):
         np.testing.assert_allclose(got, want, atol=TOLERANCE)
-    held = {host.session.runs.open_sessions for host in swarm.hosts.values()}
+    held = {len(host.session.runs.sessions) for host in swarm.hosts.values()}
     assert max(held) == 1, "kept for a text that begins alike"
 
 
@@ -189,7 +189,7 @@ def test_a_text_that_begins_alike_computes_the_rest(lost):
     finish(swarm, "first")
     assert rows_of(swarm, "first") >= 43 + 3
     if lost == "one session":
-        swarm.hosts["d1"].session.runs._sessions.keep("m", plan_of(swarm).version, b"", frozenset())
+        swarm.hosts["d1"].session.runs.sessions.keep("m", plan_of(swarm).version, b"", frozenset())
     elif lost == "a device":
         swarm.kill("d1")
         swarm.join("d1", 1e9, 1 << 30)
@@ -226,11 +226,11 @@ def test_sessions_wait_for_room_and_those_of_ended_requests_make_it():
         assert not swarm.errors
         assert swarm.now > before
         for host in swarm.hosts.values():
-            assert host.session.runs.session_rows <= room_rows
+            assert host.session.runs.sessions.rows <= room_rows
     for name, prompt in prompts.items():
         assert swarm.answers[name][0][0].tolist() == greedy(prompt, 20)[0]
     swarm.run(1)
-    assert {host.session.runs.open_sessions for host in swarm.hosts.values()} == {1}
+    assert {len(host.session.runs.sessions) for host in swarm.hosts.values()} == {1}
 
 
 @pytest.mark.usefixtures("little_room")

@@ -77,7 +77,7 @@ def test_texts_go_on_when_something_is_lost(fault):
     if fault == "a device":
         swarm.kill("d1")
     elif fault == "two sessions":
-        held = swarm.hosts["d1"].session.runs._sessions
+        held = swarm.hosts["d1"].session.runs.sessions
         for session in list(held._open)[:2]:
             held.end(session)
     else:
