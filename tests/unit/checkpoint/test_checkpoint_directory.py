@@ -178,32 +178,25 @@ def test_an_encoder_without_pooler_embeds_by_its_first_row(bert):
         assert (checkpoint.spec.head.pooling, checkpoint.spec.head.pooler) == ("cls", False)
 
 
-def test_half_precision_stays_half_in_tiles(bert, made):
-    rewrite(bert, lambda tensors: {k: v.astype(np.float16) for k, v in tensors.items()})
-    want = all_tensors(made["tiny-bert"])
+DTYPES = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
+
+
+@pytest.mark.parametrize(("stored_as", "kept_as"), [("f16", "f16"), ("f64", "f32"), ("bf16", "f32")])
+def test_half_precision_stays_half_in_tiles_and_other_floats_become_f32(bert, made, stored_as, kept_as):
+    if stored_as == "bf16":
+        write_bfloat16(bert / WEIGHTS, load_file(made["tiny-bert"] / WEIGHTS))
+    else:
+        rewrite(bert, lambda tensors: {k: v.astype(DTYPES[stored_as]) for k, v in tensors.items()})
     with Checkpoint.open(bert) as checkpoint:
-        assert {entry.dtype for entry in checkpoint.manifest.entries} == {"f16"}
-        for name, value in checkpoint.tensors().items():
-            assert value.dtype == np.float32
-            np.testing.assert_array_equal(value, want[name].astype(np.float16))
+        assert {entry.dtype for entry in checkpoint.manifest.entries} == {kept_as}
+        for name, value in all_tensors(made["tiny-bert"]).items():
+            bits = np.ascontiguousarray(value).view(np.uint32) >> 16 << 16
+            want = bits.view(np.float32) if stored_as == "bf16" else value.astype(DTYPES[stored_as])
+            tensor = checkpoint.tensors()[name]
+            assert tensor.dtype == np.float32
+            np.testing.assert_array_equal(tensor, want)
         place = checkpoint.manifest.by_name["layers.0.query.weight"].tile_at(0, 0)
-        tile = tile_array(place, checkpoint.tile(place.hash))
-        assert tile.dtype == np.float16
-        np.testing.assert_array_equal(tile, want["layers.0.query.weight"].astype(np.float16))
-
-
-def test_double_precision_and_bfloat16_become_f32(bert, made):
-    want = all_tensors(made["tiny-bert"])
-    rewrite(bert, lambda tensors: {k: v.astype(np.float64) for k, v in tensors.items()})
-    with Checkpoint.open(bert) as checkpoint:
-        assert {entry.dtype for entry in checkpoint.manifest.entries} == {"f32"}
-        np.testing.assert_array_equal(checkpoint.tensors()["stem.word"], want["stem.word"])
-    write_bfloat16(bert / "model.safetensors", load_file(made["tiny-bert"] / "model.safetensors"))
-    with Checkpoint.open(bert) as checkpoint:
-        assert {entry.dtype for entry in checkpoint.manifest.entries} == {"f32"}
-        for name, value in checkpoint.tensors().items():
-            truncated = (np.ascontiguousarray(want[name]).view(np.uint32) >> 16 << 16).view(np.float32)
-            np.testing.assert_array_equal(value, truncated)
+        assert tile_array(place, checkpoint.tile(place.hash)).dtype == DTYPES[kept_as]
 
 
 def write_bfloat16(path, tensors):

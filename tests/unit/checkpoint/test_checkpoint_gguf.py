@@ -15,7 +15,7 @@ from gguf_writer import converted
 from golden_cases import GOLDEN
 from tokenizers import Tokenizer
 
-from hepti_mqtt.checkpoint import Checkpoint, described_spec, make_model
+from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
 from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.storage import STORAGES
@@ -72,19 +72,20 @@ FAMILIES = {
 }
 
 
+# Values that files of llama.cpp do not say.
+UNSAID = {
+    "tiny-smollm3": {"no_rope_layer_interval": 4},
+    "tiny-gemma3-text": {"query_pre_attn_scalar": KINDS["tiny-gemma3-text"].config["head_dim"]},
+    "tiny-gpt-oss": {"swiglu_limit": 7.0},
+}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_other_architectures_are_their_originals(tmp_path: Path, kind: str) -> None:
     architecture, more = FAMILIES[kind]
     original = make_model(kind, tmp_path / "original")
-    if architecture == "smollm3":  # of llama.cpp every fourth layer has no positions
-        config = json.loads((original / "config.json").read_text())
-        (original / "config.json").write_text(json.dumps({**config, "no_rope_layer_interval": 4}))
-    if architecture == "gemma3":  # whose files do not say by what scores are divided
-        config = json.loads((original / "config.json").read_text())
-        (original / "config.json").write_text(json.dumps({**config, "query_pre_attn_scalar": config["head_dim"]}))
-    if architecture == "gpt-oss":  # whose files do not say the limit
-        config = json.loads((original / "config.json").read_text())
-        (original / "config.json").write_text(json.dumps({**config, "swiglu_limit": 7.0}))
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | UNSAID.get(kind, {})))
     keys = {f"{architecture}.{key}": value for key, value in more.items()}
     ends = {"tokenizer.ggml.eot_token_id": 4} if architecture == "gemma3" else {}
     path = converted(original, tmp_path / "m.gguf", "f32", "f32", architecture, **keys, **ends)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from test_planner_search import SMALL, cluster, device, meshed, question
@@ -53,11 +52,10 @@ def standing(wanted: Question) -> list[Candidate]:
 
 def counted(query: Question, most: float) -> tuple[Question, list[int]]:
     """Return a question whose budget is counted in pauses, of which each price takes at least two, and their count."""
-    pauses, clock = [0], count()
+    pauses = [0]
 
     def pause() -> None:
         pauses[0] += 1
-        next(clock)
 
     return replace(query, pause=pause, budget=Budget(most, lambda: float(pauses[0]))), pauses
 
