@@ -44,7 +44,7 @@ PART_OF_EXAMPLES, LEAST_EXAMPLES = 3, 5
 
 # Files whose tests take longest: what is begun last should be short, or one worker waits for the others.
 LONG = (
-    *("test_faults.py", "test_service_site.py", "test_device_agent_process.py", "test_cli_site.py"),
+    *("test_faults.py", "test_service_site.py", "test_cli_site.py", "test_integration_tiles.py"),
     *("test_strategies_contract.py", "test_planner_search.py", "test_lowering_tables.py"),
 )
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 
 import pytest
-from site_processes import PATIENCE_S, SITE, Site, free_port, poll, running_site
+from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 from smollm_prompts import ANSWERS, MOST, smollm
 
 from hepti_mqtt.client import Hepti
@@ -71,19 +70,3 @@ def test_an_answer_follows_a_schema_and_tools_are_refused_where_the_template_has
             response_format={"type": "json_schema", "json_schema": {"schema": {"type": "city"}}},
             timeout_s=4 * PATIENCE_S,
         )
-
-
-def test_the_capital_of_france_at_the_gateway(site: Site, hepti: Hepti) -> None:
-    port = free_port()
-    site.start("gateway", "gateway", "--port", str(port))
-    poll(lambda: "listening" in site.log("gateway"), "the gateway's start")
-    messages = [{"role": "user", "content": SAID[0]["prompt"]}]
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=4 * PATIENCE_S)
-    try:
-        body = json.dumps({"model": "smollm", "messages": messages, "max_tokens": MOST, "temperature": 0})
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-        reply = json.loads(connection.getresponse().read())
-    finally:
-        connection.close()
-    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    assert reply["choices"][0]["finish_reason"] == "stop"

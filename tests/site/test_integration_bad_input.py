@@ -1,4 +1,4 @@
-"""Whatever comes in from outside, the site answers rightly or with the code of what is wrong."""
+"""A model that fits nowhere, and tiles that are damaged on disk: the reason is given, or they are sent again."""
 
 from __future__ import annotations
 

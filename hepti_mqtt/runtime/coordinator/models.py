@@ -11,7 +11,7 @@ from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, SiteEstimates
+from hepti_mqtt.planner import SiteEstimates
 from hepti_mqtt.runtime.coordinator.durations import RunDurations
 from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
@@ -119,11 +119,6 @@ class PlanGroup:
         """Return whether requests are queued and no plan serves them."""
         return bool(self.queue) and self.plans.in_use is None
 
-    @property
-    def last_request_s(self) -> float:
-        """Return the time of the last request."""
-        return self.pace.last_s
-
     def in_use(self, now: float) -> bool:
         """Return whether a request came recently."""
         return self.pace.is_in_use(now)
@@ -136,11 +131,6 @@ class PlanGroup:
         """Return the plans that devices may hold weights of: plans in use and recently released ones."""
         coming = self.plans.preparing
         return (*(record.plan for record in self.plans.records() if record is not coming), *self.former_plans.released)
-
-    def resident_decision(self) -> Decision | None:
-        """Return the decision of the plan being prepared, otherwise of the active plan."""
-        record = self.plans.preparing or self.plans.active
-        return None if record is None else record.decision
 
     def cluster(self) -> Cluster:
         """Return the measurements for which the active plan was chosen."""
@@ -211,7 +201,7 @@ class PlanGroups:
 
     def pinned(self, model: str | None = None) -> list[PlanGroup]:
         """Return the pinned groups of one model or of all, ordered by their last request."""
-        return sorted((s for s in self._pinned if model in (None, s.name)), key=lambda group: group.last_request_s)
+        return sorted((s for s in self._pinned if model in (None, s.name)), key=lambda group: group.pace.last_s)
 
     def find(self, model: str, pins: Pins | None) -> PlanGroup | None:
         """Return the group of a model under these pins, None if it does not exist yet."""
@@ -323,4 +313,4 @@ class PlanGroups:
         """Return whether a group with a plan gives way to an evicted one."""
         if group.queue:
             return group.queue.oldest_sequence() < holder.queue.oldest_sequence()
-        return holder.idle and now - holder.last_request_s > RESTORE_AFTER_S
+        return holder.idle and now - holder.pace.last_s > RESTORE_AFTER_S

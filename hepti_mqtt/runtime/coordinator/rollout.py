@@ -81,8 +81,8 @@ class Rollout:
             gives_way = other.pinned and (other.idle or not group.pinned)
             if other.name == group.name or gives_way:
                 continue
-            decision = other.resident_decision()
-            reserved.update(decision.chosen.price.needs if decision else {})
+            record = other.plans.preparing or other.plans.active
+            reserved.update(record.decision.chosen.price.needs if record else {})
         for device, limit_bytes in group.crash_backoff.memory_limits(now).items():
             if (member := self._fleet.usable().get(device)) is not None and member.caps is not None:
                 reserved[device] = max(reserved[device], member.caps.memory_budget_bytes - limit_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hepti_mqtt.errors import HeptiError, PlanError
 from hepti_mqtt.kernels import Workers
@@ -51,13 +50,6 @@ def next_step(shape: RequestShape, sessions: Sequence[DecoderSession]) -> Reques
     return shape.decode_step(1) if any(s.number and not s.final for s in sessions) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    number: int
-    resident: ResidentPlan
-    shape: ProgramKey
-
-
 class ProgramBuildQueue:
     """The current order, and the work frames of runs that wait for a Program.
 
@@ -66,7 +58,7 @@ class ProgramBuildQueue:
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._order: _Order | None = None
+        self._order: tuple[BuildProgram, ResidentPlan] | None = None
         self._number = 0
         self._waiting: dict[int, tuple[Frame, ProgramKey]] = {}
 
@@ -96,7 +88,7 @@ class ProgramBuildQueue:
         """Drop the waiting runs of a plan, and the current order if it is for the plan."""
         for run_id in [a for a, (frame, _) in self._waiting.items() if (frame.model, frame.plan_version) == key]:
             del self._waiting[run_id]
-        if self._order is not None and self._order.resident.key == key:
+        if self._order is not None and self._order[1].key == key:
             self._order = None
 
     def next_order(self, residents: Iterable[ResidentPlan], idle: bool) -> BuildProgram | None:
@@ -114,17 +106,17 @@ class ProgramBuildQueue:
         resident, shape = chosen
         assert resident.weights is not None
         self._number += 1
-        self._order = _Order(self._number, resident, shape)
         awaited = late is not None or (idle and bool(resident.urgent_shapes))
-        return BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights, awaited)
+        order = BuildProgram(self._number, resident.spec, resident.plan, shape, resident.weights, awaited)
+        self._order = order, resident
+        return order
 
     def complete(self, event: ProgramBuilt) -> tuple[ResidentPlan, ProgramKey, list[Frame]] | None:
         """Cache a Program; return its plan, shape and waiting runs, None if its plan is gone."""
-        order = self._order
-        if order is None or order.number != event.number:
+        if self._order is None or self._order[0].number != event.number:
             return None
-        self._order = None
-        resident, shape = order.resident, order.shape
+        (order, resident), self._order = self._order, None
+        shape = order.shape
         for shapes in (resident.urgent_shapes, resident.prebuild_shapes):
             if not isinstance(shape, Continuation) and shape in shapes:
                 shapes.remove(shape)

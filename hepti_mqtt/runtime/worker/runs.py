@@ -179,7 +179,7 @@ class WorkerRuns:
         self._left: dict[int, Plan] = {}  # heir without this device -> its plan
         self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # steps ahead, by the run before them
         self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
-        self._early = EarlyFrames()
+        self.early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # before their runs
         self.sessions = DecoderSessions(counters)
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -200,11 +200,6 @@ class WorkerRuns:
         waited_s, self._waited_s = self._waited_s, None
         return waited_s
 
-    @property
-    def early_bytes(self) -> int:
-        """Return the bytes of early frames."""
-        return self._early.nbytes
-
     def has_ended(self, run_id: int) -> bool:
         """Return whether a run has ended on this device."""
         return run_id in self._ended
@@ -213,7 +208,7 @@ class WorkerRuns:
         """Forget all run ids, because a new planner issues its own."""
         self._ended.clear()
         self._answers.clear()
-        self._early.clear()
+        self.early.clear()
         self._early_leases.clear()
 
     def drop_plan(self, key: PlanKey, layout: bytes) -> None:
@@ -318,7 +313,7 @@ class WorkerRuns:
         if first is not None:
             self._executor.start_task(frame.run_id, first, inputs)
         out = [c for lease in self._take_leases(frame.run_id) for c in self.handle_lease(lease, now)]
-        early_frames, stale = self._early.take(frame.run_id, now)
+        early_frames, stale = self.early.take(frame.run_id, now)
         if stale:
             self._counters["early_dropped"] += stale
         for early in early_frames:
@@ -482,7 +477,7 @@ class WorkerRuns:
         """Deliver a peer's tensor, or keep it until its run begins."""
         if frame.run_id in self._executor:
             return self._deliver(frame)
-        if dropped := self._early.store(frame, now):
+        if dropped := self.early.store(frame, now):
             self._counters["early_dropped"] += dropped
         return []
 
@@ -646,7 +641,7 @@ class WorkerRuns:
         self._executor.drop(run_id)
         self._runs.pop(run_id, None)
         self._building.drop(run_id)
-        self._early.drop(run_id)
+        self.early.drop(run_id)
         self._take_leases(run_id)
         self._ended[run_id] = None
         while len(self._ended) > MAX_REMEMBERED_RUNS:
@@ -658,7 +653,7 @@ class WorkerRuns:
     def check(self, plans: ResidentPlans) -> None:
         """Raise AssertionError if an invariant is broken; plans: the resident plans."""
         assert set(self._runs) == set(self._executor.run_ids)
-        self._early.check()
+        self.early.check()
         self._building.check()
         assert not set(self._ended) & set(self._runs)
         assert set(self._heirs) <= set(self._runs)

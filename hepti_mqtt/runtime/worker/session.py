@@ -77,14 +77,6 @@ class _PlanRoutes:
     welcome_by_s: float  #: deadline of peers that answer but refuse
 
 
-@dataclass(frozen=True, slots=True)
-class UnreachablePeers:
-    """A plan and its unreachable peers."""
-
-    key: PlanKey
-    peers: tuple[str, ...]
-
-
 class MeshRoutes:
     """The mesh routes of all plans on one device."""
 
@@ -145,15 +137,15 @@ class MeshRoutes:
                 deadline = min(deadline, *routes.give_up_s.values())
         return deadline
 
-    def take_unreachable(self, now: float) -> list[UnreachablePeers]:
-        """Return the plans whose peers have not joined in time, each peer once."""
-        unreachable = []
+    def take_unreachable(self, now: float) -> dict[PlanKey, tuple[str, ...]]:
+        """Return the peers that have not joined in time, by plan, each peer once."""
+        unreachable = dict[PlanKey, tuple[str, ...]]()
         for key, routes in self._routes.items():
             late = [peer for peer, at in routes.give_up_s.items() if at <= now]
             for peer in late:
                 routes.give_up_s[peer] = inf
             if late:
-                unreachable.append(UnreachablePeers(key, tuple(sorted(late))))
+                unreachable[key] = tuple(sorted(late))
         return unreachable
 
     def plans_read_by(self, peer: str) -> list[PlanKey]:
@@ -213,7 +205,8 @@ class WorkerSession:
         elif isinstance(event, PeerJoined | PeerRefused | PeerLost | PeerFrameDropped):
             out = self._peer(event, now)
         elif isinstance(event, Tick):
-            out = [c for late in self._mesh.take_unreachable(now) for c in self._report_unreachable(late, now)]
+            late = self._mesh.take_unreachable(now)
+            out = [c for key, peers in late.items() for c in self._report_unreachable(key, peers, now)]
         elif isinstance(event, PlannerLost):
             out = self._release(
                 [k for k in (*self.plans, *self._being_analysed) if k[1].boot != event.boot], "planner lost", now
@@ -398,14 +391,14 @@ class WorkerSession:
         text = f"{self.device}: the connection to {event.peer} was down"
         return self.runs.fail_after_loss(event.peer, [resident.key], text)
 
-    def _report_unreachable(self, late: UnreachablePeers, now: float) -> list[Command]:
+    def _report_unreachable(self, key: PlanKey, peers: tuple[str, ...], now: float) -> list[Command]:
         """Report unreachable peers; a plan that was ready stays until the planner replaces it."""
-        resident = self.plans.get(*late.key)
+        resident = self.plans.get(*key)
         if resident is None:
             return []
-        text = f"{self.device} has no connection to {', '.join(late.peers)}"
-        out = [] if resident.subscribed else self._release([late.key], "failed", now, text)
-        failed = self._failed(resident.transaction_id, late.key, "mesh", text, 0, late.peers)
+        text = f"{self.device} has no connection to {', '.join(peers)}"
+        out = [] if resident.subscribed else self._release([key], "failed", now, text)
+        failed = self._failed(resident.transaction_id, key, "mesh", text, 0, peers)
         return [*out, LogTrouble("mesh_unheard", text), failed]
 
     def _hand_over(self, message: messages.HandOver, now: float) -> list[Command]:

@@ -74,18 +74,6 @@ def test_a_ranking_is_the_one_that_mqtt_gives(site: Site, port: int) -> None:
     assert [one["document"]["text"] for one in results] == [documents[one["index"]] for one in ranking]
 
 
-def test_openais_client_hears_what_is_served_and_what_is_wrong(port: int) -> None:
-    import openai  # not at collection: its import takes a second
-
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        assert sorted(model.id for model in client.models.list()) == ["ranker", "talker", "tiny"]
-        with pytest.raises(openai.NotFoundError) as unknown:
-            client.embeddings.create(model="other", input="x")
-        assert unknown.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model="tiny", input="a picture model reads no text")
-
-
 def test_a_conversation_is_the_text_that_mqtt_gives_whole_and_as_it_comes(site: Site, port: int) -> None:
     messages = [{"role": "user", "content": "the room"}]
     with Hepti.connect(site.url, site.name) as hepti:

@@ -100,5 +100,5 @@ def test_every_frame_has_the_effects_that_it_has_when_it_is_read(case) -> None:
             out += session.handle(event, swarm.now)
             session.check()
         session.counters.subtract(before)
-        outcomes.append((out, +session.counters, session.runs.idle, session.runs.early_bytes))
+        outcomes.append((out, +session.counters, session.runs.idle, session.runs.early.nbytes))
     assert outcomes[0] == outcomes[1]

@@ -247,7 +247,7 @@ def test_early_frames_are_bounded():
     for run_id in range(100, 140):
         host.handle(session.FrameIn(stranger(swarm, run_id=run_id, shape=body.shape, body=body)), swarm.now)
         host.check()
-    assert 0 < host.runs.early_bytes <= EARLY_BYTES
+    assert 0 < host.runs.early.nbytes <= EARLY_BYTES
     assert host.counters["early_dropped"] > 0
 
 
