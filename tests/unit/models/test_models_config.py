@@ -198,10 +198,6 @@ def test_wrong_sentence_transformers_files_are_named(extras):
     [
         *({"size": value} for value in ({"height": 384, "width": 384}, 224)),
         {"do_center_crop": True},
-        {"image_mean": [0.5]},
-        {"image_std": [0.5, 0, 0.5]},
-        {"rescale_factor": 0},
-        {"do_normalize": "yes"},
         [],
     ],
     ids=str,
