@@ -69,35 +69,33 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+SITE_RUN = PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/site_run.py --minutes $(MINUTES) --seed $(SEED)
+
 # Kills, stops, restarts and cuts over real processes and a real Mosquitto: docs/reference/guarantees.md.
 MINUTES ?= 10
 SEED ?= 1
 FAULTS ?=
 
 test-faults: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/faults_run.py --minutes $(MINUTES) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
+	$(SITE_RUN) $(if $(KINDS),--kinds $(KINDS)) $(FAULTS)
 
-# Short chats that take over each other's KV caches, some cancelled; each token is compared: make test-chats TURNS=10000.
-TURNS ?= 10000
-
+# Short chats that take over each other's KV caches, some cancelled; each token is compared: make test-chats MINUTES=10.
 test-chats: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/chat_soak.py --turns $(TURNS) --seed $(SEED)
+	$(SITE_RUN) --kinds "" --chats 6
 
 # Starts of three models on three agents with little memory, beside two processes that compute: make test-starts STARTS=20.
 STARTS ?= 20
 
 test-starts: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/starts_run.py --starts $(STARTS)
+	$(SITE_RUN) --starts $(STARTS) --busy 2
 
 # 3,000 heartbeats a second by one login, beside a client that asks ten times a second.
 test-flood: $(VENV)/.dev kernels
 	$(BIN)/python -m benchmarks broker_load scenario=heartbeats every=0.1 seconds=20
 
-# An hour of mixed load over the mesh, a peer stopped in it, and what every process holds: make test-soak MINUTES=60.
-SOAK ?=
-
+# An hour of mixed load over the mesh, with peers that stop, and the memory of each process: make test-soak MINUTES=60.
 test-soak: $(VENV)/.dev kernels
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(SOAK)
+	$(SITE_RUN) --kinds agent-stopped --every 600 900 --mixed --pinned 2 $(FAULTS)
 
 # Many sites on a virtual clock, in some kinds of weather or in all: changes of plan, loads, regret.
 SITES ?= 5
@@ -142,7 +140,7 @@ test-clients: kernels
 # Hostile messages to a real site while requests go on: make test-hostile N=20000 SEED=1; see docs/reference/guarantees.md.
 N ?= 20000
 test-hostile: $(VENV)/.dev
-	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/hostile_site.py $(N) $(SEED)
+	PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/hostile_site.py messages $(N) $(SEED)
 
 # Measurements: make bench NAME=list names them; ARGS="--quick rates=[240]" changes one. benchmarks/README.md says what
 # each is for. Emulated hosts need Linux and root.

@@ -6,15 +6,12 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 from broker_kinds import NEEDS_MOSQUITTO
-from coverage.collector import Collector
 
 # No test may fail because the machine was busy.
 hypothesis.settings.register_profile("hepti", deadline=None)
@@ -59,18 +56,10 @@ NO_BROKER = {
     for path in SITE.glob(pattern)
 }
 
-MEASURED = (
-    2  # cases of one test that are measured: the others run the same lines with other numbers, at a third of the cost
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure the coverage of the first cases of each test alone: tracing doubles the time of what computes a lot.
-
-    What is wide repeats what others prove, and is not measured either. And try fewer examples of each property.
-    """
+    """Mark tests by their tiers and brokers, and try fewer examples of each property."""
     _mix_tiers(items)
-    seen: Counter[str] = Counter()
     for item in items:
         if _is_alike(item):
             item.add_marker(pytest.mark.any_broker)
@@ -78,13 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
         if not os.environ.get("HEPTI_ALL_EXAMPLES") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             _fewer_examples(item.obj)
-        if item.get_closest_marker("nightly"):
-            item.add_marker(pytest.mark.no_cover)
-        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            name = f"{item.path}::{item.originalname}"
-            seen[name] += 1
-            if seen[name] > MEASURED:
-                item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_collection_finish() -> None:
@@ -92,22 +74,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(*GARBAGE)
     gc.enable()
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Trace nothing of a test that is not measured.
-
-    pytest-cov stops its own collector for that, and coverage resumes the one below it: in a worker there is one, since
-    the worker is a measured process, too.
-    """
-    if item.get_closest_marker("no_cover") is None or not (below := Collector._collectors[-1:]):
-        return (yield)
-    below[0].pause()
-    try:
-        return (yield)
-    finally:
-        below[0].resume()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

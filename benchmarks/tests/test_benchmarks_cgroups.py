@@ -37,6 +37,8 @@ def test_version_2_is_found_where_the_cpu_controller_is_there(tmp_path: Path) ->
     (root / "cgroup.controllers").write_text("hugetlb")
     with pytest.raises(LabError, match="control groups"):
         detect(f"cgroup2 {root} cgroup2 rw 0 0", "0::/user")
+    with pytest.raises(LabError, match="mount"):
+        detect("proc /proc proc rw 0 0", "0::/")
 
 
 def test_version_1_is_found_beside_an_empty_version_2(tmp_path: Path) -> None:
@@ -50,11 +52,6 @@ def test_version_1_is_found_beside_an_empty_version_2(tmp_path: Path) -> None:
     assert inside == Controllers(1, tmp_path / "cpu", tmp_path / "memory" / "own")
     unseen = detect(mounts, "4:memory:/docker/123\n2:cpu,cpuacct:/docker/123\n0::/")
     assert unseen.memory == tmp_path / "memory"
-
-
-def test_without_any_there_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(LabError, match="mount"):
-        detect("proc /proc proc rw 0 0", "0::/")
 
 
 def test_a_group_of_version_2_has_quota_and_memory_in_one_place(tmp_path: Path) -> None:
@@ -92,14 +89,11 @@ def test_a_group_of_version_1_has_a_place_in_each_hierarchy(tmp_path: Path) -> N
     assert group.processes() == [12, 34]
 
 
-def test_a_memory_limit_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
+def test_a_limit_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="cgroup_enable=memory"):
         Group(Controllers(1, tmp_path, None), "lab", "pi1", MIB)
-    assert Group(Controllers(1, tmp_path, None), "lab", "pi1").entrances == [tmp_path / "hepti/lab/pi1/cgroup.procs"]
-
-
-def test_a_control_file_that_refuses_is_named(tmp_path: Path) -> None:
     group = Group(Controllers(1, tmp_path, None), "lab", "pi1")
+    assert group.entrances == [tmp_path / "hepti/lab/pi1/cgroup.procs"]
     group.make()
     (group.directories[0] / "cpu.cfs_quota_us").mkdir()
     with pytest.raises(LabError, match=r"cpu\.cfs_quota_us"):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import chain_experiment, experiment, files, kernel_roofs, report
+from benchmarks import chain_experiment, experiment, files, report
 from benchmarks.__main__ import KINDS, _kind, _parse, main
 from benchmarks.chain import PRIMARY, Case, left, programs, reference, weights
 from benchmarks.errors import LabError
@@ -23,12 +23,10 @@ from benchmarks.lab.changes import parse_change
 from benchmarks.lab.spec import LabSpec, check_quotas, load, parse
 from benchmarks.provenance import Results, Writer, provenance, read
 from benchmarks.runner import turns
-from benchmarks.tables import median_interval, ratio, table
+from benchmarks.tables import median_interval, ratio
 from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.kernels.cpu import TILE
-from hepti_mqtt.kernels.jit import compile_all
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
 PAIR = {"name": "pair", "rate": 100, "hosts": {"pi1": {"gflops": 20}, "pi2": {"gflops": 20}}}
@@ -85,17 +83,11 @@ def test_cells_of_the_wires_take_turns_and_come_back_from_records() -> None:
     assert [Cell.of(json.loads(json.dumps(asdict(cell)))) for cell in cells] == cells
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
-def test_an_interval_holds_the_median_and_lies_in_the_data(values: list[float]) -> None:
-    found = median_interval(values)
-    assert min(values) <= found.low <= found.median <= found.high <= max(values)
-    assert found.level >= 0.95 or len(values) < 6
-
-
 @pytest.mark.parametrize(("n", "ranks"), [(6, (1, 6)), (9, (2, 8)), (16, (4, 13)), (30, (10, 21))])
 def test_ranks_are_those_of_the_tables(n: int, ranks: tuple[int, int]) -> None:
-    found = median_interval(range(1, n + 1))
-    assert (found.low, found.high) == ranks
+    interval = median_interval(range(1, n + 1))
+    assert (interval.low, interval.high) == ranks
+    assert interval.level >= 0.95
 
 
 def test_a_drift_that_hits_both_does_not_touch_the_ratio() -> None:
@@ -103,20 +95,13 @@ def test_a_drift_that_hits_both_does_not_touch_the_ratio() -> None:
     assert ratio({n: 2 * d for n, d in drift.items()}, drift)[:3] == (2.0, 2.0, 2.0)
 
 
-def test_an_empty_cell_is_empty() -> None:
-    assert "None" not in "".join(table(("a", "b"), [(1.0, None)]))
-
-
 @given(st.floats(12.0, 60.0), st.floats(0.8, 1.2), st.floats(0.05, 1.0))
 def test_the_quota_found_has_the_speed_whatever_the_curve(target: float, bend: float, start: float) -> None:
     cpu, speed = solve(lambda cpu: 140.0 * cpu**bend, target, 1.0, start)
     assert 0 < cpu <= 1
     assert math.isclose(speed, target, rel_tol=0.05)
-
-
-def test_a_speed_out_of_reach_is_refused() -> None:
     with pytest.raises(LabError):
-        solve(lambda cpu: 10.0 * cpu, 20.0, 1.0, 0.5)
+        solve(lambda cpu: 10.0 * cpu, 20.0, 1.0, start)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +154,6 @@ def test_both_programs_of_the_chain_give_its_product(case: Case) -> None:
                 elif out is not None:
                     executors[out.op.to[0]].deliver(1, (out.op.node, out.op.part, device), np.array(out.array))
     np.testing.assert_allclose(output, reference(case, x, matrices), atol=1e-4)
-
-
-@pytest.mark.parametrize("streams", kernel_roofs._STREAMS)
-def test_the_roofs_read_every_element_once_and_say_how_much_they_do(streams: int) -> None:
-    compile_all()
-    array, out = np.arange(64 * TILE.lanes, dtype=np.float32), np.empty(TILE.lanes, np.float32)
-    kernel_roofs._read(out, array, streams)
-    np.testing.assert_array_equal(out, array.reshape(-1, TILE.lanes).sum(axis=0))
-    assert kernel_roofs.reads_of_memory(1 << 16, repeats=1).amount == 1 << 16
-    assert kernel_roofs.multiply_adds(Workers(1)).amount >= 2 * 1000 * TILE.lanes
 
 
 def chain_records(best: int) -> list[dict[str, Any]]:

@@ -99,14 +99,6 @@ def test_what_was_recorded_is_told_and_taken() -> None:
     assert max(took) > 1.5 * np.median(took), "some of the recorded requests were slow"
 
 
-@pytest.mark.nightly  # what was recorded where nothing changed shows it too, below
-def test_where_nothing_changes_the_plan_stays() -> None:
-    some = Pins(strategy="row", devices=("pi1", "pi2", "pi3"))  # its variants, shares and order are to be chosen
-    verdict = judge(play(FILE, SPEC, make_truth("still", FILE, 3, 1), solve, pins=some, resident=True))
-    assert verdict.changes_per_hour == 0
-    assert verdict.regret < 0.05
-
-
 def test_a_recorded_site_in_which_nothing_changes_gets_no_other_plan_and_no_search() -> None:
     lines = [line for line in read_recording(RECORDING) if line["t"] < 120]
     history = play(FILE, SPEC, recorded_truth(FILE, lines), solve, resident=True)

@@ -129,13 +129,10 @@ OWN_LOGGERS: Final = ("hepti", "hepti_mqtt", "device_agent")  # only these at DE
 
 
 class RateLimitedLog:
-    """Counts problems by kind and logs few of them, so that a peer cannot flood the log; thread-safe.
+    """Counts problems by kind and logs few of them, so that a peer cannot flood the log; thread-safe."""
 
-    counters: shared counters by kind.
-    """
-
-    def __init__(self, log: logging.Logger, counters: Counter[str] | None = None) -> None:
-        self.log, self.counters = log, Counter[str]() if counters is None else counters
+    def __init__(self, log: logging.Logger) -> None:
+        self.log, self.counters = log, Counter[str]()
         self._lock = threading.Lock()  # guards the counters and `_warned`
         self._warned: dict[str, set[str]] = {}  # subjects by kind
 

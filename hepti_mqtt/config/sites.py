@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +52,7 @@ _TOP: Final = {"defaults", "devices", "broker_mbit", "peers", "deadline_ms"}
 _PEER: Final = {"between", "mbit", "round_trip_ms"}
 
 
+@cache
 def boards() -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of the bundled boards by name."""
     fields: Mapping[str, Mapping[str, Any]] = load_yaml(CONFIG_DIR / "boards.yaml")

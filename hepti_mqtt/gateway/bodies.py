@@ -228,8 +228,8 @@ def checked(model: type[AnyBody], values: Any) -> AnyBody:
 class Room:
     """The memory of the bodies of all running requests."""
 
-    def __init__(self, nbytes: int = ROOM_BYTES) -> None:
-        self._left = nbytes
+    def __init__(self) -> None:
+        self._left = ROOM_BYTES
 
     @contextlib.contextmanager
     def part(self) -> Iterator[Callable[[int], None]]:

@@ -48,6 +48,10 @@ class Experts(NamedTuple):
     by_inputs: bool = False
 
 
+#: Names of the number of experts: transformers 5 saves Qwen3-MoE with the second.
+_NUMBERS: Final = ("num_experts", "num_local_experts")
+
+
 def mixture(layer: Mapping[str, str], router: str, *experts: str) -> Mapping[str, str]:
     """Return the names of a checkpoint for the parts of a layer that has experts.
 
@@ -59,6 +63,7 @@ def mixture(layer: Mapping[str, str], router: str, *experts: str) -> Mapping[str
 
 def with_experts(block: BlockSpec, config: JsonConfig, of: Experts) -> BlockSpec:
     """Return the block with the mixture of a config.json; raises ModelError."""
+    config = config.renamed({name: of.number for name in _NUMBERS if name != of.number})
     number, chosen = config.positive(of.number), config.positive(of.chosen)
     if chosen > number:
         raise ModelError(f"config.json: {of.chosen} {chosen} of {number} experts cannot be chosen")

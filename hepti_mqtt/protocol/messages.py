@@ -150,6 +150,30 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class _Transaction:
+    """A step of a plan's preparation or release."""
+
+    transaction_id: int
+    model: str
+    plan_version: PlanVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _OfPlan:
+    """A message about a plan."""
+
+    model: str
+    plan_version: PlanVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRun(_OfPlan):
+    """A message about a run."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Planner to agent: prepare a plan (weights, kernels, subscriptions), then answer `Ready`."""
 
@@ -167,63 +191,43 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Activate:
+class Activate(_Transaction):
     """Planner to agent: accept requests under this plan version."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
-
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(_Transaction):
     """Planner to agent: release this plan version and drop its frames."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
-
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(_OfRun):
     """Planner to agent: cancel a run."""
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
-
 
 @dataclass(frozen=True, slots=True)
-class LeaseTasks:
+class LeaseTasks(_OfRun):
     """Planner to agent: compute these tasks of a run's queue; an empty tuple ends the run's tasks."""
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
     tasks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(_OfRun):
     """Planner to agent: stop a run before a block and send its tensors to the devices that continue it.
 
     The receiving device has no part in the new plan.
     """
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
     block: int
     heir: int  #: run that continues under the new plan
     plan: Plain  #: the new plan
 
 
 @dataclass(frozen=True, slots=True)
-class EndSessions:
+class EndSessions(_OfPlan):
     """Planner to agent: release the KV caches of these sessions of a plan."""
 
-    model: str
-    plan_version: PlanVersion
     sessions: tuple[int, ...]
 
 
@@ -235,34 +239,25 @@ class ReleaseAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(_Transaction):
     """Agent to planner: the plan is loaded and all subscriptions are acknowledged."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
     resident_bytes: int
     digest: bytes  #: `Lowered.digest` of the longest request, for comparison with the planner's digest
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareProgress:
+class PrepareProgress(_Transaction):
     """Agent to planner: progress of the weights' arrival."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
     done_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareFailed:
+class PrepareFailed(_Transaction):
     """Agent to planner: the plan cannot be prepared."""
 
-    transaction_id: int
-    model: str
-    plan_version: PlanVersion
     code: str  #: of an error class
     text: str
     missing_bytes: int  #: 0 if unknown
@@ -298,43 +293,32 @@ class KeptSession(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSessions:
+class KeptSessions(_OfPlan):
     """Agent to planner: sessions of earlier plan versions that continue under this plan version."""
 
-    model: str
-    plan_version: PlanVersion
     sessions: tuple[KeptSession, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RunFailed:
+class RunFailed(_OfRun):
     """Agent to planner: a run failed on this device."""
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
     code: str
     text: str
     sessions: tuple[int, ...] = ()  #: sessions of the run that the device has lost
 
 
 @dataclass(frozen=True, slots=True)
-class TaskDone:
+class TaskDone(_OfRun):
     """Agent to planner: a task of a run's queue is computed and sent."""
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
     task: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunProgress:
+class RunProgress(_OfRun):
     """Agent to planner: the current block of a long run."""
 
-    model: str
-    plan_version: PlanVersion
-    run_id: int
     block: int
 
 

@@ -17,6 +17,7 @@ from tokenizers import Encoding
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.errors import UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig
+from hepti_mqtt.models.plain import softmax
 from hepti_mqtt.models.sentences import CrossEncoder, cross_encoder
 from hepti_mqtt.models.towers import Similarity
 from hepti_mqtt.spec import RequestShape
@@ -30,12 +31,6 @@ class Question(Protocol):
 
     def results(self, checkpoint: Checkpoint, shape: RequestShape, output: Floats) -> list[Result]:
         """Return the JSON of each result."""
-
-
-def softmax(logits: Floats) -> Floats:
-    """Return exp(x) / sum(exp(x)) along the last dimension."""
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
 
 
 def sigmoid(logits: Floats) -> Floats:

@@ -62,16 +62,15 @@ def largest_packet(
     topic: str,
     wanted_bytes: int,
     protocol: int | None = None,
-    timeout_s: float = ANSWER_S,
 ) -> int:
     """Return the bytes of the largest PUBLISH that the broker returns, at most `wanted_bytes`.
 
     Uses separate connections as `client_id`, because a broker closes a connection after too large a packet.
-    topic: the user must be allowed to publish and read it. timeout_s: for each size.
+    topic: the user must be allowed to publish and read it.
     A result below `wanted_bytes` may be 1/16 too small; otherwise one round trip is enough.
     Raises NetworkError, or RefusedError if not even 1 KiB returns.
     """
-    new_echo = partial(Echo, url, client_id, topic, timeout_s, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES)
+    new_echo = partial(Echo, url, client_id, topic, protocol=protocol, max_queued_bytes=MAX_PACKET_BYTES)
 
     def passes(packet_bytes: int) -> bool:
         with new_echo() as echo:
@@ -237,18 +236,15 @@ def queue_capacity(
     topic: str,
     wanted: int,
     receive_maximum: int | None = None,
-    timeout_s: float = ANSWER_S,
 ) -> QueueCapacity | None:
     """Return the broker's queue for one client, None if it keeps `wanted` messages beyond those in flight.
 
     Sends small messages to itself on `topic` and acknowledges none until the broker has accepted all.
     Returns None for MQTT 3.1.1, because amqtt waits for each acknowledgement.
-    Raises NetworkError after timeout_s in all, or RefusedError if the user may not read the topic.
+    Raises NetworkError after `ANSWER_S` in all, or RefusedError if the user may not read the topic.
     """
-    until_s = time.monotonic() + timeout_s
-    with _QueueProbe(
-        url, client_id, topic, timeout_s, qos=1, until_s=until_s, receive_maximum=receive_maximum
-    ) as probe:
+    until_s = time.monotonic() + ANSWER_S
+    with _QueueProbe(url, client_id, topic, qos=1, until_s=until_s, receive_maximum=receive_maximum) as probe:
         if probe.open().protocol < 5:
             return None
         sent = 0

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 
 import msgpack
+from site_processes import PATIENCE_S, Voice
 
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.base import Connected
-from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.url import BrokerUrl
-
-PATIENCE_S = 20.0
 
 A_PLAN = Plan("m", PlanVersion(1, 1), "single", ("a",), "a").to_dict()
 
@@ -38,29 +33,15 @@ def an_answer(request, **data):
     return {**head, **counted, "plan": {**plan, "devices": {"a": 1.0}}, **data}
 
 
-class Planner:
+class Planner(Voice):
     """Hears requests and says what a test tells it to; acknowledges: them as they come."""
 
     def __init__(self, url, site, acknowledges=True):
-        self.topics = Topics(site)
-        self.asked = queue.SimpleQueue()
-        self.connected = threading.Event()
-        self.transport = BrokerConnection(
-            BrokerUrl.parse(url),
-            f"planner-{site}",
-            on_message=self._heard,
-            on_state=self._state,
-            on_delivery=None if acknowledges else lambda delivery: self._heard(delivery.topic, delivery.payload),
-        )
-        self.transport.subscribe([(self.topics.all_requests(), 1)])
-        self.transport.connect(PATIENCE_S)
-        assert self.connected.wait(PATIENCE_S)
+        self.topics, self.asked = Topics(site), queue.SimpleQueue()
+        on_delivery = None if acknowledges else lambda delivery: self.hear(delivery.topic, delivery.payload)
+        super().__init__(url, self.topics.all_requests(), client_id=f"planner-{site}", on_delivery=on_delivery)
 
-    def _state(self, state):
-        if isinstance(state, Connected):
-            self.connected.set()
-
-    def _heard(self, topic, payload):
+    def hear(self, topic, payload):
         self.asked.put((self.topics.parse(topic), json.loads(payload)))
 
     def next(self):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 from scripted_site import ROW, SPEC, Site
@@ -40,7 +39,7 @@ class Decoders(Site):
 
     def __init__(self, orderly: bool = True, **options) -> None:
         super().__init__(**({"pins": ROW} | options))
-        self.orderly = orderly
+        self.orderly, self.compute_us = orderly, 2000
         self.caches: dict[tuple[str, PlanVersion, int], list[int]] = {}
         self.computed: defaultdict[int, set[str]] = defaultdict(set)
         self.published: defaultdict[str, list[int]] = defaultdict(list)
@@ -93,15 +92,12 @@ class Decoders(Site):
         head = source or self.plan_of(run_id).root
         logits = np.zeros((1, SPEC.hidden), np.float32)
         logits[0, following(self.cache(head, run_id)) if forged is None else forged] = 1.0
-        sent = replace(self.work[run_id], kind="output", source=head, dtype="f32", shape=logits.shape, body=logits)
-        self.event(interface.DeviceFrame(head, replace(sent, part=part)))
+        self.hear(self.part(run_id, head, logits, part=part))
 
     def report(self, run_id: int, *devices: str) -> None:
         plan = self.plan_of(run_id)
         for device in devices or plan.devices:
-            numbers = (2000, 500, 100, int(device == plan.root))
-            done = replace(self.work[run_id], kind="done", source=device, dtype="u8", shape=(0,), numbers=numbers)
-            self.event(interface.DeviceFrame(device, replace(done, body=b"")))
+            self.hear(self.done(run_id, device, int(device == plan.root)))
 
     def step(self, reported: bool = True) -> None:
         """Let the last run that was asked for be computed and answered."""

@@ -158,4 +158,4 @@ class ListTransport:
         return Counts(published=len(self.published))
 
     def close(self, last=None, timeout_s=2.0):
-        self.last, self.closed, self.close_s = last, True, timeout_s
+        self.last, self.closed = last, True

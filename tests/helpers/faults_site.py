@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
-import paho.mqtt.client as paho
 import psutil
 from relay import Relay
-from site_processes import SITE, Site, poll
+from site_load import DEVICES
+from site_processes import SITE, Site, Voice, poll
 
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.transport.url import BrokerUrl
 
-DEVICES = ("a", "b", "c")
 AIMED = 0.8  # of the faults of agents, at one that serves
 STOPPED_S = (3.0, 8.0)
 CUT_S = (0.2, 3.0)
-RECONNECT_S = (0.05, 0.2)
 SAVED_S = 30.0  # more than the broker's `autosave_interval`
 
 
@@ -84,7 +82,7 @@ def schedule(
     """
     rng, aim = random.Random(seed), random.Random(f"aim {seed}")
     at_s, round_ = 0.0, list[str]()
-    while True:
+    while kinds:
         at_s += rng.uniform(*every_s)
         if at_s > seconds:
             return
@@ -96,31 +94,20 @@ def schedule(
         yield Fault(at_s, kind, whom, rng.uniform(*lasts), aimed)
 
 
-class Serving:
-    """Hears which devices the active plans have; a connection that the broker has cut comes back by itself."""
+class Serving(Voice):
+    """Hears which devices the active plans have."""
 
     def __init__(self, url: str) -> None:
         self._devices: dict[str, frozenset[str]] = {}  # by topic
-        place = BrokerUrl.parse(url)
-        self._client = paho.Client(paho.CallbackAPIVersion.VERSION2, "listener")
-        self._client.reconnect_delay_set(*RECONNECT_S)
-        self._client.on_connect = lambda client, *_: client.subscribe(Topics(SITE).all_plans())
-        self._client.on_message = self._heard
-        self._client.connect(place.host, place.port, keepalive=10)
-        self._client.loop_start()
+        super().__init__(url, Topics(SITE).all_plans())
 
     @property
     def devices(self) -> frozenset[str]:
         return frozenset().union(*self._devices.values())
 
-    def close(self) -> None:
-        self._client.disconnect()
-        self._client.loop_stop()
-
-    def _heard(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
-        record = msgpack.unpackb(message.payload) if message.payload else {}
-        active = record.get("active") or {}
-        self._devices = {**self._devices, message.topic: frozenset(active.get("devices", ()))}
+    def hear(self, topic: str, payload: bytes) -> None:
+        active = (msgpack.unpackb(payload) if payload else {}).get("active") or {}
+        self._devices = {**self._devices, topic: frozenset(active.get("devices", ()))}
 
 
 class Installed(Site):
@@ -162,6 +149,11 @@ class FaultySite:
         self.site.planner()
         for name in DEVICES:
             self._agent_sites[name].agent(name)
+
+    @property
+    def running(self) -> dict[str, subprocess.Popen[bytes]]:
+        """Return all processes by name."""
+        return {n: p for site in (self.site, *self._agent_sites.values()) for n, p in site.running.items()}
 
     def happen(self, fault: Fault) -> None:
         """Let a fault happen."""

@@ -1,47 +1,43 @@
-"""A program: hostile messages to a real site while requests go on, and what became of it, as JSON.
+"""A program: hostile messages to a real site while requests go on; prints the results as JSON.
 
-Captured messages of every topic are mutated and published again, N of them from a seed; then come the messages that
-once stopped a site, each by name. Arguments: N, and optionally the seed.
+`messages N SEED`: captured messages of every topic are mutated and published again, N of them from a seed; then come
+messages that once stopped a site, each by name. `roles short|whole`: the login of each role of a closed site publishes
+on every topic.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import queue
 import random
-import shutil
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
-import numpy as np
 import psutil
+from closed_broker import ClosedSite, closed_broker
 from mutations import MUTATIONS
-from site_processes import PATIENCE_S, SITE, Site, poll
+from scripted_site import caps, heartbeat
+from site_load import RIGHT, LibraryClient, Question, counts, encoded, texts
+from site_processes import PATIENCE_S, SITE, Site, User, Voice, poll
 
-from hepti_mqtt import models
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError, WireError
+from hepti_mqtt.errors import NetworkError, PacketLimitError, WireError
 from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
+from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.service.requests import read_input
-from hepti_mqtt.transport.base import State, Subscribed
-from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
 TEXTS = ("the sensor is warm", "door", "a window of the cold room, and a light", "letter " * 12)
-TOLERANCE = 5e-5
 CAPTURED = 40  # messages kept of each kind of topic
 AT_ONCE = 20  # hostile messages between two looks at the clock
 INVENTED = 40_000
@@ -54,88 +50,52 @@ TOPICS = Topics(SITE)
 NOBODY = Start(0, 0)
 
 
-@dataclass
-class Counts:
-    """What became of the requests that went on meanwhile."""
+class Flood(Voice):
+    """A connection that publishes as much as it can."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
-    longest_s: float = 0.0
-    longest_trouble_s: float = 0.0  # from the first of several failures on end to the next right answer
-    last_failure_s: float = 0.0  # when the last request was sent that failed, by time.monotonic()
-    failures: list[str] = field(default_factory=list)  # when, by the clock of the logs, and in whose words
-    stop: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, url: str | BrokerUrl, *topics: str) -> None:
+        self.sent, self.refused, self.last_sent_s = Counter[str](), 0, 0.0
+        super().__init__(url, *topics, max_queued_bytes=256 << 20)
 
-    def run(self, url: str, expected: dict[str, np.ndarray], client: str) -> None:
-        """Ask one thing after the other until the end."""
-        with Hepti.connect(url, site=SITE, client_id=client) as hepti:
-            trouble_since: float | None = None
-            for number in range(1 << 30):
-                if self.stop.is_set():
-                    return
-                text = TEXTS[number % len(TEXTS)]
-                begun = time.monotonic()
-                try:
-                    embedding = hepti.infer("tiny", text=text, timeout_s=PATIENCE_S).embedding
-                except HeptiError as error:
-                    outcome = "no end" if isinstance(error, TimeoutError) else f"error {error.code}"
-                    took_s = time.monotonic() - begun
-                    self.failures.append(f"{time.strftime('%H:%M:%S')} {client} after {took_s:.1f} s: {error}")
-                    self.last_failure_s = max(self.last_failure_s, begun)
-                else:
-                    right = np.allclose(embedding, expected[text], atol=TOLERANCE)
-                    outcome = "right" if right else "wrong"
-                self.outcomes[outcome] += 1
-                now = time.monotonic()
-                self.longest_s = max(self.longest_s, now - begun)
-                if outcome != "right":
-                    trouble_since = now if trouble_since is None else trouble_since
-                elif trouble_since is not None:
-                    self.longest_trouble_s = max(self.longest_trouble_s, now - trouble_since)
-                    trouble_since = None
+    def flood(self, kind: str, topic: str, payload: bytes, retain: bool = False) -> None:
+        """Publish, and wait while too much waits to be sent."""
+        self.sent[kind] += 1
+        self.last_sent_s = time.monotonic()
+        while True:
+            try:
+                self.say(topic, payload, retain)
+            except PacketLimitError:
+                self.refused += 1
+            except NetworkError:
+                time.sleep(0.02)
+                continue
+            return
 
 
-class Attacker:
+class Attacker(Flood):
     """Someone who may publish and read everything: an open broker, or a login that was stolen."""
 
     def __init__(self, url: str, random_: random.Random) -> None:
         self.random = random_
-        self.capturing, self.pause = True, threading.Event()
+        self.capturing = True
         self.captured: dict[str, list[tuple[str, bytes]]] = {}
         self.answers: Counter[str] = Counter()
-        self.waiting: set[str] = set()  # ids of our own requests, valid ones, that have no answer
-        self.sent: Counter[str] = Counter()
-        self.last_sent_s = 0.0
-        self.transport = self._connection(url, "says", self._heard, "hepti/v1/" + SITE + "/#", 0)
-        # What answers us must not be dropped behind our own echo.
-        self.answered = self._connection(url, "hears", self._counted, TOPICS.responses("attacker"), 1)
+        self.waiting: set[str] = set()  # ids of our own valid requests without an answer
+        super().__init__(url, f"hepti/v1/{SITE}/#")
+        self.user = User(url, "attacker")  # a connection of its own: answers must not be dropped behind our own echo
 
-    def _connection(
-        self, url: str, name: str, heard: Callable[[str, bytes], None], topic: str, qos: int
-    ) -> BrokerConnection:
-        states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        transport = BrokerConnection(
-            BrokerUrl.parse(url),
-            f"attacker-{name}-{uuid.uuid4().hex[:8]}",
-            on_message=heard,
-            on_state=states.put,
-            max_queued_bytes=256 << 20,
-        )
-        transport.subscribe([(topic, qos)])
-        transport.connect(PATIENCE_S)
-        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
-            pass
-        return transport
+    def close(self, timeout_s: float = 2.0) -> None:
+        super().close(timeout_s)
+        self.user.close()
 
-    def close(self) -> None:
-        self.transport.close()
-        self.answered.close()
+    def count_answers(self) -> None:
+        """Count the answers that have come."""
+        while not self.user.answers.empty():
+            topic, data = self.user.answers.get()
+            self.waiting.discard(topic.rpartition("/")[2])
+            self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
 
-    def _counted(self, topic: str, payload: bytes) -> None:
-        data, request = json.loads(payload), topic.rpartition("/")[2]
-        self.waiting.discard(request)
-        self.answers["answered" if data["ok"] else f"refused: {data['error']['code']}"] += 1
-
-    def _heard(self, topic: str, payload: bytes) -> None:
+    def hear(self, topic: str, payload: bytes) -> None:
         try:
             parsed = TOPICS.parse(topic)
         except WireError:
@@ -145,21 +105,7 @@ class Attacker:
         if payload and self.capturing:
             kept = self.captured.setdefault(parsed.kind, [])
             if len(kept) < CAPTURED:
-                kept.append((topic, payload))
-
-    def say(self, kind: str, topic: str, payload: bytes, retain: bool = False) -> None:
-        """Publish, and wait while too much waits to be sent."""
-        self.sent[kind] += 1
-        self.last_sent_s = time.monotonic()
-        while True:
-            try:
-                self.transport.publish(topic, payload, 1, retain)
-            except PacketLimitError:
-                self.answers["over the broker's limit"] += 1
-            except NetworkError:
-                self.pause.wait(0.02)
-                continue
-            return
+                kept.append((topic, bytes(payload)))
 
     def takes_over(self, topic: str, payload: bytes) -> bool:
         """Return whether a message says that there is a newer planner or agent: by design the one before ends then."""
@@ -188,7 +134,7 @@ def start_of(topic: str, payload: bytes) -> Start:
 
 def named(attacker: Attacker) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the messages that stopped a site once."""
-    request, say = TOPICS.request("tiny", "attacker"), attacker.say
+    request, say = TOPICS.request("tiny", "attacker"), attacker.flood
 
     def ask(name: str, **data: object) -> None:
         own = uuid.uuid4().hex
@@ -219,13 +165,13 @@ def _prepare(attacker: Attacker, name: str, field_: str, value: int) -> None:
     topic, values = next(command for command in commands if command[1][0] == 1)
     values[2]["epoch"] = [values[2]["epoch"][0], 1_000_000 + attacker.random.randrange(1_000_000)]
     values[3][field_] = value
-    attacker.say(name, topic, msgpack.packb(values))
+    attacker.flood(name, topic, msgpack.packb(values))
 
 
 def _invent(attacker: Attacker) -> None:
     online = json.dumps({"state": "online", "boot": 1}).encode()
     for number in range(INVENTED):
-        attacker.say("40,000 devices", TOPICS.status(f"invented-{number}"), online)
+        attacker.flood("40,000 devices", TOPICS.status(f"invented-{number}"), online)
 
 
 def memory_mb(site: Site) -> dict[str, int]:
@@ -233,50 +179,89 @@ def memory_mb(site: Site) -> dict[str, int]:
     return {name: psutil.Process(p.pid).memory_info().rss >> 20 for name, p in site.running.items()}
 
 
-def attack(site: Site, attacker: Attacker, count: int, expected: dict[str, np.ndarray]) -> dict[str, object]:
-    """Send everything; return what was sent, how it was answered, and how the site did."""
-    counts = Counts()
-    clients = [threading.Thread(target=counts.run, args=(site.url, expected, name)) for name in ("one", "two")]
+@contextmanager
+def attacked(site: Site, url: str, questions: Sequence[Question], *names: str) -> Iterator[dict[str, object]]:
+    """Let clients ask while the body attacks; afterwards the report has their requests and the processes' state."""
+    clients = [LibraryClient(url, name, questions, pause_s=0.01) for name in names]
+    report: dict[str, object] = {"memory_mb": {"before": memory_mb(site)}, "clients": clients}
+    for client in clients:
+        client.start()
     try:
-        for thread in clients:
-            thread.start()
-        poll(lambda: not KINDS - set(attacker.captured), f"a message of each kind, besides {set(attacker.captured)},")
-        attacker.capturing = False  # from now on much of what is heard is our own
-        before = memory_mb(site)
-        _mutations(attacker, count)
-        mutated_until_s = attacker.last_sent_s
-        attacker.pause.wait(2 * OUTLASTS_S)
-        outlasting = counts.last_failure_s > mutated_until_s + OUTLASTS_S
-        after_mutations, steps, unanswered = memory_mb(site), {}, Counter[str]()
-        for name, act in named(attacker):
-            act()
-            until = time.monotonic() + PATIENCE_S
-            while attacker.waiting and time.monotonic() < until:
-                attacker.pause.wait(0.05)
-            if attacker.waiting:
-                unanswered[name] = len(attacker.waiting)
-            attacker.waiting.clear()
-            _answers(site, expected)
-            steps[name] = memory_mb(site)
+        yield report
     finally:
-        counts.stop.set()
-        for thread in clients:
-            thread.join(2 * PATIENCE_S)
-    return {
-        "sent": dict(sorted(attacker.sent.items())),
-        "mutated": count,
-        "answers": dict(sorted(attacker.answers.items())),
-        "unanswered": dict(unanswered),
-        "requests": dict(counts.outcomes),
-        "failures": counts.failures,
-        "longest_s": round(counts.longest_s, 2),
-        "longest_trouble_s": round(counts.longest_trouble_s, 2),
-        "outlasting": outlasting,
-        "memory_mb": {"before": before, "after mutations": after_mutations, **steps},
+        for client in clients:
+            client.close()
+    del report["clients"]
+    ends = counts(clients)
+    report |= {
+        "requests": {code or "right": n for code, n in ends.items()},
+        "failures": texts(clients, *(ends.keys() - {RIGHT}))[:50],
+        "longest_s": round(max(o.ended_s - o.begun_s for c in clients for o in c.outcomes), 2),
+        "longest_trouble_s": round(max(client.trouble() for client in clients), 2),
         "ended": [name for name, process in site.running.items() if process.poll() is not None],
-        "log_lines": {name: site.log(name).count("\n") for name in site.running},
         "tracebacks": sum(site.log(name).count("Traceback") for name in site.running),
+        "log": site.log("planner")[-4000:],
     }
+
+
+@contextmanager
+def served_model() -> Iterator[tuple[Path, Path, list[Question]]]:
+    """Yield a directory, a model in it, and requests with their answers."""
+    with tempfile.TemporaryDirectory(prefix="hepti-hostile-") as name:
+        path = make_model("tiny-bert", Path(name) / "tiny", seed=3)
+        yield Path(name), path, encoded(path, [{"text": text} for text in TEXTS], "tiny")
+
+
+def start(site: Site, url: str, *planner: str) -> None:
+    """Start a planner and two agents, and wait until plans have both."""
+    site.planner(*planner)
+    for name in ("a", "b"):
+        site.agent(name, "100MiB")
+    with Hepti.connect(url, site=SITE) as hepti:
+        both = {"a", "b"}
+        hepti.wait_ready("tiny", PATIENCE_S, lambda r: {d for c in r["candidates"] for d in c["devices"]} == both)
+
+
+def answers_again(url: str, question: Question) -> None:
+    """Return when the site answers rightly again; raises if it does not."""
+    with Hepti.connect(url, site=SITE) as hepti:
+        assert question.is_right(hepti.infer("tiny", **question.body, timeout_s=2 * PATIENCE_S)), "a wrong answer"
+
+
+def attack_by_messages(count: int, seed: int = 0) -> dict[str, object]:
+    """Attack an open site with mutated messages and those that stopped a site once; return the results."""
+    with served_model() as (directory, path, questions), start_broker() as broker:
+        site = Site(directory, broker, {"tiny": path})
+        attacker = Attacker(broker.url, random.Random(seed))  # before plans are published
+        try:
+            start(site, site.url, "--strategy", "row", "--devices", "a,b", "--route", "broker")
+            with attacked(site, site.url, questions, "one", "two") as report:
+                poll(lambda: not KINDS - set(attacker.captured), f"each kind besides {set(attacker.captured)}")
+                attacker.capturing = False  # from now on much of what is heard is our own
+                memory: dict[str, object] = report["memory_mb"]  # type: ignore[assignment]
+                _mutations(attacker, count)
+                mutated_until_s = attacker.last_sent_s
+                time.sleep(2 * OUTLASTS_S)
+                failed = [o.begun_s for c in report["clients"] for o in c.outcomes if o.code]  # type: ignore[attr-defined]
+                report["outlasting"] = max(failed, default=0.0) > mutated_until_s + OUTLASTS_S
+                memory["after mutations"], unanswered = memory_mb(site), Counter[str]()
+                for name, act in named(attacker):
+                    act()
+                    until = time.monotonic() + PATIENCE_S
+                    while attacker.waiting and time.monotonic() < until:
+                        attacker.count_answers()
+                        time.sleep(0.05)
+                    unanswered[name] += len(attacker.waiting)
+                    attacker.waiting.clear()
+                    answers_again(site.url, questions[0])
+                    memory[name] = memory_mb(site)
+                report["unanswered"] = {name: n for name, n in unanswered.items() if n}
+            attacker.count_answers()
+            sent = {"sent": dict(sorted(attacker.sent.items())), "answers": dict(sorted(attacker.answers.items()))}
+            return {"broker": broker.kind, "seed": seed, "over the limit": attacker.refused, **sent, **report}
+        finally:
+            site.close()
+            attacker.close()
 
 
 def _mutations(attacker: Attacker, count: int) -> None:
@@ -285,52 +270,108 @@ def _mutations(attacker: Attacker, count: int) -> None:
         kind, topic, payload = attacker.mutated()
         if attacker.takes_over(topic, payload):
             continue
-        attacker.say(kind, topic, payload)
+        attacker.flood(kind, topic, payload)
         left -= 1
         if left % AT_ONCE == 0:
-            attacker.pause.wait(0.02)
+            time.sleep(0.02)
+            attacker.count_answers()
 
 
-def _answers(site: Site, expected: dict[str, np.ndarray]) -> None:
-    """Return when the site answers rightly again; raises if it does not."""
-    with Hepti.connect(site.url, site=SITE) as hepti:
-        embedding = hepti.infer("tiny", text=TEXTS[0], timeout_s=2 * PATIENCE_S).embedding
-    assert np.allclose(embedding, expected[TEXTS[0]], atol=TOLERANCE), "a wrong answer"
+# ----------------------------------------------------------------------------------------------------------------------
+# A closed site, attacked by its own logins.
+
+USERS = {"a": "device", "b": "device", "idle": "device", "alice": "client", "mallory": "client", "hall": "viewer"}
+ATTACKERS = ("idle", "b", "mallory", "hall")  # b: the login of a device that serves
 
 
-def main(count: int, seed: int) -> dict[str, object]:
-    """Build a site, attack it, and return what became of it."""
-    directory = Path(tempfile.mkdtemp(prefix="hepti-hostile-"))
+@dataclass(frozen=True)
+class Load:
+    """The sizes of messages, and how often each is repeated."""
+
+    sizes: tuple[int, ...]
+    rates: tuple[int, ...]
+
+
+LOADS = {
+    "short": Load((0, 1, 70_000), (1, 5)),
+    "whole": Load((0, 1, 1000, 70_000, 2_000_000, 30_000_000), (1, 20, 500)),
+}
+MOST_BYTES = 4 << 20  # of one topic, size and rate together
+
+
+def topics_of(me: str) -> list[str]:
+    """Return every topic of the protocol, with this name and with another's wherever a name stands."""
+    t = TOPICS
+    topics = [t.planner_status(), t.plan("tiny"), t.event("left")]
+    for name in (me, "a"):
+        topics += [t.status(name), t.caps(name), t.heartbeat(name), t.reports(name), t.command(name), t.probe(name)]
+        topics += [t.work("tiny", name), t.weights(name)]
+        topics += [t.use(name), t.text("tiny", name)]
+        topics += [t.request("tiny", name), t.responses(name, "tiny").replace("+", "q1")]
+        topics += [t.activation("tiny", 1, name, to) for to in ("a", "b", "all")]
+    return topics
+
+
+def harmful(me: str) -> Iterator[tuple[str, bytes]]:
+    """Yield what is valid and may do harm: a device that takes part and does nothing, or says what cannot be."""
+    boot, status, own = int(time.time()), TOPICS.status(me), caps(me, 0)
+    for packet_bytes in (1, 5000, 0):
+        said = replace(own, boot=boot, largest_packet_bytes=packet_bytes)
+        yield TOPICS.caps(me), messages.encode_caps(said)
+        yield status, messages.encode_status(Status("online", boot))
+        yield TOPICS.heartbeat(me), messages.encode_heartbeat(heartbeat(boot))
+    for state in ("offline", "online", "starting") * 5:
+        yield status, messages.encode_status(Status(state, boot))
+
+
+def attack_with(login: str, user: str, load: Load, rng: random.Random) -> Counter[str]:
+    """Publish everything with one login; return the number of messages by kind."""
+    flood = Flood(BrokerUrl.parse(login))
     try:
-        path = make_model("tiny-bert", directory / "tiny", seed=3)
-        with Checkpoint.open(path, "tiny") as checkpoint:
-            expected = {}
-            for text in TEXTS:
-                prepared = read_input(checkpoint, {"text": text})
-                expected[text] = models.reference(
-                    checkpoint.spec, checkpoint.tensors(), prepared.inputs, prepared.shape
-                )[1][0]
-        with start_broker() as broker:
-            site = Site(directory, broker, {"tiny": path})
-            attacker = Attacker(broker.url, random.Random(seed))  # before the plans are told
-            try:
-                site.planner("--strategy", "row", "--devices", "a,b", "--route", "broker")
-                for name in ("a", "b"):
-                    site.agent(name, "100MiB")
-                with Hepti.connect(site.url, site=SITE) as hepti:
-                    hepti.wait_ready(
-                        "tiny", PATIENCE_S, lambda r: set((r["active"] or {}).get("devices", ())) == {"a", "b"}
-                    )
-                return {"broker": broker.kind, "seed": seed, **attack(site, attacker, count, expected)}
-            finally:
-                site.close()
-                attacker.close()
-                if (kept := os.environ.get("HEPTI_HOSTILE_LOGS")) is not None:
-                    for log in directory.glob("*.log"):
-                        shutil.copy(log, kept)
+        for topic in topics_of(user):
+            for size in load.sizes:
+                payload = rng.randbytes(size)
+                repeats = sum(min(rate, max(MOST_BYTES // max(size, 1), 1)) for rate in load.rates)
+                for retain in (False, True):
+                    for _ in range(repeats):
+                        flood.flood("retained" if retain else "not retained", topic, payload, retain)
+        if user != "b":  # a newer device of its name ends a device, by design
+            for topic, payload in harmful(user):
+                flood.flood("harmful", topic, payload, retain=True)
+                time.sleep(0.05)
+        if user == "mallory":
+            for number in range(200):
+                body = json.dumps({"id": f"m{number}", "text": "warm"}).encode()
+                flood.flood("requests", TOPICS.request("tiny", user), body)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        flood.close(PATIENCE_S)
+    return flood.sent
+
+
+def attack_by_roles(load: str, users: tuple[str, ...] = ATTACKERS, seed: int = 0) -> dict[str, object]:
+    """Let each login of a closed site attack it; return the results of another client's requests."""
+    with served_model() as (directory, path, questions), closed_broker(directory / "site", USERS, SITE) as closed:
+        folder, broker = closed
+        site, rng, alice = (
+            ClosedSite(directory, broker, {"tiny": path}, folder),
+            random.Random(seed),
+            folder.login("alice"),
+        )
+        try:
+            start(site, str(alice))
+            with attacked(site, str(alice), questions, "alice") as report:
+                memory: dict[str, object] = report["memory_mb"]  # type: ignore[assignment]
+                for user in users:
+                    report[user] = dict(attack_with(str(folder.login(user)), user, LOADS[load], rng))
+                    memory[user] = memory_mb(site)
+                answers_again(str(alice), questions[0])
+            return {"seed": seed, **report}
+        finally:
+            site.close()
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0), indent=2))
+    way, argument, *seeds = sys.argv[1:]
+    seed = int(seeds[0]) if seeds else 0
+    results = attack_by_messages(int(argument), seed) if way == "messages" else attack_by_roles(argument, seed=seed)
+    print(json.dumps(results, indent=2))

@@ -11,17 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from broker_kinds import mosquitto_or_skip
-from site_processes import poll
+from site_processes import free_port, poll
 
 
 @contextlib.contextmanager
 def mosquitto_with(directory: Path, *lines: str) -> Iterator[SimpleNamespace]:
     """Run Mosquitto with the project's settings and these lines; skips the test where it is not installed."""
     program = mosquitto_or_skip()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = directory / "mosquitto.conf"
+    port, file = free_port(), directory / "mosquitto.conf"
     head = [f"listener {port} 127.0.0.1", "allow_anonymous true", f"user {getpass.getuser()}", "set_tcp_nodelay true"]
     file.write_text("\n".join([*head, *lines, ""]))
     with (directory / "mosquitto.log").open("wb") as log:

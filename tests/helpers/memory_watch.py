@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kernels_support import poisoned, pool
 from test_kernels_attention import attention
-from test_kernels_gemm_narrow import linear
+from test_kernels_gemm import linear
 
 SIZES = (40, 56, 100, 500, 3000, 20_000, 40_000, 90_000)
 SECONDS = 0.25

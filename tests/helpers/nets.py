@@ -1,15 +1,16 @@
-"""CNNs, built op by op, with seeded weights: what the tests of methods for them run on."""
+"""Graphs of small CNNs with seeded weights, divided by methods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from programs_run import run_programs
+from small_cnns import Node, cnn, conv, pool, relu
+from together import run_programs
 
+from hepti_mqtt import models
 from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.lowering import Graph, GraphBuilder, Lowered, roles
-from hepti_mqtt.lowering.ops import Conv, Flatten, MaxPool, Reshape
+from hepti_mqtt.lowering import Graph, Lowered
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import base_table
 from hepti_mqtt.shares import DeviceResources
@@ -20,49 +21,20 @@ Line = tuple[str, int, int] | str  # ("conv", channels, size), ("stride", channe
 
 def net(side: int, lines: Sequence[Line], dense: Sequence[int] = (40,)) -> Graph:
     """Return a graph of one picture; a "residual" adds the map before the last two to the last one."""
-    g = GraphBuilder()
-    pixels, half = g.input("pixels", (1, 3, side, side), "u8"), (0.5, 0.5, 0.5)
-    rows = g.opaque("rows", (pixels,), roles.STEM, "patchify", (side * side, 3), patch=1, mean=half, std=half)
-    reshaped = Reshape(
-        name="image", inputs=(rows,), role=roles.STEM, space=(side, side, 3), rank=3, source=(side * side, 3)
-    )
-    outputs = [g.add_op(reshaped)]
+    nodes, maps = list[Node](), ["image"]
     for number, line in enumerate(lines):
-        outputs.append(_layer(g, outputs, line, number))
-    height, width, channels = g.shape_of(outputs[-1])
-    size = height * width * channels
-    x = g.add_op(
-        Flatten(
-            name="flat", inputs=(outputs[-1],), role=roles.FLAT, space=(1, size), source=(height, width, channels)
-        )
-    )  # fmt: skip
-    for number, columns in enumerate(dense):
-        x = g.linear(f"fc{number}", x, roles.DENSE, {f"fc{number}": columns}, activation="relu")
-    g.linear("logits", x, roles.TASK, {"classifier": 7})
-    return g.build()
-
-
-def _layer(g: GraphBuilder, sources: Sequence[str], line: Line, number: int) -> str:
-    x = sources[-1]
-    height, width, channels = g.shape_of(x)
-    if line == "pool":
-        space = (height // 2, width // 2, channels)
-        pool = MaxPool(
-            name=f"{number}.pool", inputs=(x,), role=roles.MAP, space=space, kernel=(2, 2), stride=(2, 2),
-            source=(height, width, channels),
-        )  # fmt: skip
-        return g.add_op(pool)
-    if line == "residual":
-        return g.activation(f"{number}.map", g.sum(f"{number}.sum", sources[-3], x, roles.MAP_SUM), roles.MAP, "relu")
-    kind, n, size = line
-    stride = 2 if kind == "stride" else 1
-    space = (-(-height // stride), -(-width // stride), n)
-    name = f"{number}.conv"
-    conv = Conv(
-        name=name, inputs=(x,), role=roles.MAP_SUM, tensors=(f"{name}.weight", f"{name}.bias"), space=space,
-        kernel=(size, size), stride=(stride, stride), pad=(size // 2,) * 4, source=(height, width, channels),
-    )  # fmt: skip
-    return g.activation(f"{number}.map", g.add_op(conv), roles.MAP, "relu")
+        name = f"{number}.pool" if line == "pool" else f"{number}.map"
+        if line == "pool":
+            nodes.append({**pool(2, 2, 2), "name": name})
+        elif line == "residual":
+            nodes += [{"op": "add", "name": f"{number}.sum", "inputs": [maps[-3], maps[-1]]}, relu(name=name)]
+        else:
+            kind, channels, size = line
+            stride = [2, 2] if kind == "stride" else [1, 1]
+            nodes += [conv(size, size // 2, channels, name=f"{number}.conv", stride=stride), relu(name=name)]
+        maps.append(name)
+    spec = cnn(side, *nodes, columns=dense)
+    return models.graph(spec, models.representative_shape(spec, 1, 1))
 
 
 def tensors(graph: Graph) -> dict[str, np.ndarray]:

@@ -1,4 +1,7 @@
-"""A coordinator with scripted devices on a virtual clock."""
+"""A planner's session on a virtual clock whose devices the test plays: what a device must never do can be played too.
+
+Devices that behave are those of `swarm`; processes are those of `site_processes`.
+"""
 
 from __future__ import annotations
 
@@ -279,11 +282,15 @@ class Site:
         self.event(interface.RequestArrived(job))
         return job
 
+    def prepared_plan(self, run_id: int) -> Plan:
+        """Return the plan of a run."""
+        frame = self.work[run_id]
+        return next(p for p in self.plans(frame.model) if p.version == frame.plan_version)
+
     def answer(self, run_id: int) -> None:
         """Let every device of a run report, the root with an output that names the length of each sequence."""
-        frame = self.work[run_id]
-        plan = next(p for p in self.plans(frame.model) if p.version == frame.plan_version)
-        sizes = np.array(decode_work(frame)[0].sizes, np.float32)
+        plan = self.prepared_plan(run_id)
+        sizes = np.array(decode_work(self.work[run_id])[0].sizes, np.float32)
         self.hear(self.part(run_id, plan.root, np.repeat(sizes[:, None], SPEC.hidden, axis=1)))
         for device in plan.devices:
             self.hear(self.done(run_id, device, int(device == plan.root)))
@@ -391,15 +398,8 @@ class KeyedSite(Site):
 
     def give_answer(self, run_id: int, key: FrameKey, value: float) -> None:
         """Let every device of a run report, the root with an output of this value."""
-        work = self.work[run_id]
-        shape, _ = decode_work(work)
-        plan = next(p for p in self.plans(work.model) if p.version == work.plan_version)
-        body, named = (
-            np.full((len(shape.sizes), SPEC.hidden), value, np.float32),
-            (work.model, work.plan_version, run_id),
-        )
-        frames = [Frame("output", *named, source=plan.root, dtype="f32", shape=body.shape, body=body)]
-        numbers = {device: (2000, 500, 100, int(device == plan.root)) for device in plan.devices}
-        frames += [Frame("done", *named, source=device, numbers=own) for device, own in numbers.items()]
-        for frame in frames:
-            self.event(interface.DeviceFrame(frame.source, decode(encode(frame, key))))
+        sizes, plan = decode_work(self.work[run_id])[0].sizes, self.prepared_plan(run_id)
+        body = np.full((len(sizes), SPEC.hidden), value, np.float32)
+        frames = [self.part(run_id, plan.root, body)]
+        frames += [self.done(run_id, device, int(device == plan.root)) for device in plan.devices]
+        self.hear(*(decode(encode(frame, key)) for frame in frames))

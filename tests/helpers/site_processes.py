@@ -1,4 +1,8 @@
-"""A site of real processes: a broker, a planner and agents, with directories of their own."""
+"""The fake site for everything else: a real broker, planner and agents as processes, with directories of their own.
+
+`site_load` adds clients, `faults_site` faults and `closed_broker` logins. Behaviour that needs no process is tested on
+the other fake site, `swarm`, where time is virtual.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.embedded_broker import EmbeddedBroker
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.forecast import PAUSE_S
-from hepti_mqtt.transport.base import Subscribed
+from hepti_mqtt.transport.base import Connected, State, Subscribed
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -192,18 +196,38 @@ def running_site(
 
 
 class Voice:
-    """A raw MQTT client: keeps what it hears on some topics, and says what it is given."""
+    """A raw MQTT client: keeps the messages and states that it hears, and publishes; raises the broker's refusal.
 
-    def __init__(self, url: str, *topics: str) -> None:
+    raw: with the client id as it is. make: the class of the connection, to which `options` go.
+    """
+
+    def __init__(
+        self,
+        url: str | BrokerUrl,
+        *topics: str,
+        client_id: str = "",
+        raw: bool = False,
+        connect: bool = True,
+        make: Callable[..., Any] = BrokerConnection,
+        **options: Any,
+    ) -> None:
         self.heard: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
-        states: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.transport = BrokerConnection(
-            BrokerUrl.parse(url), f"voice-{uuid.uuid4().hex[:8]}", on_message=self.hear, on_state=states.put
-        )
-        self.transport.subscribe([(topic, 1) for topic in topics])
-        self.transport.connect(PATIENCE_S)
-        while not isinstance(states.get(timeout=PATIENCE_S), Subscribed):
-            pass
+        self.states: queue.SimpleQueue[State] = queue.SimpleQueue()
+        self.url = url if isinstance(url, BrokerUrl) else BrokerUrl.parse(url)
+        name = client_id or f"test-{uuid.uuid4().hex[:12]}"
+        self.transport = make(self.url, name, on_message=self.hear, on_state=self.states.put, **options)
+        if raw:
+            self.transport.client_id = client_id
+        if not connect:
+            return
+        try:
+            self.transport.connect(PATIENCE_S)
+            self.connected = self.state_of(Connected)
+            if topics:
+                self.read(*topics)
+        except BaseException:
+            self.close(0.2)
+            raise
 
     def hear(self, topic: str, payload: bytes) -> None:
         self.heard.put((topic, bytes(payload)))
@@ -217,8 +241,19 @@ class Voice:
             pass
         return message
 
-    def close(self) -> None:
-        self.transport.close()
+    def state_of(self, kind: type[Any]) -> Any:
+        """Return the next state of a kind."""
+        while not isinstance(state := self.states.get(timeout=PATIENCE_S), kind):
+            pass
+        return state
+
+    def read(self, *filters: str) -> None:
+        """Subscribe, and return when that is acknowledged."""
+        self.transport.subscribe([(name, 1) for name in filters])
+        self.state_of(Subscribed)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self.transport.close(timeout_s=timeout_s)
 
     def __enter__(self) -> Self:
         return self

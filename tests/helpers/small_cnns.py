@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hepti_mqtt.models import spec_from_config
@@ -30,14 +31,15 @@ def relu(**more: Any) -> Node:
     return {"op": "activation", "function": "relu", **more}
 
 
-def cnn(side: int, *nodes: Node, names: str = "n") -> Spec:
-    """Return a net on pictures of side x side: what each node reads is the one before, where it does not say.
+def cnn(side: int, *nodes: Node, names: str = "n", columns: Sequence[int] = ()) -> Spec:
+    """Return a net on pictures of side x side: each node reads the one before, where it does not say.
 
-    names: how the nodes' names begin. Three classes stand behind the last node.
+    names: how the nodes' names begin. columns: of dense layers after the nodes, before three classes.
     """
+    hidden = [n for i, k in enumerate(columns) for n in (dense(k, name=f"fc{i}.sum"), relu(name=f"fc{i}"))]
     last, operations = "image", []
-    for number, node in enumerate((*nodes, {"op": "flatten"}, dense(3))):
-        name = f"{names}{number}"
+    for number, node in enumerate((*nodes, {"op": "flatten"}, *hidden, dense(3))):
+        name = node.get("name", f"{names}{number}")
         kept = {"weight": f"{name}.w", "bias": f"{name}.b"} if node["op"] in ("conv", "linear") else {}
         operations.append({"name": name, "inputs": [last], **kept, **node})
         last = name

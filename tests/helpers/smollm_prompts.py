@@ -1,4 +1,4 @@
-"""Twenty questions to SmolLM2-135M-Instruct, whose answers by transformers `make_smollm_answers.py` has written."""
+"""Twenty questions to SmolLM2-135M-Instruct, whose answers by transformers `make_answers.py` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An in-process site: real sessions of planner and devices on a virtual clock, joined by a network with faults.
+"""The fake site for the pure core: real sessions of planner and devices on a virtual clock, in one process.
+
+`scripted_site` is its second face: the same planner session, with devices that the test itself plays. Everything that
+needs processes, a broker or time that passes is tested on the other fake site, `site_processes`.
 
 Topics, frames and messages are the real bytes; only sockets and time are replaced. Per topic the order is kept, between
 topics it is not; packets of the data plane may come twice; a subscription takes effect late, and what was published

@@ -83,3 +83,10 @@ def run_together(
         "a device waits for what nobody sends"
     )
     return np.concatenate([array for _, array in sorted(outputs, key=lambda part: part[0])])
+
+
+def run_programs(
+    programs: Mapping[str, Program], tensors: Mapping[str, np.ndarray], inputs: np.ndarray, seed: int = 0
+) -> np.ndarray:
+    """Return the output of the Programs of all devices, from tensors to the answer."""
+    return run_together(bound(programs, tensors), inputs, seed)

@@ -8,19 +8,16 @@ import shutil
 import socket
 import subprocess
 import threading
-import uuid
 
 import pytest
 from broker_kinds import broker_of
 from endpoint_site import Site
-from mesh_nodes import PATIENCE_S, Node
-from mesh_played import Clock, Played
+from mesh_nodes import PATIENCE_S, Clock, Node, Played
 from relay import Relay
+from site_processes import Voice
 
 from hepti_mqtt.embedded_broker import KINDS, start_broker
-from hepti_mqtt.transport.base import Connected
 from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
-from hepti_mqtt.transport.url import BrokerUrl
 
 
 @pytest.fixture(scope="session")
@@ -52,35 +49,21 @@ def mosquitto():
         yield running
 
 
-class Peer:
-    """A connected transport, its messages and its states."""
+class Peer(Voice):
+    """A connected transport, its messages and its states; tensors: of the data plane."""
 
-    def __init__(self, url, *, connect=True, **options):
-        self.messages = queue.SimpleQueue()
-        self.states = queue.SimpleQueue()
-        self.url = url if isinstance(url, BrokerUrl) else BrokerUrl.parse(url)
-        make = DataConnection if options.pop("tensors", False) else BrokerConnection
-        self.transport = make(
-            self.url,
-            options.pop("client_id", "") or f"test-{uuid.uuid4().hex[:12]}",
-            on_message=lambda topic, payload: self.messages.put((topic, payload)),
-            on_state=self.states.put,
-            **options,
-        )
-        if connect:
-            self.transport.connect(PATIENCE_S)
-            self.connected = self.await_state(Connected)
+    def __init__(self, url, *, tensors=False, **options):
+        super().__init__(url, make=DataConnection if tensors else BrokerConnection, **options)
+        self.messages, self.await_state = self.heard, self.state_of
+
+    def hear(self, topic, payload):
+        self.heard.put((topic, payload))
 
     def message(self):
         return self.messages.get(timeout=PATIENCE_S)
 
     def state(self):
         return self.states.get(timeout=PATIENCE_S)
-
-    def await_state(self, kind):
-        while not isinstance(state := self.state(), kind):
-            continue
-        return state
 
     def subscribe(self, *filters, qos=1):
         token = self.transport.subscribe([(f, qos) for f in filters])

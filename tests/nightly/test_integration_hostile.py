@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import hostile_roles
 import hostile_site
 from hostile_site import OUTLASTS_S
 
@@ -13,12 +12,12 @@ MOST_GROWTH_MB = 200  # by which logins of a closed site may raise the planner's
 
 
 def test_a_site_goes_on_under_hostile_messages() -> None:
-    report: Any = hostile_site.main(count=20_000, seed=1)
+    report: Any = hostile_site.attack_by_messages(20_000, seed=1)
     assert report["ended"] == []
     assert report["answers"]["answered"] >= 64, "of a flood, what fits into one client's queue is answered"
     assert not report["unanswered"]
     assert "wrong" not in report["requests"]
-    assert "no end" not in report["requests"]
+    assert "lost" not in report["requests"]
     assert report["requests"]["right"] > 0
     assert not report["outlasting"], report["failures"]
     assert report["longest_trouble_s"] <= OUTLASTS_S
@@ -27,7 +26,7 @@ def test_a_site_goes_on_under_hostile_messages() -> None:
 
 
 def test_no_login_of_a_closed_site_disturbs_the_requests_of_another() -> None:
-    report: Any = hostile_roles.main(hostile_roles.WHOLE)
+    report: Any = hostile_site.attack_by_roles("whole")
     assert set(report["requests"]) == {"right"}, report["failures"]
     assert report["ended"] == []
     assert report["tracebacks"] == 0

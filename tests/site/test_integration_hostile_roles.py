@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hostile_roles
+import hostile_site
 
 
 def test_a_login_that_says_everything_everywhere_costs_nobody_else_an_answer() -> None:
-    report = hostile_roles.main(hostile_roles.SHORT, users=("idle", "mallory"))
+    report = hostile_site.attack_by_roles("short", ("idle", "mallory"))
     assert set(report["requests"]) == {"right"}, report["failures"]
     assert report["ended"] == []
     assert report["tracebacks"] == 0

@@ -20,6 +20,7 @@ from hepti_mqtt.errors import (
     PlanError,
     UnknownModelError,
 )
+from hepti_mqtt.transport.base import Connected
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +122,10 @@ def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
 def test_a_lost_broker_is_waited_for(broker, hepti, planner):
     future = hepti.submit("m", text="x")
     planner.next()
-    planner.connected.clear()
     broker.stop()
     late = hepti.submit("m", text="y")
     broker.start()
-    assert planner.connected.wait(PATIENCE_S)
+    planner.state_of(Connected)
     planner.online()
     ids = {}
     while set(ids) != {"x", "y"}:

@@ -10,8 +10,8 @@ from typing import get_args
 
 import psutil
 import pytest
-from closed_broker import PATIENCE_S, Someone, closed_broker
-from site_processes import poll
+from closed_broker import Someone, closed_broker
+from site_processes import PATIENCE_S, poll
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import ROLES, acl_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -80,15 +81,8 @@ class Listener(Voice):
 
 @pytest.fixture
 def planners():
-    started = []
-
-    def make(url):
-        started.append(Listener(url))
-        return started[-1]
-
-    yield make
-    for each in started:
-        each.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda url: stack.enter_context(Listener(url))
 
 
 @pytest.fixture

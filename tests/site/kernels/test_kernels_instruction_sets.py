@@ -17,8 +17,7 @@ KERNELS = Path(__file__).parents[2] / "unit" / "kernels"
 
 # The test files that run again, and the modules whose kernels they need.
 AGAIN = {
-    "test_kernels_gemm_linear.py": "linear gemv threads",
-    "test_kernels_gemm_narrow.py": "linear gemv quantised threads",
+    "test_kernels_gemm.py": "linear gemv quantised threads",
     "test_kernels_conv.py": "conv2d windows linear rowwise threads",
     "test_kernels_bands.py": "conv2d threads",
     "test_kernels_winograd.py": "conv2d threads",

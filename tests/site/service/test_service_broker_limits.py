@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from site_processes import Voice
 
@@ -10,7 +12,7 @@ from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site
 from hepti_mqtt.transport import name_claim
-from hepti_mqtt.transport.base import Receipt, Will
+from hepti_mqtt.transport.base import Receipt
 from hepti_mqtt.transport.broker_limits import DeliveryWindow
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -32,15 +34,8 @@ class Rival(Voice):
 
 @pytest.fixture
 def rival(mosquitto, request):
-    rivals = []
-
-    def make(site, answers=True):
-        rivals.append(Rival(mosquitto, site, answers))
-        return rivals[-1]
-
-    yield make
-    for one in rivals:
-        one.transport.close(Will(one.topics.planner_status(), b""))
+    with contextlib.ExitStack() as stack:
+        yield lambda site, answers=True: stack.enter_context(Rival(mosquitto, site, answers))
 
 
 def test_a_living_planner_is_noticed(mosquitto, rival):
@@ -55,50 +50,27 @@ def test_a_broker_that_is_absent_is_named():
     assert "127.0.0.1:1" in str(caught.value)
 
 
-def through(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
-    for packet in packets:
-        window.opened(Receipt(connection, packet), 0.0)
-
-
-def acknowledged(window: DeliveryWindow, *packets: int, connection: int = 1) -> None:
-    for packet in packets:
-        window.closed(Receipt(connection, packet))
-
-
-def test_a_full_window_is_told_of_once_when_all_is_acknowledged():
-    warnings: list[str] = []
-    window = DeliveryWindow(lambda: warnings.append("spilled"))
-    window.limit = 3
-    through(window, 1, 2)
-    acknowledged(window, 1, 2)
-    assert not warnings, "all that came was handed over"
-    through(window, 3, 4, 5)
-    acknowledged(window, 3, 4)
-    assert not warnings, "what is sent again now would meet the same window"
-    acknowledged(window, 5)
-    through(window, 6)
-    acknowledged(window, 6)
-    assert warnings == ["spilled"]
-
-
-def test_a_broker_that_keeps_enough_is_not_doubted():
-    warnings: list[str] = []
-    window = DeliveryWindow(lambda: warnings.append("spilled"))
-    through(window, *range(1000))
-    acknowledged(window, *range(1000))
-    assert not warnings
-
-
-def test_another_connection_brings_everything_again():
-    warnings: list[str] = []
-    window = DeliveryWindow(lambda: warnings.append("spilled"))
-    window.limit = 2
-    through(window, 1)
-    through(window, 1, connection=2)
-    acknowledged(window, 1, connection=1)
-    through(window, 2, connection=2)
-    acknowledged(window, 1, 2, connection=2)
-    assert warnings == ["spilled"], "two were there at once"
+@pytest.mark.parametrize(
+    ("limit", "steps", "warned_at"),
+    [
+        (3, "o1 o2 c1 c2 o3 o4 o5 c3 c4 c5 o6 c6", "c5"),  # earlier what is sent again would meet the same window
+        (None, " ".join(f"{step}{packet}" for step in "oc" for packet in range(1000)), None),
+        (2, "o1 O1 c1 O2 C1 C2", "C2"),  # another connection (capitals) brings everything again
+    ],
+    ids=["full", "enough", "two connections"],
+)
+def test_a_full_window_is_told_of_once_when_all_is_acknowledged(
+    limit: int | None, steps: str, warned_at: str | None
+) -> None:
+    warned: list[str] = []
+    step = ""
+    window = DeliveryWindow(lambda: warned.append(step))
+    if limit is not None:
+        window.limit = limit
+    for step in steps.split():
+        receipt = Receipt(2 if step.isupper() else 1, int(step[1:]))
+        window.opened(receipt, 0.0) if step[0] in "oO" else window.closed(receipt)
+    assert warned == ([] if warned_at is None else [warned_at])
 
 
 def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):

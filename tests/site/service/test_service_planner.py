@@ -167,15 +167,8 @@ def url(mosquitto):
 
 @pytest.fixture
 def listen(url):
-    opened = []
-
-    def make(site):
-        opened.append(Listener(url, site))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda site: stack.enter_context(Listener(url, site))
 
 
 @pytest.fixture

@@ -153,15 +153,8 @@ def hurry(monkeypatch):
 
 @pytest.fixture
 def picky():
-    brokers = []
-
-    def make(*arguments, **options):
-        brokers.append(Picky(*arguments, **options))
-        return brokers[-1]
-
-    yield make
-    for broker in brokers:
-        broker.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda *how, **options: stack.enter_context(contextlib.closing(Picky(*how, **options)))
 
 
 class Sender:

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 from endpoint_site import stuff
-from mesh_nodes import HOST, Node, filters, joined, pump, subscribe, topic
-from mesh_played import IN, KEY, OTHER, TOKEN, join, readable, up
+from mesh_nodes import HOST, IN, KEY, OTHER, TOKEN, Node, filters, join, joined, pump, readable, subscribe, topic, up
 from mqtt_bytes import publish
 
 from hepti_mqtt.transport.endpoint import STALL_S

@@ -10,10 +10,7 @@ from broker_kinds import needs_mosquitto
 from relay import Relay
 
 from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.transport.broker_connection import BrokerConnection, DataConnection
 from hepti_mqtt.transport.url import BrokerUrl
-
-PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -43,38 +40,29 @@ def test_tls_with_the_authority_of_the_url(options, tls_port, certificate, peers
 
 @pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(certificate, mosquitto, tensors, shown):
+def test_a_broker_that_wants_a_certificate_of_clients_gets_that_of_the_url(
+    certificate, mosquitto, peers, tensors, shown
+):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     context.load_verify_locations(certificate[0])
     context.verify_mode = ssl.CERT_REQUIRED
-    relay = Relay(mosquitto.port, context)
     own = f"&cert={certificate[0]}&key={certificate[1]}" if shown else ""
-    url = BrokerUrl.parse(f"mqtts://127.0.0.1:{relay.port}?ca={certificate[0]}{own}")
-    make = DataConnection if tensors else BrokerConnection
-    transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
-    try:
+    with contextlib.closing(Relay(mosquitto.port, context)) as relay:
+        peer = peers(f"mqtts://127.0.0.1:{relay.port}?ca={certificate[0]}{own}", connect=False, tensors=tensors)
         with contextlib.nullcontext() if shown else pytest.raises(NetworkError):
-            transport.connect()
-    finally:
-        transport.close()
-        relay.close()
+            peer.transport.connect()
+        peer.transport.close()
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port):
+def test_a_certificate_that_nobody_vouches_for_is_refused(tensors, tls_port, peers):
     url = BrokerUrl("127.0.0.1", tls_port, tls=True)
-    make = DataConnection if tensors else BrokerConnection
-    transport = make(url, "me", on_message=lambda *_: None, on_state=lambda _: None)
     with pytest.raises(NetworkError, match=r"TLS.*certificate.*ca=FILE"):
-        transport.connect()
-    transport.close()
+        peers(url, connect=False, tensors=tensors).transport.connect()
 
 
-def test_tls_to_a_port_without_it_is_a_network_error(mosquitto):
-    transport = BrokerConnection(
-        BrokerUrl("127.0.0.1", mosquitto.port, tls=True), "me", on_message=lambda *_: None, on_state=lambda _: None
-    )
+def test_tls_to_a_port_without_it_is_a_network_error(mosquitto, peers):
+    url = BrokerUrl("127.0.0.1", mosquitto.port, tls=True)
     with pytest.raises(NetworkError, match=f"127.0.0.1:{mosquitto.port}"):
-        transport.connect(5)
-    transport.close()
+        peers(url, connect=False).transport.connect(5)

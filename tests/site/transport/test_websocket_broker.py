@@ -20,8 +20,6 @@ from hepti_mqtt.client import Hepti
 from hepti_mqtt.embedded_broker.broker import configuration
 from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected
-from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.url import BrokerUrl
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +110,7 @@ def test_a_websocket_that_is_cut_comes_back_with_its_subscriptions(ports, peers)
     ],
     ids=["404", "wrong key", "MQTT", "hang-up"],
 )
-def test_what_is_no_websocket_is_a_network_error(answer):
+def test_what_is_no_websocket_is_a_network_error(answer, peers):
     def serve():
         sock, _ = listener.accept()
         with sock:
@@ -122,9 +120,7 @@ def test_what_is_no_websocket_is_a_network_error(answer):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        url = BrokerUrl.parse(f"ws://127.0.0.1:{listener.getsockname()[1]}")
-        transport = BrokerConnection(url, "me", on_message=lambda *_: None, on_state=lambda _: None, protocol=5)
+        peer = peers(f"ws://127.0.0.1:{listener.getsockname()[1]}", connect=False, protocol=5)
         with pytest.raises(NetworkError):
-            transport.connect(PATIENCE_S)
-        transport.close()
+            peer.transport.connect(PATIENCE_S)
         thread.join(PATIENCE_S)

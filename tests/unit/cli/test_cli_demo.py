@@ -23,12 +23,6 @@ with child_processes() as children:
 """
 
 
-def test_a_demo_without_its_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="pip install"):
-        demo.find_model()
-
-
 def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [{"device": "kitchen", "status": "online"}, {"device": "old", "status": "offline"}]
 
@@ -57,18 +51,10 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("devices", [{"attic": 1.0}, {"attic": 0.5, "kitchen": 0.5}])
-def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(
-    devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [".venv/bin/hepti"])
-    lines = demo.summary({"devices": devices}, 30.0, MEASURED, (3300.0, 971.0))
-    assert len(lines) <= 5
-    assert all(len(line) <= 120 for line in lines)
-    text = " ".join(lines)
+def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(devices: dict[str, float]) -> None:
+    text = " ".join(demo.summary({"devices": devices}, 30.0, MEASURED, (3300.0, 971.0)))
+    assert all(words in text for words in ("2 of 3", "32 to 84 ms", "3.4 times")), "one method gave another answer"
     assert "predicted" not in text
-    assert "2 of 3" in text, "one method gave another answer"
-    assert "32 to 84 ms" in text
-    assert "3.4 times" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

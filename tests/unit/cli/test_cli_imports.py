@@ -14,8 +14,9 @@ import pytest
         (["cli.main", "cli.doctor"], {"numpy", "numba", "rich", "hepti_mqtt.transport"}),
         (["cli.main", "cli.infer"], {"numba", "hepti_mqtt.checkpoint", "hepti_mqtt.service", "hepti_mqtt.planner"}),
         (["service.requests"], {"hepti_mqtt.service.planner"}),
+        (["service.planner"], {"prometheus_client"}),
     ],
-    ids=["help and doctor", "infer", "a client that reads a request"],
+    ids=["help and doctor", "infer", "a client that reads a request", "a planner without metrics"],
 )
 def test_a_command_begins_without(modules: list[str], without: set[str]) -> None:
     lines = ["import sys", *(f"import hepti_mqtt.{module}" for module in modules), "print(*sys.modules)"]

@@ -22,7 +22,15 @@ from hepti_mqtt.client import session as module
 from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
-from hepti_mqtt.errors import BadNameError, IdInUseError, OverloadedError, PlanError, RequestError, WireError
+from hepti_mqtt.errors import (
+    BadNameError,
+    IdInUseError,
+    OverloadedError,
+    PlanError,
+    RemoteError,
+    RequestError,
+    WireError,
+)
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, encode_status
@@ -49,18 +57,6 @@ def record(model="m", boot=1, **data):
     return T.plan(model), msgpack.packb(a_record(boot=boot, **data))
 
 
-def test_a_request_is_published_and_its_answer_shown_once(session):
-    publication = session.add_request("m", "q1", {"text": "x"}, "token", 10.0)
-    assert publication.topic == T.request("m", "me")
-    assert json.loads(publication.payload) == {"text": "x", "id": "q1"}
-    ((token, outcome),) = session.handle_message(*reply(result=1), now=10.25)
-    assert token == "token"
-    assert isinstance(outcome, Answer)
-    assert outcome.latency_ms == pytest.approx(250)
-    assert session.handle_message(*reply(result=1), now=11.0) == []
-    assert session.counters["unexpected answer"] == 1
-
-
 def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):
     for caller in (1, 2):
         session.add_request("m", "q1", {}, caller, 0.0)
@@ -70,12 +66,12 @@ def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):
     assert session.forget("m", "q1", 2) is None
 
 
-def test_an_error_answer_ends_a_request(session):
+@pytest.mark.parametrize(("code", "error"), [("overloaded", OverloadedError), ("from-the-future", RemoteError)])
+def test_an_error_answer_ends_a_request(session, code, error):
     session.add_request("m", "q1", {}, "token", 0.0)
-    topic = T.response("m", "me", "q1")
-    payload = json.dumps({"id": "q1", "ok": False, "error": {"code": "overloaded", "message": "later"}}).encode()
-    ((_, outcome),) = session.handle_message(topic, payload, 1.0)
-    assert isinstance(outcome, OverloadedError)
+    payload = json.dumps({"id": "q1", "ok": False, "error": {"code": code, "message": "later"}}).encode()
+    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), payload, 1.0)
+    assert type(outcome) is error
 
 
 @pytest.mark.parametrize(
@@ -103,29 +99,24 @@ def test_what_waits_is_published_again_when_connection_or_planner_come_back(sess
 
 
 def test_a_request_without_an_answer_is_sent_again_ever_more_rarely(session):
-    session.handle_message(*status(), now=0.0)
     publication = session.add_request("m", "q1", {}, "token", 0.0)
+    assert session.resend_unanswered(20.0) == [], "without a planner"
+    session.handle_message(*status(), now=0.0)
     times = [now for now in range(200) if session.resend_unanswered(float(now)) == [publication]]
     assert times == [10, 30, 70, 150], "after 10, 20, 40 and 80 s"
 
 
-def test_a_request_has_more_time_than_the_slowest_answer_took(session):
+def test_a_request_has_more_time_than_the_slowest_answer_took_and_while_its_tokens_come(session):
     session.handle_message(*status(), now=0.0)
     for name in ("q1", "q2"):
         session.add_request("m", name, {}, name, 0.0)
     session.handle_message(*reply("q1", result=1), now=40.0)
-    assert session.resend_unanswered(49.0) == []
-    assert len(session.resend_unanswered(50.0)) == 1
-
-
-def test_no_request_is_sent_again_while_its_tokens_come_or_nobody_could_take_it(session):
-    session.add_request("m", "q1", {}, "token", 0.0)
-    assert session.resend_unanswered(20.0) == [], "without a planner"
-    session.handle_message(*status(), now=20.0)
+    assert [len(session.resend_unanswered(now)) for now in (49.0, 50.0)] == [0, 1]
+    session.add_request("m", "q3", {}, "token", 60.0)
+    session.handle_message(*reply("q2", result=1), now=60.0)
     token = json.dumps({**dict.fromkeys(messages.TOKEN, 0), "final": False}).encode()
-    session.handle_message(T.response("m", "me", "q1"), token, now=25.0)
-    assert session.resend_unanswered(34.0) == []
-    assert len(session.resend_unanswered(35.0)) == 1
+    session.handle_message(T.response("m", "me", "q3"), token, now=100.0)
+    assert [len(session.resend_unanswered(now)) for now in (170.0, 180.0)] == [0, 1]
 
 
 def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without_a_plan_passes_them_on(session):
@@ -163,28 +154,23 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
     assert session.record("m") is None
 
 
-def test_requests_that_the_broker_refuses_are_given_up(session):
-    session.add_request("m", "q1", {}, 1, 0.0)
-    session.add_request("n", "q2", {}, 2, 0.0)
-    assert session.drop_refused([T.request("m", "me")]) == [1]
-    assert session.abandon() == [2]
-    assert session.to_resend(0.0) == []
-
-
 def test_arrays_and_numbers_of_numpy_are_plain_in_json(session):
     publication = session.add_request("m", "q1", {"ids": np.arange(3), "deadline_ms": np.float32(5)}, 1, 0.0)
     assert json.loads(publication.payload) == {"ids": [0, 1, 2], "deadline_ms": 5.0, "id": "q1"}
 
 
-def test_what_cannot_be_asked_is_refused_here(session):
-    with pytest.raises(RequestError):
-        session.add_request("m", "q1", {"text": object()}, 1, 0.0)
-    with pytest.raises(RequestError):
-        session.add_request("m", "q1", {"deadline_ms": float("nan")}, 1, 0.0)
-    with pytest.raises(BadNameError):
-        session.add_request("No Model", "q1", {}, 1, 0.0)
-    with pytest.raises(BadNameError):
-        session.add_request("m", "a/b", {}, 1, 0.0)
+@pytest.mark.parametrize(
+    ("model", "name", "body", "error"),
+    [
+        ("m", "q1", {"text": object()}, RequestError),
+        ("m", "q1", {"deadline_ms": float("nan")}, RequestError),
+        ("No Model", "q1", {}, BadNameError),
+        ("m", "a/b", {}, BadNameError),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_here(session, model, name, body, error):
+    with pytest.raises(error):
+        session.add_request(model, name, body, 1, 0.0)
     assert session.to_resend(0.0) == []
 
 
@@ -242,74 +228,59 @@ STEP = {"time": 1.0, "plan": "m 9.1", "from": "active", "to": "retiring", "cause
 OLD = {
     "spec": without(a_record(), "spec"),
     "unused": a_record(unused=[]),
-    "expected_ms": a_record(candidates=[{"name": "single", "devices": ["a"], "route": "mesh", "wire": "f32",
-        "wire_error": None, "predicted_ms": 1.0, "bytes": 0, "feasible": True, "missing": {}}]),
     "wire_error": a_record(active=without(A_PLAN, "wire_error")),
-    "relayed": a_record(pinned=[without(A_PLAN, "relayed")]),
     "cause": a_record(story=[without(STEP, "cause")]),
     "message": a_record(error={"code": "no_plan"}),
-    "boot": without(a_record(), "boot"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lacks", OLD)
 def test_a_record_of_another_version_is_told_so(session, lacks):
     session.handle_message(*status(boot=1), now=0.0)
     session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
-    assert session.models() == ["m"], "it is served"
+    assert (session.models(), session.unused()) == (["m"], {}), "it is served"
     with pytest.raises(WireError):
         session.record("m")
-    assert session.unused() == {}, "the other models' are told"
     session.handle_message(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
-    session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
-    session.handle_message(T.plan("m"), b"", 0.0)
-    assert session.record("m") is None
 
 
 @pytest.mark.parametrize("lacks", ["result", "compute_ms", "plan", "devices"])
 def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, lacks):
     session.add_request("m", "q1", {}, "token", 0.0)
     answer = an_answer("q1")
-    old = {**without(answer, lacks), "plan": without(answer["plan"], lacks)}
-    payload = json.dumps(old if lacks != "plan" else without(answer, "plan")).encode()
-    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), payload, 1.0)
+    old = without({**answer, "plan": without(answer["plan"], lacks)}, lacks)
+    ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), json.dumps(old).encode(), 1.0)
     assert isinstance(outcome, WireError)
     assert session.to_resend(0.0) == []
 
 
 def test_devices_are_put_together_from_what_they_say(session):
+    def device(name, *message):
+        session.handle_message(*message, 0.0)
+        return session.devices[name].to_dict(name)
+
     beat = protocol_messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
-    session.handle_message(T.status("a"), encode_status(Status("online", 3)), 0.0)
-    session.handle_message(T.caps("a"), messages.encode_caps(CAPS), 0.0)
-    device = session.devices["a"].to_dict("a")
-    assert (device["device"], device["status"], device["boot"], device["threads"]) == ("a", "online", 3, 2)
-    assert device["heartbeat"] is None
-    session.handle_message(T.heartbeat("a"), messages.encode_heartbeat(beat), 0.0)
-    assert session.devices["a"].to_dict("a")["heartbeat"]["cpu_other"] == 0.25
-    session.handle_message(T.status("a"), encode_status(Status("online", 4)), 0.0)
-    assert session.devices["a"].to_dict("a")["heartbeat"] is None, "of an earlier start"
-    session.handle_message(T.status("b"), encode_status(Status("offline", 1)), 0.0)
-    assert session.devices["b"].to_dict("b")["status"] == "offline"
-    session.handle_message(T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)), 0.0)
-    device = session.devices["b"].to_dict("b")
-    assert [device[key] for key in ("status", "doing", "done", "total")] == ["starting", "compiling kernels", 3, 23]
-    assert status_text(device) == "starting: compiling kernels 3 of 23"
-    session.handle_message(T.status("b"), encode_status(Status("offline", 2, reason="stopped")), 0.0)
-    assert session.devices["b"].to_dict("b")["reason"] == "stopped"
+    device("a", T.status("a"), encode_status(Status("online", 3)))
+    told = device("a", T.caps("a"), messages.encode_caps(CAPS))
+    assert (told["device"], told["status"], told["boot"], told["threads"]) == ("a", "online", 3, 2)
+    assert told["heartbeat"] is None
+    assert device("a", T.heartbeat("a"), messages.encode_heartbeat(beat))["heartbeat"]["cpu_other"] == 0.25
+    assert device("a", T.status("a"), encode_status(Status("online", 4)))["heartbeat"] is None, "of an earlier start"
+    starting = device("b", T.status("b"), encode_status(Status("starting", 2, "compiling kernels", 3, 23)))
+    assert [starting[key] for key in ("doing", "done", "total")] == ["compiling kernels", 3, 23]
+    assert status_text(starting) == "starting: compiling kernels 3 of 23"
+    stopped = device("b", T.status("b"), encode_status(Status("offline", 2, reason="stopped")))
+    assert (stopped["status"], stopped["reason"]) == ("offline", "stopped")
 
 
 def test_a_device_whose_caps_cannot_be_read_is_listed_with_the_reason(session):
     session.handle_message(T.status("a"), encode_status(Status("online", 3)), 0.0)
-    session.handle_message(T.caps("a"), b'{"device": "a", "boot": 3, "threads": 1e400}', 0.0)
-    told = session.devices["a"].to_dict("a")
-    assert told["status"] == "online"
-    assert "Caps lacks" in told["caps_unread"]
-    session.handle_message(T.caps("a"), messages.encode_caps(CAPS), 0.0)
-    told = session.devices["a"].to_dict("a")
-    assert "caps_unread" not in told
-    assert told["caps_boot"] == 3
+    for caps, is_read in ((b'{"device": "a", "boot": 3, "threads": 1e400}', False), (messages.encode_caps(CAPS), True)):
+        session.handle_message(T.caps("a"), caps, 0.0)
+        told = session.devices["a"].to_dict("a")
+        assert (told["status"], "caps_unread" in told, told.get("caps_boot") == 3) == ("online", not is_read, is_read)
 
 
 def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
@@ -320,9 +291,6 @@ def test_invented_devices_are_not_remembered_without_end(session, monkeypatch):
     assert set(session.devices) == {"a", "b"}
     assert session.devices["a"].status == Status("offline", 4)
     assert session.counters["devices beyond"] == 1
-    session = ClientSession("home", "me")
-    session.handle_message(T.status("a"), b"nonsense", 0.0)
-    assert not session.devices
 
 
 @pytest.mark.parametrize(
@@ -363,32 +331,31 @@ def answer(result):
     return Answer({"id": "q", "model": "m", "ok": True, "result": result, "plan": {"id": "1.1"}, "tokens": 3}, 1.5)
 
 
-def test_embeddings_are_arrays():
-    one = answer({"embedding": [1.0, 2.0]})
-    assert one.embedding.dtype == np.float32
-    assert one.embedding.tolist() == [1.0, 2.0]
-    two = answer({"results": [{"embedding": [1.0]}, {"embedding": [2.0]}]})
+def test_results_are_arrays_and_lists_in_the_form_of_the_request():
+    one, two = answer({"embedding": [1.0, 2.0]}), answer({"results": [{"embedding": [1.0]}, {"embedding": [2.0]}]})
+    assert (one.embedding.dtype, one.embedding.tolist()) == (np.float32, [1.0, 2.0])
     assert two.embeddings.tolist() == [[1.0], [2.0]]
-    with pytest.raises(errors.RequestError):
-        _ = two.embedding
     assert (one.id, one.model, one.plan, one.tokens, one.latency_ms) == ("q", "m", {"id": "1.1"}, 3, 1.5)
-
-
-def test_labels_and_masks_follow_the_form_of_the_request():
-    entry = {"label": "cat", "score": 0.9}
+    entry, values = {"label": "cat", "score": 0.9}, np.arange(6, dtype="<f4").reshape(3, 2)
     assert answer({"labels": [entry]}).labels == [entry]
     assert answer({"results": [{"labels": [entry]}]}).labels == [[entry]]
     assert answer({"masks": [{"position": 1}]}).masks == [{"position": 1}]
-    with pytest.raises(errors.RequestError):
-        _ = answer({"labels": [entry]}).embeddings
+    hidden = {"dtype": "f32", "shape": [3, 2], "base64": base64.b64encode(values.tobytes()).decode()}
+    np.testing.assert_array_equal(answer(hidden).hidden, values)
 
 
-def test_hidden_states_are_decoded():
-    values = np.arange(6, dtype="<f4").reshape(3, 2)
-    data = base64.b64encode(values.tobytes()).decode()
-    np.testing.assert_array_equal(answer({"dtype": "f32", "shape": [3, 2], "base64": data}).hidden, values)
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        ({"results": [{"embedding": [1.0]}, {"embedding": [2.0]}]}, "embedding"),
+        ({"labels": []}, "embeddings"),
+        ({"embedding": []}, "hidden"),
+        *((None, what) for what in ("embedding", "labels", "masks", "hidden")),
+    ],
+)
+def test_a_result_that_an_answer_does_not_have_is_an_error(result, what):
     with pytest.raises(errors.RequestError):
-        _ = answer({"embedding": []}).hidden
+        getattr(answer(result), what)
 
 
 def tree(cls):
@@ -402,19 +369,10 @@ def test_every_error_comes_back_as_its_own_class(cls):
     assert str(error) == "why"
 
 
-def test_an_answer_without_a_result_says_why():
-    answer = Answer({"id": "1", "model": "m", "ok": True, "result": None}, 1.0)
-    assert answer.result is None
-    for what in ("embedding", "labels", "masks", "hidden"):
-        with pytest.raises(errors.RequestError):
-            getattr(answer, what)
-
-
-def test_unknown_codes_are_remote_errors_and_nonsense_is_a_wire_error():
-    assert type(error_from({"error": {"code": "from-the-future", "message": "x"}})) is errors.RemoteError
-    for nonsense in ({}, {"error": "x"}, {"error": {"code": "failed"}}):
-        with pytest.raises(errors.WireError):
-            error_from(nonsense)
+@pytest.mark.parametrize("nonsense", [{}, {"error": "x"}, {"error": {"code": "failed"}}], ids=str)
+def test_an_error_that_is_none_is_a_wire_error(nonsense):
+    with pytest.raises(errors.WireError):
+        error_from(nonsense)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -439,17 +397,12 @@ def test_a_picture_in_any_form_is_the_same_picture(picture, tmp_path):
         np.testing.assert_array_equal(pixels(encode_picture(form)), np.asarray(picture))
 
 
-def test_base64_that_would_be_too_long_a_name_is_no_file():
+def test_base64_that_would_be_too_long_a_name_is_no_file_and_a_file_that_is_not_there_is_named(tmp_path):
     encoded = base64.b64encode(bytes(300)).decode()
-    assert "/" not in encoded
     assert encode_picture(encoded) == encoded
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RequestError):
-        encode_picture(tmp_path / "nothing.png")
-    with pytest.raises(RequestError):
-        encode_picture(str(tmp_path / "nothing.png"))
+    for missing in (tmp_path / "nothing.png", str(tmp_path / "nothing.png")):
+        with pytest.raises(RequestError):
+            encode_picture(missing)
 
 
 def test_a_body_has_only_what_was_given(picture):
@@ -470,14 +423,9 @@ def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs: bo
     spec = spec_of_kind("vgg16")
     files = [base64.b64decode(random_input(spec, 1, seed, photographs)["image"]) for seed in (0, 0, 1)]
     assert files[0] == files[1] != files[2]
-    opened = [Image.open(io.BytesIO(file)) for file in files]
-    assert {picture.format for picture in opened} == {kind}
-    pixels = np.asarray(opened[0], np.float32)
-    assert pixels.shape == (224, 224, 3)
-    assert pixels.std() > 30
-    between = np.abs(np.diff(pixels, axis=1)).mean()  # of neighbours
-    assert bool(between < 20) is photographs
-    assert len(random_input(spec, 2, 0, photographs)["images"]) == 2
+    picture = Image.open(io.BytesIO(files[0]))
+    between = np.abs(np.diff(np.asarray(picture, np.float32), axis=1)).mean()  # of neighbours
+    assert (picture.format, picture.size, bool(between < 20)) == (kind, (224, 224), photographs)
 
 
 DAY = 86_400.0

@@ -16,7 +16,7 @@ from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import quantised, representative_shape
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.storage import PRODUCTS, Product
+from hepti_mqtt.storage import PRODUCTS
 
 SITES = Path(__file__).parents[3] / "configs" / "sites"
 #: What an agent measured of itself: one core of a server with AVX-512.
@@ -32,15 +32,6 @@ def test_every_shipped_site_can_be_read(path):
     assert all(p.speed(128) > 1e9 for p in cluster.devices.values())
 
 
-def test_the_brokers_link_is_as_fast_as_the_fastest_device_by_default(tmp_path):
-    path = tmp_path / "site.yaml"
-    text = "defaults: {gflops: 1}\ndevices: {a: {mbit: 100}, b: {mbit: 240}}\n"
-    path.write_text(text)
-    assert load_site(path).broker_bytes_per_s == 30e6
-    path.write_text(text + "broker_mbit: 1000\n")
-    assert load_site(path).broker_bytes_per_s == 125e6
-
-
 def test_links_of_pairs_and_network_flags_of_devices(tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text(
@@ -53,23 +44,20 @@ def test_links_of_pairs_and_network_flags_of_devices(tmp_path):
     assert cluster.peer_links["a", "c"] == cluster.peer_links["c", "a"] == PeerLink(2e-3, 5e6)
     assert cluster.peer_links["b", "a"] == PeerLink(0.5e-3, 30e6)
     assert ("b", "c") not in cluster.peer_links
+    assert cluster.broker_bytes_per_s == 30e6, "as fast as the fastest device"
+    path.write_text(path.read_text() + "broker_mbit: 1000\n")
+    assert load_site(path).broker_bytes_per_s == 125e6
 
 
-def test_few_rows_stream_the_weights():
-    device = load_site(SITES / "four-pi4.yaml").devices["pi1"]
-    assert device.linear[0].product == Product()
-    assert device.linear[0].seconds(1) == device.linear[0].seconds(8)
-    assert device.linear[0].seconds(512) == pytest.approx(2 * 512 * 2**20 / 24.6e9)
-
-
-@pytest.mark.parametrize("board", boards())
-@pytest.mark.parametrize("network", ["", "-wifi", "-100mbit", "-gigabit"])
+@pytest.mark.parametrize(
+    ("board", "network"),
+    [*((board, "") for board in boards()), *((boards()[0], network) for network in ("-wifi", "-100mbit", "-gigabit"))],
+)
 def test_a_site_is_named_by_count_and_board(board, network):
     cluster = find_site(Path(f"three-{board}{network}"))
     assert list(cluster.devices) == [f"{board}-{n}" for n in (1, 2, 3)]
     assert list(find_site(Path(f"3-{board}")).devices) == list(cluster.devices)
-    if network == "-wifi":
-        assert cluster.shared_medium == {*cluster.devices}
+    assert cluster.shared_medium == ({*cluster.devices} if network == "-wifi" else set())
 
 
 def test_a_device_of_a_board_has_its_numbers_unless_it_states_its_own(tmp_path):
@@ -127,11 +115,9 @@ def test_a_storage_may_have_rates_of_its_own(tmp_path):
     assert speeds["f32"] == pytest.approx(10e9)
 
 
-def test_frames_cost_what_agents_fitted_and_a_weaker_device_more(tmp_path):
+def test_frames_cost_what_a_site_says_and_a_weaker_device_more(tmp_path):
     board, old = (load_site(SITES / "mixed-four-roomy.yaml").devices[name] for name in ("pi1", "old"))
-    assert board.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.035e-3)
-    assert board.frame_seconds(1, 10**6) == pytest.approx(5.245e-3)
-    assert old.frame_seconds(1, 10**6, "mesh") == pytest.approx(5.035e-3 * 24.6 / 12)
+    assert old.frame_seconds(1, 10**6, "mesh") > board.frame_seconds(1, 10**6, "mesh")
     path = tmp_path / "site.yaml"
     path.write_text("devices: {a: {gflops: 12, frame_ms: 0.2, frame_ms_per_mb: 3}}\n")
     assert load_site(path).devices["a"].frame_seconds(2, 10**6, "mesh") == pytest.approx(3.4e-3)

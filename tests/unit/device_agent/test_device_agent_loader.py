@@ -34,9 +34,9 @@ from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import arrays_of, loading_bytes
 from hepti_mqtt.kernels.weights import NR
 from hepti_mqtt.program import WeightRef
-from hepti_mqtt.protocol.manifest import Manifest
+from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
-from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S, PLANNER_WINDOW
+from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S
 
 MODEL = Model()
 BIG = Model(seed=3, rows=1500, columns=1500)
@@ -48,17 +48,20 @@ def device(tmp_path):
     return Device(tmp_path / "tiles")
 
 
+def load(device, *args, **how):
+    """Load the model and send all requested tiles; return the device."""
+    device.loader.load(MODEL.load(*args, **how), device.now)
+    device.serve(MODEL)
+    return device
+
+
 def test_weights_come_from_the_planner_at_first_and_from_disk_later(tmp_path):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path))
     (loaded,) = first.of(Loaded)
     assert (loaded.model, loaded.plan_version) == ("m", PlanVersion(1, 1))
     check_weights(MODEL, loaded.weights)
     assert first.counters["tiles_asked"] == 1 + len(MODEL.needed())
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(), again.now)
-    again.serve(MODEL)
+    again = load(Device(tmp_path))
     check_weights(MODEL, again.of(Loaded)[0].weights)
     assert (again.counters["tiles_asked"], again.counters["tile_bytes_received"]) == (0, 0)
 
@@ -75,26 +78,20 @@ def assert_equal(these, others):
 
 
 STORED = [
-    *(WeightRef("up", (10, 300), (0, 600), "packed", dtype) for dtype in ("f32", "f16", "w8a32", "w8a8")),
+    *(WeightRef("up", (10, 300), (0, 600), "packed", dtype) for dtype in ("f32", "w8a8")),
     WeightRef("up", (0, 299), (1, 598), "plain"),
 ]
 
 
 @pytest.mark.parametrize("ref", STORED, ids=lambda ref: f"{ref.layout}-{ref.weight_dtype}")
 def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=(ref,)), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path), refs=(ref,))
     first.save()
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(refs=(ref,)), again.now)
-    again.settle()
+    again = load(Device(tmp_path), refs=(ref,))
     assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
     assert (again.counters["tiles_cached"], again.counters["packed_cached"]) == (0, 1)
     assert not again.loader.has_unsaved
-    other = Device(tmp_path)
-    other.loader.load(MODEL.load(refs=(ref._replace(columns=(0, 300)),)), other.now)
-    other.settle()
+    other = load(Device(tmp_path), refs=(ref._replace(columns=(0, 300)),))
     assert other.counters["packed_cached"] == 0, "another range is packed from tiles"
 
 
@@ -103,35 +100,15 @@ def test_a_start_reads_packed_copies_instead_of_tiles(tmp_path, ref):
 )
 def test_a_damaged_packed_copy_is_made_again_from_tiles(tmp_path, damage):
     refs = (*STORED[:2], *MODEL.refs[1:])
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=refs), first.now)
-    first.serve(MODEL)
+    first = load(Device(tmp_path), refs=refs)
     first.save()
     for path in tmp_path.glob("??/*"):
         if len(path.name) > 64:
             path.write_bytes(damage(path.read_bytes()))
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(refs=refs), again.now)
-    again.serve(MODEL)
+    again = load(Device(tmp_path), refs=refs)
     assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
     assert again.counters["cache_corrupt"] > 0
     assert again.counters["tiles_asked"] == 0
-    again.save()
-    last = Device(tmp_path)
-    last.loader.load(MODEL.load(refs=refs), last.now)
-    last.settle()
-    assert last.of(Loaded)
-    assert last.counters["cache_corrupt"] == 0
-
-
-def test_packed_copies_take_no_room_from_tiles(tmp_path):
-    tiles = sum(map(len, (MODEL.blobs[digest] for digest in (MODEL.manifest.digest, *MODEL.needed()))))
-    device = Device(tmp_path, tiles + 1000)
-    device.loader.load(MODEL.load(), device.now)
-    device.serve(MODEL)
-    device.save()
-    assert device.counters["cache_evicted"] == 0
-    assert not device.cache.trouble
 
 
 def test_packed_copies_take_no_room_from_tiles_of_other_loads(tmp_path):
@@ -145,44 +122,24 @@ def test_packed_copies_take_no_room_from_tiles_of_other_loads(tmp_path):
     device.save()
     assert len(device.of(Loaded)) == 2
     assert all(digest in device.cache for digest in needed)
+    assert device.counters["cache_evicted"] == 0
+    assert not device.cache.trouble
 
 
 def test_only_needed_tiles_are_asked_and_each_once(device):
     ref = WeightRef("up", (0, 20), (300, 310))
     twice = WeightRef("up", (5, 30), (290, 320))
-    device.loader.load(MODEL.load(refs=(ref, twice)), device.now)
-    device.serve(MODEL)
-    check_weights(MODEL, device.of(Loaded)[0].weights, (ref, twice))
+    empty = (WeightRef("up", (0, 0), (0, 5)), WeightRef("bias", (0, 1), (3, 3), "plain"))
+    load(device, refs=(ref, twice, *empty))
+    check_weights(MODEL, device.of(Loaded)[0].weights, (ref, twice, *empty))
     assert device.counters["tiles_asked"] == 2  # manifest and one tile
 
 
-def test_at_most_a_window_of_tiles_is_outstanding(device):
-    refs = (WeightRef("up", (0, 1500), (0, 1500)),)
-    device.loader.load(BIG.load(refs=refs), device.now)
-    outstanding, most = len(device.asks), 0
-    while device.asks:
-        device.settle()
-        outstanding = len(device.asks)
-        most = max(most, outstanding)
-        device.loader.on_tile(BIG.blobs[device.asks.popleft()], PLANNER, device.now)
-    assert most == PLANNER_WINDOW
-    check_weights(BIG, device.of(Loaded)[0].weights, refs)
-
-
-def test_an_empty_range_needs_no_tile(device):
-    refs = (WeightRef("up", (0, 0), (0, 5)), WeightRef("bias", (0, 1), (3, 3), "plain"))
-    device.loader.load(MODEL.load(refs=refs), device.now)
-    device.serve(MODEL)
-    assert device.of(Loaded)[0].weights[refs[1]].shape == (0,)
-
-
 def test_epochs_share_weights_as_long_as_they_are_kept(device):
-    device.loader.load(MODEL.load(1), device.now)
-    device.serve(MODEL)
+    load(device, 1)
     asked = device.counters["tiles_asked"]
     more = (*MODEL.refs, WeightRef("up", (0, 300), (590, 600)))
-    device.loader.load(MODEL.load(2, more), device.now)
-    device.serve(MODEL)
+    load(device, 2, more)
     first, second = device.of(Loaded)
     assert all(first.weights[ref] is second.weights[ref] for ref in MODEL.refs)
     assert device.counters["tiles_asked"] <= asked + 2
@@ -191,8 +148,7 @@ def test_epochs_share_weights_as_long_as_they_are_kept(device):
     assert device.of(Loaded)[2].weights[MODEL.refs[0]] is first.weights[MODEL.refs[0]]
     device.loader.unload(Unload("m", PlanVersion(1, 2), MODEL.places()), device.now)
     device.loader.unload(Unload("m", PlanVersion(1, 3)), device.now)
-    device.loader.load(MODEL.load(4), device.now)
-    device.serve(MODEL)
+    load(device, 4)
     assert device.of(Loaded)[3].weights[MODEL.refs[0]] is not first.weights[MODEL.refs[0]]
 
 
@@ -201,8 +157,7 @@ def test_another_part_of_a_matrix_that_is_there_needs_no_tile(device):
     cuts = (0, 2 * NR, 5 * NR, 600)
     parts = tuple(WeightRef("up", (0, 300), ends) for ends in pairwise(cuts))
     biases = tuple(WeightRef("bias", (0, 1), ends, "plain") for ends in pairwise(cuts))
-    device.loader.load(MODEL.load(1, (*parts, *biases)), device.now)
-    device.serve(MODEL)
+    load(device, 1, (*parts, *biases))
     check_weights(MODEL, device.of(Loaded)[0].weights, (*parts, *biases))
     asked, whole = (
         device.counters["tiles_asked"],
@@ -238,34 +193,14 @@ def test_damaged_tiles_are_asked_again_and_in_the_end_give_the_load_up(device):
     assert device.loader.deadline() == float("inf")
 
 
-def test_one_damaged_tile_does_no_harm(device):
-    device.loader.load(MODEL.load(), device.now)
-    device.serve(MODEL, most=2)
-    digest = device.asks.popleft()
-    device.loader.on_tile(b"?" + MODEL.blobs[digest][1:], PLANNER, device.now)
-    device.serve(MODEL)
-    assert not device.of(Loaded)
-    device.now += PLANNER_ANSWER_S
-    device.loader.retry_if_due(device.now)
-    device.serve(MODEL)
-    check_weights(MODEL, device.of(Loaded)[0].weights)
-
-
-def test_unanswered_asks_are_repeated_after_a_while_and_on_reconnection(device):
+def test_requested_tiles_are_requested_again_on_reconnection(device):
     device.loader.load(MODEL.load(), device.now)
     device.serve(MODEL, most=1)
-    asked = set(device.asks)
-    device.asks.clear()
-    device.loader.retry_if_due(device.loader.deadline() - 0.001)
-    assert not device.asks
-    device.loader.retry_if_due(device.loader.deadline())
-    (again,) = device.asks  # a planner that had a pause sends one tile twice
-    device.serve(MODEL, most=1)
-    assert set(device.asks) == asked - {again}, "those before it were lost"
+    requested = set(device.asks)
     device.asks.clear()
     device.loader.request_again(device.now)
-    assert set(device.asks) == asked - {again}
-    assert device.counters["tiles_reasked"] == len(asked)
+    assert set(device.asks) == requested
+    assert device.counters["tiles_reasked"] == len(requested)
 
 
 def test_a_load_that_nobody_has_holds_no_other_up(device):
@@ -313,43 +248,25 @@ def test_progress_is_told_now_and_then_for_all_loads(device):
     told = [e for e in device.of(LoadProgress) if e.plan_version == PlanVersion(1, 1)]
     assert len(told) in (5, 6), "at once, and every PROGRESS_S"
     assert [e.done_bytes for e in told] == sorted(e.done_bytes for e in told)
+    for _ in range(10):
+        device.now += PLANNER_ANSWER_S
+        device.loader.retry_if_due(device.now)
+    assert len([e for e in device.of(LoadProgress) if e.plan_version == PlanVersion(1, 1)]) == len(told), "it stands"
     assert told[-1].total_bytes == sum(t.nbytes for t in BIG.manifest.tiles(refs[0]))
     waits = [e for e in device.of(LoadProgress) if e.plan_version == PlanVersion(1, 2)]
     assert len(waits) == len(told)
     assert all(e.done_bytes == 0 < e.total_bytes for e in waits), "0 of 0 would say that nothing moves"
 
 
-def test_a_load_that_does_not_move_tells_nothing_more(device):
-    device.loader.load(BIG.load(1), device.now)
-    device.loader.load(MODEL.load(2), device.now)
-    told = len(device.of(LoadProgress))
-    for _ in range(10):
-        device.now += PLANNER_ANSWER_S
-        device.loader.retry_if_due(device.now)
-    assert len(device.of(LoadProgress)) == told
-
-
-@pytest.mark.parametrize("damage", ["corrupt", "truncated", "removed"])
-def test_a_damaged_cache_is_made_good(tmp_path, damage):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(), first.now)
-    first.serve(MODEL)
+def test_a_damaged_cache_is_made_good(tmp_path):
+    load(Device(tmp_path))
     files = sorted(tmp_path.glob("??/*"))
-    for path in files:
-        data = path.read_bytes()
-        if damage == "removed":
-            path.unlink()
-        else:
-            path.write_bytes(data[:-1] if damage == "truncated" else bytes([data[0] ^ 1]) + data[1:])
-    again = Device(tmp_path)
-    again.loader.load(MODEL.load(), again.now)
-    again.serve(MODEL)
+    files[0].unlink()
+    for path in files[1:]:
+        path.write_bytes(path.read_bytes()[:-1])
+    again = load(Device(tmp_path))
     check_weights(MODEL, again.of(Loaded)[0].weights)
-    assert again.counters["cache_corrupt"] == (0 if damage == "removed" else len(files))
-    third = Device(tmp_path)
-    third.loader.load(MODEL.load(), third.now)
-    third.serve(MODEL)
-    assert third.counters["tiles_asked"] == 0
+    assert again.counters["cache_corrupt"] == len(files) - 1
 
 
 @pytest.mark.parametrize(
@@ -361,8 +278,6 @@ def test_a_damaged_cache_is_made_good(tmp_path, damage):
     ],
 )
 def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
-    from hepti_mqtt.protocol.manifest import tile_hash
-
     device.loader.load(replace(MODEL.load(), manifest=tile_hash(blob)), device.now)
     device.loader.load(MODEL.load(2), device.now)
     device.loader.on_tile(blob, PLANNER, device.now)
@@ -377,7 +292,7 @@ def test_a_manifest_that_cannot_be_used_ends_the_load(device, blob, error):
 def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_weights(tmp_path_factory, data):
     device = Device(tmp_path_factory.mktemp("any"), data.draw(st.sampled_from([0, 300_000, 1 << 30])))
     device.loader.load(MODEL.load(), device.now)
-    under_way = deque()
+    under_way, damaged = deque(), 0
     for _ in range(400):
         device.settle()
         under_way.extend(device.asks)
@@ -388,23 +303,25 @@ def test_any_order_with_losses_repeats_and_foreign_tiles_ends_with_the_right_wei
             device.now = device.loader.deadline()
             device.loader.retry_if_due(device.now)
             continue
-        what = data.draw(st.sampled_from(["answer", "answer", "answer", "late", "lose", "repeat"]))
+        what = data.draw(st.sampled_from(["answer", "answer", "answer", "late", "lose", "repeat", "damage"]))
         if what == "late":
             under_way.rotate(-1)
         elif what == "lose":
             under_way.popleft()
+        elif what == "damage" and damaged < MAX_MISMATCHES - 1:
+            damaged += 1
+            device.loader.on_tile(b"?" + MODEL.blobs[under_way.popleft()][1:], PLANNER, device.now)
         else:
             digest = under_way[0] if what == "repeat" else under_way.popleft()
             device.loader.on_tile(MODEL.blobs[digest], PLANNER, device.now)
     check_weights(MODEL, device.of(Loaded)[0].weights)
     assert not device.of(LoadFailed)
-    assert device.counters["tiles_mismatched"] == 0
+    assert device.counters["tiles_mismatched"] == damaged
 
 
-@pytest.mark.parametrize("storage", ["w8a8", "w8a32"])
-def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage):
+def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device):
     # Ranges that no block and no panel begins with: every tile leaves blocks of which a part is missing.
-    ref = WeightRef("up", (10, 3990), (5, 2985), "packed", storage)
+    ref = WeightRef("up", (10, 3990), (5, 2985), "packed", "w8a8")
     bound = loading_overhead_bytes({ref: 1})
     assert bound < 0.4 * loading_bytes(ref)
     digests = [tile.hash for tile in WIDE.manifest.tiles(ref)]
@@ -426,9 +343,6 @@ def test_int8_weights_hold_no_more_in_f32_than_is_reckoned_with(device, storage)
         while device.loader.step(device.now):
             look()
     assert 0 < max(held) <= bound
-    (loaded,) = device.of(Loaded)
-    plain = loaded.weights[ref].plain()
-    assert np.abs(plain - WIDE.expected(ref)).max() <= 0.51 / 127 * np.abs(plain).max()
 
 
 def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
@@ -436,8 +350,7 @@ def test_a_lack_of_memory_ends_the_load_with_a_reason(device, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("device_agent.loader.allocate", none_left)
-    device.loader.load(MODEL.load(), device.now)
-    device.serve(MODEL)
+    load(device)
     (failed,) = device.of(LoadFailed)
     assert isinstance(failed.error, PlanError)
 
@@ -506,26 +419,6 @@ def test_after_a_mistake_the_next_load_comes_from_disk_without_a_further_word(tm
     served.thread.close()
 
 
-def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkeypatch):
-    served = Served(tmp_path, MODEL)
-    tried = SimpleQueue()
-
-    def broken(*what):
-        tried.put(what)
-        raise RuntimeError("a mistake")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightLoader, "_take_manifest", broken)
-        patch.setattr(WeightLoader, "fail_current", broken)
-        served.thread.post(MODEL.load(1))
-        for _ in range(2):
-            tried.get(timeout=30)
-    served.thread.post(Unload("m", PlanVersion(1, 1)))
-    served.thread.post(MODEL.load(2))
-    check_weights(MODEL, served.wait().weights)
-    served.thread.close()
-
-
 class Gate(Budget):
     """A budget that allows nothing before it is opened."""
 
@@ -539,9 +432,7 @@ class Gate(Budget):
 
 
 def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cached_ones_at_once(tmp_path):
-    first = Device(tmp_path)
-    first.loader.load(MODEL.load(refs=MODEL.refs[:2]), first.now)
-    first.serve(MODEL)
+    load(Device(tmp_path), refs=MODEL.refs[:2])
     gate = Gate()
     served = Served(tmp_path, MODEL, gate)
     served.thread.post(MODEL.load())
@@ -555,22 +446,6 @@ def test_no_tile_is_taken_from_the_planner_before_the_budget_allows_it_and_cache
     gate.is_open = True
     check_weights(MODEL, served.wait().weights)
     served.thread.close()
-
-
-def test_one_tile_is_outstanding_while_exchanges_share_the_link(tmp_path):
-    """Those that were asked for before come, and no more."""
-    busy = False
-    device = Device(tmp_path, is_busy=lambda: busy)
-    refs = (WeightRef("up", (0, 1500), (0, 1500)),)
-    device.loader.load(BIG.load(refs=refs), device.now)
-    device.serve(BIG, most=3)
-    busy, outstanding = True, []
-    while device.asks:
-        device.loader.on_tile(BIG.blobs[device.asks.popleft()], PLANNER, device.now)
-        outstanding.append(len(device.asks))
-    assert max(outstanding) < PLANNER_WINDOW
-    assert set(outstanding[PLANNER_WINDOW:]) == {0, 1}
-    check_weights(BIG, device.of(Loaded)[0].weights, refs)
 
 
 def test_a_flood_of_tiles_is_bounded(tmp_path, monkeypatch):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from weakref import WeakSet
 
 import pytest
 
@@ -23,7 +23,6 @@ from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up, works
 from hepti_mqtt.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
-from hepti_mqtt.storage import PRODUCTS
 from hepti_mqtt.transport.sockets import mesh_possible
 
 
@@ -35,17 +34,23 @@ def workers():
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def curves(workers):
-    return measure(workers, 1 << 30)
+def hasten(patch):
+    """Let a measurement take every number once, with weights beyond a small cache."""
+    patch.setattr(measuring, "REPEATS", 1)
+    patch.setattr(measuring, "WINDOW_S", 0.002)
+    patch.setattr(measuring, "last_level_cache_bytes", lambda: 1 << 20)
 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Let a measurement take every number once, with weights beyond a small cache."""
-    monkeypatch.setattr(measuring, "REPEATS", 1)
-    monkeypatch.setattr(measuring, "WINDOW_S", 0.002)
-    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: 1 << 20)
+    hasten(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def curves(workers):
+    with pytest.MonkeyPatch.context() as patch:
+        hasten(patch)
+        return measure(workers, 1 << 30)
 
 
 def caps(curves):
@@ -70,15 +75,20 @@ def test_the_planner_can_read_it_after_the_wire(curves):
 
 
 @pytest.mark.usefixtures("hasty")
-def test_little_memory_leaves_large_shapes_out(workers):
-    def shapes(memory_bytes, storage="f32"):
-        curves = measure(workers, memory_bytes)["linear"]
-        return [(c["k"], c["n"]) for c in curves if c.get("storage", "f32") == storage]
+def test_little_memory_or_time_leaves_large_shapes_out(workers, monkeypatch):
+    def shapes(memory_bytes):
+        shapes = defaultdict(list)
+        for curve in measure(workers, memory_bytes)["linear"]:
+            shapes[curve.get("storage", "f32")].append((curve["k"], curve["n"]))
+        return shapes
 
-    assert shapes(10 << 20) == [(384, 384), (384, 1536)]
-    assert shapes(1) == [(384, 384)]
-    assert shapes(10 << 20, "w8a8") == [(384, 1536)], "narrower weights in one of the shapes that fit"
-    assert shapes(10 << 20, "q6_k") == [(256, 1536)] * 2, "of whole blocks, by activations in f32 and in int8"
+    some = shapes(10 << 20)
+    assert some["f32"] == [(384, 384), (384, 1536)]
+    assert some["w8a8"] == [(384, 1536)], "narrower weights in one of the shapes that fit"
+    assert some["q6_k"] == [(256, 1536)] * 2, "of whole blocks, by activations in f32 and in int8"
+    assert shapes(1)["f32"] == [(384, 384)]
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
+    assert {shape for some in shapes(10 << 20).values() for shape in some} == {(384, 384), (256, 384)}
 
 
 @pytest.mark.usefixtures("hasty")
@@ -95,27 +105,6 @@ def test_products_of_blocks_are_priced_by_what_their_activations_are(workers):
         op = Compute("linear", (0,), (1,), (weight,), {"bias": False, "activation": None, "residual": False, "x": x})
         assert profile.seconds(*works(op, slots)) == pytest.approx(seconds, rel=1e-3)
     assert len(times) == 2
-
-
-@pytest.mark.usefixtures("hasty")
-def test_weights_of_one_measurement_at_a_time_are_there(workers, monkeypatch):
-    made, alive = [], WeakSet()
-
-    class Counted(measuring._ColdMatmul):
-        def __init__(self, *what):
-            assert not alive, f"weights of {what} beside others"
-            super().__init__(*what)
-            made.append(what)
-
-        def run(self, *what):
-            run = super().run(*what)
-            alive.add(run)  # it holds the weights
-            return run
-
-    monkeypatch.setattr(measuring, "_ColdMatmul", Counted)
-    measure(workers, 10 << 20)
-    narrower = {product.weights for product in PRODUCTS} - {"f32"}
-    assert len(made) == 2 + 1 + len(narrower), "shapes, what fills the caches, narrower storages"
 
 
 def test_weights_are_read_from_memory_not_from_a_cache(workers, monkeypatch):
@@ -144,13 +133,6 @@ def test_the_largest_cache_is_told(tmp_path):
     assert last_level_cache_bytes() > 0
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_slow_device_leaves_large_shapes_out(workers, monkeypatch):
-    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
-    curves = measure(workers, 1 << 30)["linear"]
-    assert {(c["k"], c["n"]) for c in curves} == {(384, 384), (256, 384)}, "the latter in blocks of 256"
-
-
 class Cached:
     """`load_or_measure` in a directory, with a quick matmul that takes what the test says."""
 
@@ -168,8 +150,8 @@ class Cached:
         before = self.curves["linear"][0]["points"][2][1]
         self.patch.setattr(measuring, "_seconds", lambda act, *_: act() or factor * before)
 
-    def __call__(self, workers=None, **options):
-        return load_or_measure(self.file, workers or self.workers, 1 << 30, **options)
+    def __call__(self, **options):
+        return load_or_measure(self.file, self.workers, 1 << 30, **options)
 
 
 @pytest.fixture
@@ -177,18 +159,12 @@ def cached(tmp_path, workers, curves, monkeypatch):
     return Cached(tmp_path, workers, curves, monkeypatch)
 
 
-def test_a_restart_takes_what_was_measured(cached, curves):
+def test_a_restart_takes_what_was_measured_while_the_machine_is_as_fast(cached, curves):
     assert cached() == (curves, False)
     assert cached() == (json.loads(json.dumps(curves)), True)
-    assert cached.measured == 1
-
-
-def test_a_machine_that_has_become_slower_is_measured_again(cached):
-    cached()
-    cached.quick(1.5)
-    assert cached()[1] is False
-    cached.quick(0.6)
-    assert cached()[1] is False
+    for factor in (1.5, 0.6):
+        cached.quick(factor)
+        assert cached()[1] is False
     assert cached.measured == 3
 
 
@@ -202,56 +178,42 @@ def test_what_a_neighbour_has_just_measured_counts_without_a_look(cached):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("usable_cores", 0.4), ("core_capacities", [446]), ("cpu_model", "another")]
+    ("name", "value"),
+    [
+        ("usable_cores", lambda: 0.4),
+        ("core_capacities", lambda: [446]),
+        ("cpu_model", lambda: "another"),
+        ("isa", lambda: "another"),
+        ("__version__", "9"),
+        ("threads", 2),
+    ],
 )
-def test_a_neighbour_with_another_share_of_the_cores_measures_for_itself(cached, monkeypatch, name, value):
+def test_another_machine_share_version_or_number_of_threads_is_measured_again(cached, monkeypatch, name, value):
     cached()
-    monkeypatch.setattr(measuring, name, lambda: value)
-    assert cached(trusted_since_s=0.0)[1] is False
-    assert cached.measured == 2
-
-
-def test_other_threads_version_or_cpu_are_measured_again(cached, monkeypatch):
-    cached()
-    two = Workers(2)
-    assert cached(two)[1] is False
-    two.close()
-    cached()
-    for name, value in (("__version__", "9"), ("cpu_model", lambda: "another"), ("isa", lambda: "another")):
+    if name == "threads":
+        cached.workers = Workers(value)
+    else:
         monkeypatch.setattr(measuring, name, value)
-        assert cached()[1] is False
-        assert cached()[1] is True
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": {}, "curves": {"linear": []}}', "\xff"])
-def test_a_broken_file_is_measured_again(cached, content):
-    cached.file.write_text(content, encoding="latin-1")
-    assert cached()[1] is False
+    assert cached(trusted_since_s=0.0)[1] is False
     assert cached()[1] is True
+    assert cached.measured == 2
+    if name == "threads":
+        cached.workers.close()
 
 
-def test_a_directory_that_cannot_be_written_only_costs_time(cached):
-    cached.file.mkdir()
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": {}, "curves": {"linear": []}}', "\xff", None])
+def test_a_broken_file_or_place_is_measured_again(cached, content):
+    if content is None:
+        cached.file.mkdir()
+    else:
+        cached.file.write_text(content, encoding="latin-1")
     assert cached()[1] is False
-    assert cached()[1] is False
+    assert cached()[1] is (content is not None)
 
 
 def test_what_others_did_while_a_curve_was_measured_is_taken_out():
     assert monotone([[1, 3.0], [2, 1.0], [4, 9.0], [8, 2.0]]) == [[1, 1.0], [2, 1.0], [4, 2.0], [8, 2.0]]
     assert monotone([]) == []
-
-
-@pytest.mark.usefixtures("hasty")
-def test_narrow_weights_are_measured_when_their_kernels_are_there(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
-    first, cached = load_or_measure(tmp_path / "m.json", workers, 10 << 20, with_narrow_weights=False)
-    assert not cached
-    assert not measuring.has_narrow_curves(first)
-    whole, cached = load_or_measure(tmp_path / "m.json", workers, 10 << 20)
-    assert not cached
-    assert measuring.has_narrow_curves(whole)
-    assert whole["linear"][: len(first["linear"])] == first["linear"], "only what is missing is measured"
-    assert load_or_measure(tmp_path / "m.json", workers, 10 << 20) == (whole, True)
 
 
 @pytest.mark.parametrize(
@@ -278,19 +240,7 @@ def test_under_a_quota_time_is_processor_time_over_the_share(monkeypatch, cores,
     assert measuring._seconds(act, threads, before) == pytest.approx(seconds)
 
 
-def test_a_run_that_the_system_held_up_changes_little(monkeypatch):
-    now, runs = [0.0], iter([0.01, 0.01, 3.0, 0.01, 0.01])
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measuring, "usable_cores", lambda: 1.0)
-
-    def act():
-        now[0] += next(runs)
-
-    assert measuring._seconds(act) == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize("share", [0.9, 0.35, 0.2])
-@pytest.mark.parametrize("op_s", [5e-6, 2e-4, 9e-4, 3e-3])
+@pytest.mark.parametrize(("share", "op_s"), [(0.9, 9e-4), (0.35, 5e-6), (0.35, 3e-3), (0.2, 2e-4)])
 def test_an_op_that_fits_into_a_slice_of_a_hidden_quota_is_as_slow_as_the_quota_makes_it(monkeypatch, share, op_s):
     """A quota of 1 ms per period that the process cannot see: most short ops run at full speed, some stand still."""
     spent = [0.0]  # of processor time
@@ -316,11 +266,8 @@ def test_a_small_frame_that_was_held_up_is_measured_again(monkeypatch, which):
     (_, frame_s), (_, rate) = getattr(measuring, which)(lambda: None).items()
     assert frame_s == pytest.approx(0.5e-4)
     assert 1e7 < rate < 1e9
-
-
-def test_frames_are_not_measured_for_ever(monkeypatch):
     monkeypatch.setattr(measuring, "_seconds", lambda *_, **__: 1e-3)
-    assert measuring._frames(lambda: None)["frame_s"] == pytest.approx(5e-4)
+    assert next(iter(getattr(measuring, which)(lambda: None).values())) == pytest.approx(5e-4), "and not forever"
 
 
 class Disturbed(InterruptedError):
@@ -328,7 +275,7 @@ class Disturbed(InterruptedError):
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("points", [0, 1, 5, 11])
+@pytest.mark.parametrize("points", [0, 5, 11])
 def test_a_run_ends_a_measurement_which_goes_on_with_the_next_storage_later(points, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
     file, left = tmp_path / "m.json", iter(range(points))
@@ -338,8 +285,9 @@ def test_a_run_ends_a_measurement_which_goes_on_with_the_next_storage_later(poin
         if next(left, None) is None:
             raise Disturbed
 
+    assert not measuring.has_narrow_curves(first)
     with pytest.raises(Disturbed):
-        load_or_measure(file, workers, 10 << 20, check=check)
+        load_or_measure(file, workers, 10 << 20, check=check, force=points == 0)
     kept, cached = load_or_measure(file, workers, 10 << 20, with_narrow_weights=False)
     added = [curve["storage"] for curve in kept["linear"][len(first["linear"]) :]]
     assert cached
@@ -347,21 +295,7 @@ def test_a_run_ends_a_measurement_which_goes_on_with_the_next_storage_later(poin
     whole, _ = load_or_measure(file, workers, 10 << 20)
     assert whole["linear"][: len(kept["linear"])] == kept["linear"]
     assert measuring.has_narrow_curves(whole)
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_forced_measurement_that_a_run_ends_leaves_the_cached_one(workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring, "_still_accurate", lambda *_: True)
-    file, left = tmp_path / "m.json", iter(range(2))
-    first, _ = load_or_measure(file, workers, 10 << 20, with_narrow_weights=False)
-
-    def check() -> None:
-        if next(left, None) is None:
-            raise Disturbed
-
-    with pytest.raises(Disturbed):
-        load_or_measure(file, workers, 10 << 20, force=True, check=check)
-    assert load_or_measure(file, workers, 10 << 20, with_narrow_weights=False) == (first, True)
+    assert load_or_measure(file, workers, 10 << 20) == (whole, True)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -392,43 +326,41 @@ def looks(doubts, slowdown, start, seconds):
     return [now for now in range(start, start + seconds) if doubts.should_remeasure(slowdown, now)]
 
 
-def test_requests_that_tell_otherwise_for_long_are_believed():
-    for slowdown in (MISMATCH_RATIO * 1.1, 1 / MISMATCH_RATIO / 1.1):
-        assert looks(RemeasurePolicy(), slowdown, 0, 60)[0] == MISMATCH_S
+@pytest.mark.parametrize(
+    ("parts", "first"),
+    [
+        ([(MISMATCH_RATIO * 1.1, 60)], MISMATCH_S),
+        ([(1 / MISMATCH_RATIO / 1.1, 60)], MISMATCH_S),
+        ([(MISMATCH_RATIO * 0.9, 200)], None),
+        ([(2.0, MISMATCH_S - 5), (1.1, 1), (2.0, MISMATCH_S - 5)], None),
+        ([(2.0, 20), (1.0, 100), (2.0, 20)], 120 + MISMATCH_S - 20),
+    ],
+    ids=["slower", "faster", "nearly right", "short", "a pause without runs"],
+)
+def test_runs_that_contradict_the_measurement_for_long_are_believed(parts, first):
+    doubts, now, times = RemeasurePolicy(), 0, []
+    for slowdown, seconds in parts:
+        times += looks(doubts, slowdown, now, int(seconds))
+        now += int(seconds)
+    assert times[:1] == ([] if first is None else [pytest.approx(first, abs=2)])
 
 
-def test_what_is_nearly_right_or_short_is_no_reason():
-    doubts = RemeasurePolicy()
-    assert not looks(doubts, MISMATCH_RATIO * 0.9, 0, 200)
-    assert not looks(doubts, 2.0, 200, int(MISMATCH_S) - 5)
-    doubts.should_remeasure(1.1, 300)
-    assert not looks(doubts, 2.0, 301, int(MISMATCH_S) - 5)
-
-
-def test_pauses_between_requests_do_not_make_it_right():
-    doubts = RemeasurePolicy()
-    looks(doubts, 2.0, 0, 20)
-    assert not looks(doubts, 1.0, 20, 100), "nothing runs"
-    assert looks(doubts, 2.0, 120, 20)
-
-
-def test_what_stays_wrong_is_measured_more_and_more_rarely():
-    doubts = RemeasurePolicy()
-    times = []
+@pytest.mark.parametrize(
+    ("then", "pauses"),
+    [
+        (lambda d, now: d.record_measurement(now), [REMEASURE_S, 2 * REMEASURE_S]),
+        (lambda d, _: d.postpone(), [MISMATCH_S]),
+    ],
+    ids=["measured", "ended by a run"],
+)
+def test_what_stays_wrong_is_measured_more_rarely_and_a_measurement_that_a_run_ended_soon(then, pauses):
+    doubts, times = RemeasurePolicy(), []
     for now in range(4000):
         if doubts.should_remeasure(2.0, now):
-            doubts.record_measurement(now)
+            then(doubts, now)
             times.append(now)
-    assert [b - a for a, b in pairwise(times)] == [REMEASURE_S, 2 * REMEASURE_S]
-
-
-def test_a_measurement_that_a_run_ended_is_tried_again_soon():
-    doubts, times = RemeasurePolicy(), []
-    for now in range(200):
-        if doubts.should_remeasure(2.0, now):
-            doubts.postpone()
-            times.append(now)
-    assert {b - a for a, b in pairwise(times)} == {MISMATCH_S}
+    found = [b - a for a, b in pairwise(times)]
+    assert found == pauses * (len(found) // len(pauses))
 
 
 @pytest.mark.parametrize(("free", "takes"), [(200, 100), (30, 30)])

@@ -53,17 +53,12 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=identity)
-def test_named_files_exist(page):
-    for name in NAMED.findall(page.read_text("utf-8")):
-        places = (ROOT, ROOT / "hepti_mqtt", page.parent)
-        placeholder = Path(name).stem in {"NAME", "FAMILY"}
-        assert placeholder or any((place / name).exists() for place in places), f"{name} is not there"
-
-
-@pytest.mark.parametrize("page", CURRENT, ids=identity)
-def test_named_targets_exist(page):
+def test_named_files_and_targets_exist(page):
+    text, places = page.read_text("utf-8"), (ROOT, ROOT / "hepti_mqtt", page.parent)
+    names = [name for name in NAMED.findall(text) if Path(name).stem not in {"NAME", "FAMILY"}]
+    assert [name for name in names if not any((place / name).exists() for place in places)] == []
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:^    |`)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", page.read_text("utf-8"), re.M)) <= targets
+    assert set(re.findall(r"(?:^    |`)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", text, re.MULTILINE)) <= targets
 
 
 def test_the_package_is_installed_from_a_checkout():

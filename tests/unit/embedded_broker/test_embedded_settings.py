@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from broker_kinds import needs_mosquitto
 
 from hepti_mqtt.embedded_broker.broker import SETTINGS, closed_configuration, configuration, password_lines
 from hepti_mqtt.errors import ConfigError
@@ -50,12 +48,3 @@ def test_passwords_are_salted_and_not_in_the_file():
     first, second = text.splitlines()
     assert re.fullmatch(r"a:\$7\$20000\$[A-Za-z0-9+/=]{16}\$[A-Za-z0-9+/=]{88}", first)
     assert first.split("$")[3:] != second.split("$")[3:]
-
-
-@needs_mosquitto
-def test_a_password_file_of_mosquitto_has_the_same_form(tmp_path):
-    path = tmp_path / "passwd"
-    subprocess.run(["mosquitto_passwd", "-c", "-b", path, "a", "b"], check=True, capture_output=True)
-    theirs, ours = path.read_text().strip().split("$"), password_lines({"a": "b"}).strip().split("$")
-    assert theirs[:2] == ours[:2] == ["a:", "7"]
-    assert [len(part) for part in theirs[3:]] == [len(part) for part in ours[3:]]

@@ -58,16 +58,12 @@ def test_base64_holds_the_bits_of_the_floats_in_the_order_of_the_texts() -> None
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
-        ({"model": "m", "input": [[1, 2]]}, 400, "bad_request"),
         ({"model": "m", "input": [7]}, 400, "bad_request"),
-        ({"model": "m", "input": []}, 400, "bad_request"),
         ({"model": "m", "input": "1", "dimensions": 6}, 400, "bad_request"),
         ({"model": "m", "input": "1", "encoding_format": "int8"}, 400, "bad_request"),
-        ({"model": "m", "input": "1", "unheard_of": 1}, 400, "bad_request"),
         ({"model": "m", "input": True}, 400, "bad_request"),
         ({"model": "m", "input": "\ud800"}, 400, "bad_request"),
         ({"model": "m", "input": "1", "dimensions": 2.5}, 400, "bad_request"),
-        ({"model": "m"}, 400, "bad_request"),
         ({"model": "other", "input": "1"}, 404, "model_not_found"),
         ({"model": "m", "input": ["1"] * 2049}, 400, "bad_request"),
     ],
@@ -97,31 +93,42 @@ def test_the_planners_errors_have_a_status(error: HeptiError, status: int, later
     assert answer.json()["error"]["message"] == str(error)
 
 
-def test_a_key_is_asked_for_everywhere_but_by_health_checks() -> None:
-    http = served(Client(), "first", "second")
-    assert http.get("/v1/models").status_code == 401
-    assert http.get("/v1/models", headers={"Authorization": "Bearer third"}).status_code == 401
-    assert http.get("/v1/models", headers={"Authorization": "Basic second"}).status_code == 401
-    assert http.get("/metrics").status_code == 401
-    assert http.get("/v1/models", headers={"Authorization": "Bearer second"}).status_code == 200
-    assert http.get("/health").status_code == 200
+@pytest.mark.parametrize(
+    ("path", "authorization", "status"),
+    [
+        ("/v1/models", "", 401),
+        ("/v1/models", "Bearer third", 401),
+        ("/v1/models", "Basic second", 401),
+        ("/v1/models", "Bearer second", 200),
+        ("/metrics", "", 401),
+        ("/health", "", 200),
+    ],
+)
+def test_a_key_is_asked_for_everywhere_but_by_health_checks(path: str, authorization: str, status: int) -> None:
+    answer = served(Client(), "first", "second").get(path, headers={"Authorization": authorization})
+    assert answer.status_code == status
 
 
-def test_bodies_are_bounded_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def parts() -> Any:
+    yield from [b" " * 60] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "kind", "status"),
+    [
+        ("POST", "/v1/embeddings", b" " * 200, JSON, 413),
+        ("POST", "/v1/embeddings", parts(), JSON, 413),
+        ("POST", "/v1/embeddings", b"{'a'", JSON, 400),
+        ("POST", "/v1/embeddings", b"[1]", JSON, 400),
+        ("POST", "/v1/embeddings", b"input=1", "application/x-www-form-urlencoded", 415),
+        ("GET", "/nothing", b"", JSON, 404),
+        ("GET", "/v1/embeddings", b"", JSON, 405),
+    ],
+)
+def test_bodies_are_bounded_and_typed(method, path, body, kind, status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
-    http = served(Client())
-
-    def parts() -> Any:
-        yield from [b" " * 60] * 3
-
-    assert http.post("/v1/embeddings", json={"model": "m", "input": "1" * 200}).status_code == 413
-    json_type = {"content-type": "application/json"}
-    assert http.post("/v1/embeddings", content=parts(), headers=json_type).status_code == 413
-    assert http.post("/v1/embeddings", content=b"{'a'", headers=json_type).status_code == 400
-    assert http.post("/v1/embeddings", content=b"[1]", headers=json_type).status_code == 400
-    assert http.post("/v1/embeddings", data={"input": "1"}).status_code == 415
-    assert http.get("/nothing").status_code == 404
-    assert http.get("/v1/embeddings").status_code == 405
+    answer = served(Client()).request(method, path, content=body, headers={"content-type": kind})
+    assert answer.status_code == status
 
 
 def test_tei_normalises_where_it_says_so() -> None:
@@ -193,75 +200,18 @@ def test_a_document_describes_every_route_and_leads_nowhere_else() -> None:
     assert not described["paths"]["/health"]["get"]["security"]
 
 
-@pytest.mark.parametrize(("body", "status"), [({}, 400), ({"text": "a", "image": "eA=="}, 400), ({"text": "a"}, 200)])
-def test_the_document_allows_the_bodies_that_infer_answers(body: dict[str, str], status: int) -> None:
-    http = served(Client())
-    choices = http.get("/openapi.json").json()["components"]["schemas"]["InferBody"]["oneOf"]
-    allowed = [all(isinstance(body.get(key), str) for key in choice["required"]) for choice in choices]
-    assert (http.post("/infer", json=body).status_code, allowed.count(True) == 1) == (status, status == 200)
-
-
-def test_all_states_of_each_text() -> None:
-    found = served(Client()).post("/embed_all", json={"inputs": ["a text", "another"]}).json()
-    assert np.array_equal(np.array(found[1], np.float32), ROWS[: len(found[1])])
-    assert len(found) == 2
-
-
-def test_ollama_takes_its_own_tag_and_says_durations() -> None:
-    http = served(Described())
-    found = http.post("/api/embed", json={"model": "m:latest", "input": "4"}).json()
-    assert np.array_equal(np.array(found["embeddings"], np.float32), ROWS[4:5])
-    assert (found["prompt_eval_count"], found["total_duration"] > 0) == (3, True)
-    assert [entry["name"] for entry in http.get("/api/tags").json()["models"]] == [
-        f"{name}:latest" for name in ("m", "labels", "ranker", "any")
-    ]
-
-
-def test_metrics_count_by_route_and_status() -> None:
-    http = served(Client())
-    http.post("/v1/embeddings", json={"model": "m", "input": "1"})
-    http.post("/v1/embeddings", json={"model": "x", "input": "1"})
-    lines = http.get("/metrics").text.splitlines()
-    assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="200"} 1.0' in lines
-    assert 'hepti_gateway_requests_total{route="/v1/embeddings",status="404"} 1.0' in lines
-
-
 # bytes that look like a form's own, and every byte that there is
 RECORDING = b"ID3\r\n--x\r\n\r\n--" + bytes(range(256)) + b"\r\n\r"
 
 
-@pytest.mark.parametrize("route", ["transcriptions", "translations"])
-def test_a_recording_arrives_whole_and_its_text_comes_back(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("route", "task"), [("transcriptions", "transcribe"), ("translations", "translate")])
+def test_a_recording_arrives_whole_and_its_text_comes_back(route: str, task: str, monkeypatch) -> None:
     monkeypatch.setattr(site_module, "find_spec", lambda _: None)  # without the extra the planner reads it
     client = Client()
-    http = served(client)
-    fields, file = {"model": "m"}, {"file": ("a.wav", RECORDING, "audio/wav")}
-    task = {"transcriptions": "transcribe", "translations": "translate"}[route]
-    assert http.post(f"/v1/audio/{route}", data=fields, files=file).json() == {"text": "Light on."}
-    assert (client.asked[-1]["audio"], client.asked[-1]["task"]) == (RECORDING, task)
-    text = http.post(f"/v1/audio/{route}", data={**fields, "response_format": "text", "language": "en"}, files=file)
-    assert text.text == "Light on.\n"
-    assert client.asked[-1]["language"] == "en"
-    more = {"response_format": "verbose_json", "temperature": "0", "prompt": "", "timestamp_granularities[]": "segment"}
-    whole = http.post(f"/v1/audio/{route}", data={**fields, **more}, files=file).json()
-    assert (whole["task"], whole["duration"], whole["segments"][0]["text"]) == (task, 1.5, "Light on.")
-
-
-@pytest.mark.parametrize(
-    ("fields", "files", "status"),
-    [
-        ({"model": "m"}, {"other": ("a", b"x")}, 400),
-        ({"model": "m", "response_format": "docx"}, {"file": ("a", b"x")}, 400),
-        ({"model": "m", "temperature": "hot"}, {"file": ("a", b"x")}, 400),
-        ({"model": "m", "stream": "true"}, {"file": ("a", b"x")}, 400),
-        ({"model": "m", "timestamp_granularities[]": "word"}, {"file": ("a", b"x")}, 400),
-        ({"model": "nobody"}, {"file": ("a", b"x")}, 404),
-    ],
-)
-def test_a_form_that_is_not_understood_is_refused(fields, files, status) -> None:
-    client = Client()
-    answer = served(client).post("/v1/audio/transcriptions", data=fields, files=files)
-    assert (answer.status_code, client.asked) == (status, [])
+    fields, file = {"model": "m", "language": "en"}, {"file": ("a.wav", RECORDING, "audio/wav")}
+    assert served(client).post(f"/v1/audio/{route}", data=fields, files=file).json() == {"text": "Light on."}
+    asked = client.asked[-1]
+    assert (asked["audio"], asked["task"], asked["language"]) == (RECORDING, task, "en")
 
 
 @pytest.mark.parametrize(
@@ -280,41 +230,31 @@ def test_what_is_no_form_is_refused(kind: str, body: bytes, status: int) -> None
     assert answer.status_code == status
 
 
-def seen_by(client: Client, *keys: str) -> dict[str, Any]:
-    """Return the first event of the dashboard, of a process that ends once it is sent."""
-    ending = iter([False])
-    app = create_app(Site(client, 5.0, "m"), keys, lambda: next(ending, True))
-    answer = TestClient(app).get("/events")
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    return dict(json.loads(answer.text.removeprefix("data: ")))
-
-
 def test_the_dashboard_is_seen_without_a_key_but_asks_nothing_without_one() -> None:
-    client = Client(RequestError("it says 'secret'"))
+    client = Client()
     http = served(client, "key")
     for path in ("/", "/page.css", "/page.js"):
         answer = http.get(path)
-        assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]
+        assert (answer.status_code, "unsafe" in policy) == (200, False)
         assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
     assert http.post("/infer", json={"model": "m", "text": "1"}).status_code == 401
     assert client.asked == []
-    seen = seen_by(client, "key")
-    assert (seen["locked"], seen["site"], seen["trouble"]) == (True, "home", "no planner")
 
 
 @pytest.mark.parametrize(("keys", "message"), [((), "a 'secret'"), (("key",), "")])
 def test_errors_of_the_last_hour_quote_no_request_to_who_has_no_key(keys: tuple[str, ...], message: str) -> None:
-    client = Client(RequestError("a 'secret'"))
-    site, ending = Site(client, 5.0, "m"), iter([True, False])
-    http = TestClient(create_app(site, keys, lambda: next(ending, True)))
+    site, ending = Site(Client(RequestError("a 'secret'")), 5.0, "m"), iter([True, False])
+    http = TestClient(create_app(site, keys, lambda: next(ending, True)))  # ends when one event is sent
     next(ending)
     authorized = {"Authorization": "Bearer key"}
     assert http.post("/infer", json={"model": "m", "text": "1"}, headers=authorized).status_code == 400
-    seen = json.loads(http.get("/events").text.removeprefix("data: "))
+    events = http.get("/events")
+    assert events.headers["content-type"].startswith("text/event-stream")
+    seen = json.loads(events.text.removeprefix("data: "))
     assert [(e["code"], e["message"]) for e in seen["errors"]] == [("bad_request", message)]
-    assert seen["waiting"] == {}
+    assert (seen["waiting"], seen["site"], seen["trouble"]) == ({}, "home", "no planner")
+    assert seen["locked"] is bool(keys)
 
 
 @pytest.mark.parametrize(
@@ -336,11 +276,15 @@ VALUES = st.recursive(
 POSTS = sorted(one.path for one in OPERATIONS if one.method == "POST" and one.reads == JSON)
 
 
+@pytest.fixture(scope="module")
+def refusing() -> TestClient:
+    return served(Described(RequestError("no")))
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
-def test_no_body_makes_the_gateway_fail(path: str, body: dict[str, Any]) -> None:
-    headers = {"Content-Type": "application/json"}
-    answer = served(Described(RequestError("no"))).post(path, content=json.dumps(body), headers=headers)
+@given(path=st.sampled_from(POSTS), body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_no_body_makes_the_gateway_fail(refusing: TestClient, path: str, body: dict[str, Any]) -> None:
+    answer = refusing.post(path, content=json.dumps(body), headers={"Content-Type": JSON})
     assert answer.status_code < 500, answer.text
     if answer.status_code != 200:
         error = answer.json()["error"]

@@ -37,14 +37,6 @@ def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
     assert journal.tokens_per_s(NOW_S + 60) is None
 
 
-def test_requests_under_way_are_counted_by_model() -> None:
-    journal = Journal()
-    journal.waiting["a"] += 2
-    journal.waiting["b"] += 1
-    journal.waiting["b"] -= 1
-    assert journal.to_dict([], NOW_S)["waiting"] == {"a": 2}
-
-
 def test_what_is_older_than_an_hour_or_too_much_is_left_out() -> None:
     served = [_answer(NOW_S - HOUR_S - 1, "overloaded"), *(_answer(NOW_S, "overloaded") for _ in range(2 * ERRORS))]
     assert len(Journal().to_dict(served, NOW_S)["errors"]) == ERRORS

@@ -5,52 +5,37 @@ from __future__ import annotations
 import base64
 import io
 import json
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
+from gateway_client import ROWS, Client
 from PIL import Image
 from starlette.testclient import TestClient
 
-from hepti_mqtt.client import Answer
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import Site
 
-ROWS = {"text": [3.0, 4.0, 0.0], "image": [0.0, -1.0, 1e-7]}
 
-
-class Client:
-    """Answers texts and pictures at once, each kind with one vector."""
-
-    site = "home"
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+class Photos(Client):
+    """Answers texts and pictures, each with one vector."""
 
     def models(self, timeout: float = 5.0) -> list[str]:
         return ["vit-b-32__openai", "other"]
 
-    def submit(self, model: str, **request: Any) -> Future[Answer]:
-        self.asked.append({"model": model, **request})
-        future: Future[Answer] = Future()
-        found: Any = (
-            {"results": [{"embedding": ROWS["text"]} for _ in request["texts"]]}
-            if "texts" in request
-            else {"embedding": ROWS["image"]}
-        )
-        future.set_result(Answer({"result": found, "tokens": 1}, 1.0))
-        return future
+
+def unit(row: int) -> Any:
+    return ROWS[row] / np.linalg.norm(ROWS[row])
 
 
 @pytest.fixture
-def client() -> Client:
-    return Client()
+def client() -> Photos:
+    return Photos()
 
 
 @pytest.fixture
-def http(client: Client) -> TestClient:
-    return TestClient(create_app(Site(client, 5.0)))  # type: ignore[arg-type]
+def http(client: Photos) -> TestClient:
+    return TestClient(create_app(Site(client, 5.0)))
 
 
 def jpeg() -> bytes:
@@ -63,16 +48,16 @@ def entries(kind: str, name: Any = "ViT-B-32__openai", task: str = "clip", **mor
     return json.dumps({task: {kind: {"modelName": name, **more}}})
 
 
-def test_immich_searches_by_text_and_picture(http: TestClient, client: Client) -> None:
+def test_immich_searches_by_text_and_picture(http: TestClient, client: Photos) -> None:
     assert http.get("/ping").text == "pong"
     image = ("blob", jpeg(), "application/octet-stream")  # a Blob of a FormData
     seen = http.post("/predict", files={"image": image}, data={"entries": entries("visual")}).json()
     assert (seen.keys(), seen["imageHeight"], seen["imageWidth"]) == ({"clip", "imageHeight", "imageWidth"}, 17, 31)
-    np.testing.assert_allclose(json.loads(seen["clip"]), [0, -1, 1e-7], rtol=1e-6)
+    np.testing.assert_allclose(json.loads(seen["clip"]), unit(0), rtol=1e-5)
     asked = {"entries": (None, entries("textual", options={"language": "en"})), "text": (None, "ein roter Hund")}
     said = http.post("/predict", files=asked).json()  # fields alone are a form with parts, too
     assert said.keys() == {"clip"}
-    np.testing.assert_allclose(json.loads(said["clip"]), [0.6, 0.8, 0], rtol=1e-6)
+    np.testing.assert_allclose(json.loads(said["clip"]), unit(len("ein roter Hund")), rtol=1e-5)
     assert [(one["model"], one.get("texts")) for one in client.asked] == [
         ("vit-b-32__openai", None), ("vit-b-32__openai", ["ein roter Hund"]),
     ]  # fmt: skip
@@ -86,11 +71,8 @@ def test_immich_searches_by_text_and_picture(http: TestClient, client: Client) -
         ({"entries": entries("visual"), "text": "a"}, 400),
         ({"entries": entries("textual", "ViT-L-14__openai"), "text": "a"}, 404),
         ({"entries": entries("detection", "buffalo_l", "facial-recognition"), "text": "a"}, 400),
-        ({"entries": entries("detection", "PP-OCRv5_mobile", "ocr"), "text": "a"}, 400),
-        ({"entries": entries("textual", 7), "text": "a"}, 422),
         ({"entries": entries("textual", options={"size": 7}), "text": "a"}, 422),
         ({"entries": "[]", "text": "a"}, 422),
-        ({"entries": "{}", "text": "a"}, 422),
         ({"entries": "no JSON", "text": "a"}, 422),
         ({"entries": '{"clip": {"textual": {}}}', "text": "a"}, 422),
         ({"text": "a"}, 422),
@@ -99,18 +81,18 @@ def test_immich_searches_by_text_and_picture(http: TestClient, client: Client) -
     ],
 )
 def test_immich_is_refused_what_is_not_computed(
-    http: TestClient, client: Client, fields: dict[str, str], status: int
+    http: TestClient, client: Photos, fields: dict[str, str], status: int
 ) -> None:
     answer = http.post("/predict", files={name: (None, value) for name, value in fields.items()})
     assert (answer.status_code, client.asked) == (status, [])
 
 
-def test_a_file_that_is_no_picture(http: TestClient, client: Client) -> None:
+def test_a_file_that_is_no_picture(http: TestClient, client: Photos) -> None:
     form = {"entries": (None, entries("visual")), "image": ("blob", b"no picture")}
     assert (http.post("/predict", files=form).status_code, client.asked) == (400, [])
 
 
-def test_frigate_searches_by_meaning(http: TestClient, client: Client) -> None:
+def test_frigate_searches_by_meaning(http: TestClient, client: Photos) -> None:
     """Texts first, then pictures, as its client for llama.cpp sends them."""
     assert "other" in {model["id"] for model in http.get("/v1/models").json()["data"]}
     marker = http.get("/props", params={"model": "other"}).json()["media_marker"]
@@ -120,7 +102,7 @@ def test_frigate_searches_by_meaning(http: TestClient, client: Client) -> None:
     found = http.post("/embeddings", json={"model": "other", "content": content}).json()
     assert [one["index"] for one in found] == [0, 1, 2]
     rows = [np.array(one["embedding"]).mean(axis=0) for one in found]
-    np.testing.assert_allclose(rows, [[0.6, 0.8, 0], [0.6, 0.8, 0], [0, -1, 1e-7]], rtol=1e-6)
+    np.testing.assert_allclose(rows, [unit(len("a red car")), unit(len("a dog")), unit(0)], rtol=1e-5)
     assert client.asked[1]["image"] == jpeg()
 
 
@@ -137,6 +119,6 @@ def test_frigate_searches_by_meaning(http: TestClient, client: Client) -> None:
         [{"prompt_string": "<__media__>", "multimodal_data": ["aaaa", "aaaa"]}],
     ],
 )
-def test_frigate_is_refused_what_is_not_understood(http: TestClient, client: Client, content: Any) -> None:
+def test_frigate_is_refused_what_is_not_understood(http: TestClient, client: Photos, content: Any) -> None:
     answer = http.post("/embeddings", json={"model": "other", "content": content})
     assert (answer.status_code, client.asked) == (400, [])

@@ -140,13 +140,13 @@ def test_a_stream_that_waits_says_so_until_its_limit(monkeypatch: pytest.MonkeyP
     assert client.streams[1].cancelled()
 
 
-def test_pings_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_pings_are_no_text(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_module, "PING_S", 0.001)
-    for path, body in ROUTES.items():
-        answer = TestClient(create_app(Site(Silent(), 0.004))).post(path, json=body)
-        if path.startswith("/api/"):
-            first, *_, last = [json.loads(line) for line in answer.text.splitlines()]
-            assert (first["done"], [*last]) == (False, ["error"])
-        else:
-            assert ": ping\n\n" in answer.text
-            assert answer.text.splitlines()[-2].startswith('data: {"error"')
+    answer = TestClient(create_app(Site(Silent(), 0.004))).post(path, json=ROUTES[path])
+    if path.startswith("/api/"):
+        first, *_, last = lines_of(answer)
+        assert (first["done"], [*last]) == (False, ["error"])
+    else:
+        assert ": ping\n\n" in answer.text
+        assert answer.text.splitlines()[-2].startswith('data: {"error"')

@@ -67,25 +67,37 @@ async def say(client: AsyncTcpClient, pcm: np.ndarray, rate: int = 16_000, chann
     await client.write_event(AudioStop().event())
 
 
+async def program(client: AsyncTcpClient) -> Any:
+    await client.write_event(Describe().event())
+    return Info.from_event(await client.read_event()).asr[0]
+
+
+async def transcript(client: AsyncTcpClient, pcm: np.ndarray, *form: int) -> Transcript:
+    await say(client, pcm, *form)
+    return Transcript.from_event(await client.read_event())
+
+
+def with_client(site: FakeSite, talk: Callable[[AsyncTcpClient], Awaitable[None]], **options: Any) -> None:
+    async def connect(port: int) -> None:
+        async with AsyncTcpClient("127.0.0.1", port) as client:
+            await talk(client)
+
+    conversation(site, connect, **options)
+
+
 def test_a_command_is_described_spoken_and_written() -> None:
     site = FakeSite()
 
-    async def talk(port: int) -> None:
-        async with AsyncTcpClient("127.0.0.1", port) as client:
-            await client.write_event(Ping("here").event())
-            assert Pong.from_event(await client.read_event()).text == "here"
-            await client.write_event(Describe().event())
-            (program,) = Info.from_event(await client.read_event()).asr
-            assert program.installed
-            assert [(m.name, m.languages) for m in program.models] == [("whisper", ["de", "en"])]
-            await client.write_event(Transcribe(language="de-CH").event())
-            await say(client, SOUND)
-            said = Transcript.from_event(await client.read_event())
-            assert (said.text, said.language) == (f"{44 + SOUND.nbytes} bytes", "de")
-            await say(client, np.repeat(SOUND, 2), 22_050, 2)  # the same connection, another format
-            assert Transcript.from_event(await client.read_event()).text
+    async def talk(client: AsyncTcpClient) -> None:
+        await client.write_event(Ping("here").event())
+        assert Pong.from_event(await client.read_event()).text == "here"
+        assert [(m.name, m.languages) for m in (await program(client)).models] == [("whisper", ["de", "en"])]
+        await client.write_event(Transcribe(language="de-CH").event())
+        said = await transcript(client, SOUND)
+        assert (said.text, said.language) == (f"{44 + SOUND.nbytes} bytes", "de")
+        assert (await transcript(client, np.repeat(SOUND, 2), 22_050, 2)).text, "another format, the same connection"
 
-    conversation(site, talk)
+    with_client(site, talk)
     with wave.open(io.BytesIO(site.asked[0][1])) as file:
         assert (file.getframerate(), file.getnchannels()) == (16_000, 1)
         assert file.readframes(len(SOUND)) == SOUND.tobytes()
@@ -93,55 +105,42 @@ def test_a_command_is_described_spoken_and_written() -> None:
 
 
 def test_a_home_has_languages_and_names() -> None:
-    site = FakeSite()
+    site, both = FakeSite(), ["de", "en"]
 
-    async def talk(port: int) -> None:
-        async with AsyncTcpClient("127.0.0.1", port) as client:
-            await client.write_event(Describe().event())
-            (program,) = Info.from_event(await client.read_event()).asr
-            assert program.models[0].languages == ["de", "en"]
-            for language in ("de-CH", "nb-NO", "auto", None):
-                await client.write_event(Transcribe(language=language).event())
-                await say(client, SOUND)
-                await client.read_event()
-            await client.write_event(Transcribe(transcript_names=["Attic"]).event())
-            await say(client, SOUND)
-            await client.read_event()
+    async def talk(client: AsyncTcpClient) -> None:
+        assert (await program(client)).models[0].languages == both
+        for fields in (*({"language": one} for one in ("de-CH", "nb-NO", None)), {"transcript_names": ["Attic"]}):
+            await client.write_event(Transcribe(**fields).event())
+            await transcript(client, SOUND)
 
-    conversation(site, talk, languages=["de", "en-GB"], prompt="Kitchen")
-    both = ["de", "en"]
-    assert [options["language"] for _, _, options in site.asked] == ["de", both, both, both, both]
-    assert [options["prompt"] for _, _, options in site.asked] == ["Kitchen"] * 4 + ["Kitchen, Attic"]
+    with_client(site, talk, languages=["de", "en-GB"], prompt="Kitchen")
+    assert [options["language"] for _, _, options in site.asked] == ["de", both, both, both]
+    assert [options["prompt"] for _, _, options in site.asked] == ["Kitchen"] * 3 + ["Kitchen, Attic"]
 
 
 def test_a_long_recording_is_shown_as_it_is_written() -> None:
-    async def talk(port: int) -> None:
-        async with AsyncTcpClient("127.0.0.1", port) as client:
-            await say(client, np.tile(SOUND, 31))
-            kinds = [await client.read_event() for _ in range(5)]
-            assert [event.type for event in kinds] == [
-                "transcript-start", "transcript-chunk", "transcript-chunk", "transcript", "transcript-stop",
-            ]  # fmt: skip
-            await say(client, SOUND)
-            assert (await client.read_event()).type == "transcript"
+    async def talk(client: AsyncTcpClient) -> None:
+        await say(client, np.tile(SOUND, 31))
+        kinds = [await client.read_event() for _ in range(5)]
+        assert [event.type.removeprefix("transcript") for event in kinds] == ["-start", "-chunk", "-chunk", "", "-stop"]
+        assert (await transcript(client, SOUND)).text
 
-    conversation(FakeSite(), talk)
+    with_client(FakeSite(), talk)
 
 
 @pytest.mark.parametrize("audio", [False, True])
 def test_a_stop_without_sound_is_an_empty_text(audio: bool) -> None:
     site = FakeSite()
 
-    async def talk(port: int) -> None:
-        async with AsyncTcpClient("127.0.0.1", port) as client:
-            for _ in range(2):
-                if audio:
-                    await say(client, SOUND[:16])
-                else:
-                    await client.write_event(AudioStop().event())
+    async def talk(client: AsyncTcpClient) -> None:
+        for _ in range(2):
+            if audio:
+                assert (await transcript(client, SOUND[:16])).text == ""
+            else:
+                await client.write_event(AudioStop().event())
                 assert Transcript.from_event(await client.read_event()).text == ""
 
-    conversation(site, talk)
+    with_client(site, talk)
     assert not site.asked
 
 
@@ -149,8 +148,7 @@ def test_several_satellites_speak_at_once() -> None:
     async def talk(port: int) -> None:
         async def one(length: int) -> str:
             async with AsyncTcpClient("127.0.0.1", port) as client:
-                await say(client, SOUND[:length])
-                return Transcript.from_event(await client.read_event()).text
+                return (await transcript(client, SOUND[:length])).text
 
         texts = await asyncio.gather(*(one(4000 * n) for n in (1, 2, 3)))
         assert texts == [f"{44 + 8000 * n} bytes" for n in (1, 2, 3)]
@@ -159,13 +157,12 @@ def test_several_satellites_speak_at_once() -> None:
 
 
 def test_what_fails_is_an_error_and_the_end_of_the_connection() -> None:
-    async def talk(port: int) -> None:
-        async with AsyncTcpClient("127.0.0.1", port) as client:
-            await say(client, SOUND)
-            assert Error.from_event(await client.read_event()).code == "deadline"
-            assert await client.read_event() is None
+    async def talk(client: AsyncTcpClient) -> None:
+        await say(client, SOUND)
+        assert Error.from_event(await client.read_event()).code == "deadline"
+        assert await client.read_event() is None
 
-    conversation(FakeSite(DeadlineError("too late")), talk)
+    with_client(FakeSite(DeadlineError("too late")), talk)
 
 
 BROKEN = [

@@ -48,28 +48,35 @@ def test_ragged_sequences_equal_the_reference(lengths, heads, d):
     attention(lengths, heads, d).check()
 
 
-@given(lengths=LENGTHS.filter(min), data=st.data())
-def test_windows_shared_keys_and_a_bias_by_distance_equal_plain_attention(lengths, data):
-    m, d = sum(lengths), 8
-    group, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
-    causal, window = data.draw(st.booleans()), data.draw(st.sampled_from([-1, 0, 1, 5, 20]))
-    table = array(8, group * groups + 1) if data.draw(st.booleans()) else None
-    rows = tuple(data.draw(st.lists(st.integers(0, m - 1), max_size=40, unique=True))) if m else ()
-    rows = sorted(rows) if data.draw(st.booleans()) else rows
-    attrs = {"causal": causal} | ({"window": window} if window >= 0 else {})
-    heads, bias = group * groups, None
-    if table is not None:
-        attrs |= {"bias_heads": tuple(range(1, heads + 1)), "farthest": 16}
-        bias = plain.distance_bias(table.astype("f8")[:, 1:], 16, max(lengths))
+@pytest.mark.parametrize("bias", ["none", "by distance", "on a grid", "of queries and keys"])
+@given(data=st.data(), d=st.sampled_from([7, 8, 16]), causal=st.booleans())
+def test_windows_shared_keys_and_biases_equal_plain_attention(bias, data, d, causal):
+    side, shares = data.draw(st.integers(1, 6)), bias in ("none", "by distance")
+    lengths = (side * side + 1,) * 2 if bias == "on a grid" else data.draw(LENGTHS.filter(min))
+    m, groups = sum(lengths), data.draw(st.integers(1, 2))
+    group = data.draw(st.integers(1, 3)) if shares else 1
+    window = data.draw(st.sampled_from([-1, 0, 1, 5, 20])) if shares else -1
+    rows = data.draw(st.lists(st.integers(0, m - 1), max_size=40, unique=True))
+    heads, causal = group * groups, causal and shares
     q, kv = array(m, heads * d + 3), array(m, 2 * groups * d + 5)
-    case = attention(
-        lengths, heads, d, rows=rows, q=q, kv=kv, group=group, weights=() if table is None else [table], **attrs
-    )
-    got = case.check()[0]
-    parts = (x.astype("f8") for x in (q[:, 2 : 2 + heads * d], kv[:, groups * d + 4 :], kv[:, 1 : 1 + groups * d]))
+    attrs = {"causal": causal, "group": group} | ({"window": window} if window >= 0 else {})
+    weights, more, longest = [], {}, max(lengths)
+    if bias == "of queries and keys":
+        weights, attrs["disentangled"], attrs["farthest"] = [array(10, heads * d), array(10, heads * d)], True, 30
+        more["positions"] = (*(t.astype("f8") for t in weights), plain.log_buckets(10, 30, longest))
+    elif bias != "none":
+        table = array(8 if shares else (2 * side - 1) ** 2 + 3, heads + 1)
+        weights, attrs["bias_heads"], exact = [table], tuple(range(1, heads + 1)), table.astype("f8")[:, 1:]
+        attrs |= {"farthest": 16} if shares else {"bias_side": side}
+        more["bias"] = plain.distance_bias(exact, 16, longest) if shares else plain.grid_bias(exact, side)
+    got = attention(lengths, heads, d, rows=rows, q=q, kv=kv, weights=weights, **attrs).check(5e-5, 5e-5)[0]
+    parts = (x.astype("f8") for x in (q[:, 2:], kv[:, groups * d + 4 :], kv[:, 1:]))
     queries, keys, values = (x[:, : n * d] for x, n in zip(parts, (heads, groups, groups), strict=True))
-    want = plain.attention(queries, keys, values, heads, lengths, causal, window, bias=bias)
-    np.testing.assert_allclose(got, want[list(rows)], rtol=2e-5, atol=2e-5)
+    want = plain.attention(queries, keys, values, heads, lengths, causal, window, **more)
+    np.testing.assert_allclose(got, want[rows], rtol=5e-5, atol=5e-5)
+    if bias == "of queries and keys":
+        ends = ranges_of(m, data.draw(st.lists(st.integers(0, m), max_size=5)))
+        attention(lengths, heads, d, rows=rows, block=ends, q=q, kv=kv, weights=weights, **attrs).check()
 
 
 @pytest.mark.parametrize("lengths", [(700,), (300, 350)])
@@ -82,59 +89,9 @@ def test_the_bits_of_a_windowed_row_do_not_depend_on_which_rows_are_computed_bes
         np.testing.assert_array_equal(part, whole[rows.start : rows.stop])
 
 
-def test_work_counts_what_a_window_leaves():
-    case = attention((6,), 2, 8, window=1)
-    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (2 + 4 * 3 + 2)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_windowed_query_does_not_see_what_is_not_finite_beyond_its_window(value):
-    q, kv = array(40, 11), array(40, 21)
-    kv[30] = value
-    got = attention((40,), 1, 8, q=q, kv=kv, window=4).run()[0]
-    seen = np.isfinite(got).all(axis=1)
-    assert seen[:26].all()
-    assert seen[35:].all()
-    assert not seen[26:35].any()
-
-
-@given(images=st.integers(1, 2), side=st.integers(1, 6), data=st.data())
-def test_a_bias_by_steps_on_a_grid_equals_plain_attention(images, side, data):
-    heads, d, lengths = 2, 8, (side * side + 1,) * images
-    m = sum(lengths)
-    table = array((2 * side - 1) ** 2 + 3, heads + 1)
-    rows = sorted(data.draw(st.sets(st.integers(0, m - 1), min_size=1)))
-    q, kv = array(m, heads * d + 3), array(m, 2 * heads * d + 5)
-    attrs = {"bias_heads": (1, 2), "bias_side": side}
-    got = attention(lengths, heads, d, rows=rows, q=q, kv=kv, weights=[table], **attrs).check()[0]
-    parts = (x.astype("f8") for x in (q[:, 2:-1], kv[:, heads * d + 4 : -1], kv[:, 1 : 1 + heads * d]))
-    want = plain.attention(*parts, heads, lengths, bias=plain.grid_bias(table.astype("f8")[:, 1:], side))
-    np.testing.assert_allclose(got, want[rows], rtol=2e-5, atol=2e-5)
-
-
-@given(lengths=LENGTHS.filter(min), heads=st.integers(1, 3), data=st.data())
-def test_keys_and_queries_of_distances_equal_plain_attention(lengths, heads, data):
-    m, d = sum(lengths), data.draw(st.sampled_from([7, 16]))
-    rows = sorted(data.draw(st.sets(st.integers(0, m - 1), min_size=1)))
-    tables = [array(data.draw(st.sampled_from([10, 16])), heads * d)]
-    tables.append(array(len(tables[0]), heads * d))
-    q, kv = array(m, heads * d + 3), array(m, 2 * heads * d + 5)
-    attrs = {"disentangled": True, "farthest": 30}
-    got = attention(lengths, heads, d, rows=rows, q=q, kv=kv, weights=tables, **attrs).check()[0]
-    parts = (x.astype("f8") for x in (q[:, 2:-1], kv[:, heads * d + 4 : -1], kv[:, 1 : 1 + heads * d]))
-    found = plain.log_buckets(len(tables[0]), 30, max(lengths))
-    want = plain.attention(*parts, heads, lengths, positions=(*(t.astype("f8") for t in tables), found))
-    np.testing.assert_allclose(got, want[rows], rtol=5e-5, atol=5e-5)
-    edges = data.draw(st.lists(st.integers(0, m), max_size=5))
-    attention(lengths, heads, d, rows=rows, block=ranges_of(m, edges), q=q, kv=kv, weights=tables, **attrs).check()
-
-
 def test_more_keys_than_one_block_meet_queries_of_distances():
     tables = [array(64, 32), array(64, 32)]
-    attrs = {"weights": tables, "disentangled": True, "farthest": 300}
-    attention((290, 70), 2, 16, **attrs).check()
-    case = attention((6,), 2, 16, **attrs)
-    assert case.kernel.work(case.op, case.slots).flops == 10 * 16 * 2 * 36
+    attention((290, 70), 2, 16, weights=tables, disentangled=True, farthest=300).check()
 
 
 @pytest.mark.parametrize(("rows", "farthest"), [(8, 40), (14, 40), (512, 600), (64, 33)])
@@ -151,10 +108,6 @@ def test_buckets_of_distances_are_those_of_t5():
     want = [0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15]
     assert relative_buckets(-far, 32, 128).tolist() == want
     assert relative_buckets(far[1:], 32, 128).tolist() == [bucket + 16 for bucket in want[1:]]
-
-
-def test_more_keys_than_one_block_and_more_queries_than_one_tile():
-    attention((300, 70, 129), 2, 32).check()
 
 
 @pytest.mark.parametrize("d", [20, 64])
@@ -174,44 +127,22 @@ def ranges_of(m, edges):
     return tuple((min(a, m), min(b, m)) for a, b in zip(edges[::2], edges[1::2], strict=False))
 
 
-@given(lengths=LENGTHS, edges=st.lists(st.integers(0, 225), max_size=9), causal=st.booleans(), data=st.data())
-def test_several_ranges_of_keys_equal_the_reference_over_all_with_the_others_left_out(lengths, edges, causal, data):
-    m, d = sum(lengths), 8
-    rows = tuple(data.draw(st.lists(st.integers(0, m - 1), max_size=30))) if m else ()
-    k_rows = ranges_of(m, edges)
-    q, kv = array(m, d + 3), array(m, 2 * d + 5)
-    got = attention(lengths, 1, d, q=q, kv=kv, rows=rows, block=k_rows, causal=causal).check()[0]
-    held = {key for r in k_rows for key in range(*r)}
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    for state, row in zip(got[:, 0], rows, strict=True):
-        first = starts[np.searchsorted(starts, row, side="right") - 1]
-        stop = row + 1 if causal else starts[np.searchsorted(starts, row, side="right")]
-        keys = sorted(held & set(range(first, stop)))
-        scores = kv[keys, d + 4 : 2 * d + 4].astype("f8") @ q[row, 2 : d + 2] * d**-0.5
-        top = scores.max(initial=-np.inf)
-        p = np.exp(scores - top)
-        np.testing.assert_allclose(state[d:], [top, p.sum()], rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(state[:d], p @ kv[keys, 1 : d + 1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "k_rows", [((0, 2), (1, 2)), ((1, 3), (0, 1)), ((0, 2),), ((0, 4),), ((1, 4),), ((2, 1), (1, 3))]
+@given(
+    lengths=LENGTHS.filter(any),
+    cuts=st.lists(st.floats(0, 1), max_size=10),
+    devices=st.integers(1, 3),
+    causal=st.booleans(),
 )
-def test_keys_that_are_no_rows_in_ascending_order_are_refused(k_rows):
-    case = attention((3,), 1, 4)
-    bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, "k_rows": k_rows})
-    with pytest.raises(ValueError, match="k_rows must be ranges of the 3 packed rows"):
-        bad.run()
-
-
-@given(lengths=LENGTHS.filter(lambda v: sum(v) > 0), cuts=st.lists(st.floats(0, 1), max_size=10))
-def test_states_of_any_split_combine_to_the_whole(lengths, cuts):
+def test_states_of_any_split_combine_to_the_whole(lengths, cuts, devices, causal):
     m, heads, d = sum(lengths), 2, 8
     q, kv = array(m, heads * d + 3, scale=4), array(m, 2 * heads * d + 5, scale=4)
-    edges = sorted({0, m, *(int(c * m) for c in cuts)})
-    states = [attention(lengths, heads, d, q=q, kv=kv, block=(a, b)).run()[0] for a, b in pairwise(edges)]
+    parts = list(pairwise(sorted([0, m, *(int(c * m) for c in cuts)])))
+    states = [
+        attention(lengths, heads, d, q=q, kv=kv, block=tuple(parts[n::devices]), causal=causal).check(1e-4, 1e-4)[0]
+        for n in range(min(devices, len(parts)))
+    ]
     combine = Case("attention_combine", states, [(m, heads * d)], heads=heads, head_dim=d)
-    whole = attention(lengths, heads, d, q=q, kv=kv)
+    whole = attention(lengths, heads, d, q=q, kv=kv, causal=causal)
     np.testing.assert_allclose(combine.check()[0], whole.reference()[0], rtol=1e-4, atol=1e-4)
 
 
@@ -224,67 +155,67 @@ def test_rows_without_keys_in_the_block():
     assert (nothing == 0).all()
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_any_number_of_threads_gives_the_same_bits(threads):
-    case = attention((200, 3, 150), 4, 32)
-    np.testing.assert_array_equal(case.run(threads)[0], case.run(1)[0])
-    states = [attention((200, 3, 150), 4, 32, block=b).run()[0] for b in ((0, 100), (100, 353))]
-    combine = Case("attention_combine", states, [(353, 128)], heads=4, head_dim=32)
-    np.testing.assert_array_equal(combine.run(threads)[0], combine.run(1)[0])
+def test_any_number_of_threads_gives_the_same_bits():
+    """Of more keys than a block and more queries than a tile."""
+    case = attention((200, 3, 350), 4, 32)
+    np.testing.assert_array_equal(case.run(3)[0], case.check()[0])
+    states = [attention((200, 3, 350), 4, 32, block=b).run()[0] for b in ((0, 100), (100, 553))]
+    combine = Case("attention_combine", states, [(553, 128)], heads=4, head_dim=32)
+    np.testing.assert_array_equal(combine.run(3)[0], combine.run(1)[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_sequence_and_is_not_hidden(value):
-    q, kv = array(20, 11), array(20, 21)
-    kv[3, 12] = value
-    case = attention((8, 12), 1, 8, q=q, kv=kv)
-    got, want = case.run()[0], case.reference()[0]
-    np.testing.assert_allclose(got[8:], want[8:], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.isnan(got[:8]), np.isnan(want[:8]))
-
-
-def test_ops_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="q_rows must lie in"):
-        attention((3,), 1, 4, q=array(5, 7), kv=array(5, 13), rows=(4,)).run()
-    case = attention((3,), 1, 4)
-    for attr, value, message in (
-        ("k_column", 12, "k_column leaves no room"),
-        ("q_rows", (0,), "q_rows names 1 rows"),
-        ("group", 2, "1 heads are no groups of 2"),
-        ("head_dim", 0, "make no sense"),
-    ):
-        bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, attr: value})
-        with pytest.raises(ValueError, match=message):
-            bad.run()
-
-
-def test_work_counts_the_pairs_of_a_sequence():
-    case = attention((3, 4), 2, 8)
-    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * (9 + 16)
-    block = attention((3, 4), 2, 8, block=(2, 5))
-    assert block.kernel.work(block.op, block.slots).flops == 4 * 8 * 2 * (3 * 1 + 4 * 2)
-
-
-def test_causal_attention_equals_attention_over_the_prefix_of_the_own_sequence():
-    q, kv = array(100, 11), array(100, 21)
-    got = attention((37, 63), 1, 8, q=q, kv=kv, causal=True).run()[0]
-    for row, start in ((0, 0), (5, 0), (36, 0), (37, 37), (70, 37), (99, 37)):
-        lengths = (start, row + 1 - start, 99 - row)
-        want = attention(lengths, 1, 8, q=q, kv=kv, rows=(row,)).run()[0]
-        np.testing.assert_allclose(got[row], want[0], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("column", [12, 3])
-def test_a_causal_query_does_not_see_what_is_not_finite_after_it(value, column):
+@pytest.mark.parametrize("column", [12, 3], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("lengths", "row", "attrs", "seen"),
+    [
+        ((8, 32), 3, {}, range(8)),
+        ((40,), 30, {"window": 4}, range(26, 35)),
+        ((40,), 30, {"causal": True}, range(30, 40)),
+    ],
+    ids=["its sequence", "its window", "queries after it"],
+)
+def test_what_is_not_finite_is_seen_where_the_query_looks_and_nowhere_else(lengths, row, attrs, seen, column, value):
     q, kv = array(40, 11), array(40, 21)
-    kv[30, column] = value
-    got = attention((40,), 1, 8, q=q, kv=kv, causal=True)
-    with np.errstate(invalid="ignore"):
-        result, want = got.run()[0], got.reference()[0]
-    assert np.isfinite(result[:30]).all()
-    np.testing.assert_allclose(result[:30], want[:30], rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(np.isnan(result[30:]), np.isnan(want[30:]))
+    kv[row, column] = value
+    case = attention(lengths, 1, 8, q=q, kv=kv, **attrs)
+    got, want = case.run()[0], case.reference()[0]
+    blind = np.delete(np.arange(40), seen)
+    assert np.isfinite(got[blind]).all()
+    np.testing.assert_allclose(got[blind], want[blind], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.isnan(got[seen]), np.isnan(want[seen]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q_rows": (4, 0, 1)},
+        {"q_rows": (0,)},
+        {"k_column": 12},
+        {"group": 2},
+        {"head_dim": 0},
+        *(
+            {"k_rows": k_rows}
+            for k_rows in (((0, 2), (1, 2)), ((1, 3), (0, 1)), ((0, 2),), ((0, 4),), ((1, 4),), ((2, 1), (1, 3)))
+        ),
+    ],
+    ids=str,
+)
+def test_ops_that_do_not_fit_are_refused(wrong):
+    case = attention((3,), 1, 4)
+    bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, **wrong})
+    with pytest.raises(ValueError):
+        bad.run()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "attrs", "pairs"),
+    [((3, 4), {}, 9 + 16), ((3, 4), {"block": (2, 5)}, 3 * 1 + 4 * 2), ((6,), {"window": 1}, 2 + 4 * 3 + 2)],
+    ids=["whole", "a block", "a window"],
+)
+def test_work_counts_the_pairs_of_a_sequence(lengths, attrs, pairs):
+    case = attention(lengths, 2, 8, **attrs)
+    assert case.kernel.work(case.op, case.slots).flops == 4 * 8 * 2 * pairs
 
 
 @pytest.mark.parametrize("queries", range(1, 9))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import numba
@@ -13,15 +14,20 @@ from hepti_mqtt.kernels.jit import JIT
 ODD = np.array([0.0, -0.0, 1e-45, -1e-40, 1e-20, 87.3, -87.3, -87.4, -104.0, 1e30, -1e30], np.float32)
 
 
-def apply(function, x):
+@functools.cache
+def loop_of(function):
     @numba.njit(error_model="numpy")
     def loop(x, out):
         for i in range(len(x)):
             out[i] = function(x[i])
 
+    return loop
+
+
+def apply(function, x):
     out = np.empty_like(x)
     with np.errstate(all="ignore"):
-        loop(x, out)
+        loop_of(function)(x, out)
     return out
 
 

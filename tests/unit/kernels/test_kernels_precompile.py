@@ -38,9 +38,12 @@ def test_every_kernel_is_compiled_by_one_of_the_processes(tmp_path):
     assert looks
 
 
-@pytest.mark.parametrize("code", ["sys.exit(1)", "sys.exit(0)"])
-def test_processes_that_end_early_are_not_replaced_for_ever(code):
-    with compilers(code) as made:
+ENDED = [[sys.executable, "-S", "-c", f"import sys; sys.exit({code})"] for code in (0, 1)]
+
+
+@pytest.mark.parametrize("command", [*ENDED, ["/nowhere/python"]])
+def test_processes_that_end_early_or_cannot_start_are_not_replaced_for_ever(command):
+    with Compilers(command, 2) as made:
         made.compile(range(5), lambda: None)
         made.compile(range(5), lambda: None)
 
@@ -50,11 +53,6 @@ def test_what_one_process_leaves_the_other_compiles(tmp_path):
     with compilers(code + "print(line, end='', flush=True))") as made:
         made.compile(range(7), lambda: None)
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [0, 1, 2, 4, 5, 6]
-
-
-def test_a_command_that_cannot_be_started_is_no_error():
-    with Compilers(["/nowhere/python"], 2) as made:
-        made.compile(range(3), lambda: None)
 
 
 def test_one_holds_the_lock_of_a_cache_at_a_time(tmp_path):
@@ -85,38 +83,6 @@ def test_without_a_place_to_write_to_nothing_is_locked(tmp_path):
     for place in (None, tmp_path / "file" / "below"):
         with compile_lock(place), compile_lock(place, wait):
             pass
-
-
-class CachedKernel:
-    """A kernel as the compile cache knows it: `load` notes the order."""
-
-    def __init__(self, name, story, *, is_loaded=False):
-        self.name, self.story = name, story
-        self.py_func, self.signatures = lambda: None, [()] if is_loaded else []
-        self.py_func.__name__ = name
-        self.may_compile = True
-
-    def compile(self, _arguments):
-        self.story.append(self.name)
-
-    def disable_compile(self):
-        self.may_compile = False
-
-
-def test_kernels_of_the_cache_are_loaded_one_at_a_time_and_the_budget_is_asked_after_each(monkeypatch):
-    story = []
-    kernels = [CachedKernel("a", story), CachedKernel("loaded", story, is_loaded=True), CachedKernel("missing", story)]
-    kernels.append(CachedKernel("b", story))
-    monkeypatch.setattr(jit, "registered", [(kernel, ()) for kernel in kernels])
-    monkeypatch.setattr(jit, "in_cache", lambda kernel, _arguments: kernel.name != "missing")
-    monkeypatch.setattr(jit, "compile_all", lambda _before: story.append("the rest"))
-    monkeypatch.setattr(jit, "warm", lambda: jit.Warm(1, 3))
-    monkeypatch.setattr(tape, "wrapper_in_cache", lambda _kernel: True)
-    monkeypatch.setattr(tape, "wrapper_of", lambda _kernel: None)
-    monkeypatch.setattr(tape, "prepare", lambda: None)
-    assert precompile.load_rest(lambda *_: None, lambda _seconds: story.append("budget")) == (1, 3)
-    assert story == ["a", "budget", "b", "budget", "the rest"]
-    assert not any(kernel.may_compile for kernel in kernels)
 
 
 # Not beside other tests, whose processes write to the same cache; `make kernels` checks it before each suite.

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS
+
 SIZES = {"m": st.integers(0, 9), "h": st.integers(1, 70)}
 
 
@@ -29,10 +31,24 @@ def test_add_norm(m, h, parts, bias, keep_sum):
     Case("add_norm", reads, shapes, weights, bias=bias, eps=1e-3, keep_sum=keep_sum).check(rtol=1e-3, atol=1e-3)
 
 
-def test_partials_are_summed_in_the_order_given_before_the_residual():
-    reads = [np.full((1, 1), v, np.float32) for v in (1.0, 1e8, 3.0, -1e8)]
-    total = Case("add", reads, [(1, 1)], [], bias=False).run()[0]
-    assert total[0, 0] == np.float32(1.0) + (np.float32(1e8) + np.float32(3.0) - np.float32(1e8))
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1500)])
+def test_parts_are_added_in_the_order_given_and_before_the_residual(shape):
+    reads = [np.full(shape, v, np.float32) for v in (1.0, 1e8, 3.0, -1e8)]
+    total = np.float32(1e8) + np.float32(3.0) - np.float32(1e8)
+    assert (Case("add", reads, [shape], [], bias=False).run()[0] == np.float32(1.0) + total).all()
+    assert (Case("sum", [*reads[1:], reads[0]], [shape]).run()[0] == total + np.float32(1.0)).all()
+
+
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+
+
+@given(
+    shape=SHAPES | st.sampled_from([(1023,), (5, 411), (2049, 1)]),
+    parts=st.integers(1, 19),
+    activation=st.sampled_from([None, *REFERENCE_ACTIVATIONS]),
+)
+def test_sum(shape, parts, activation):
+    Case("sum", [array(*shape) for _ in range(parts)], [shape], activation=activation).check()
 
 
 @given(
@@ -90,7 +106,7 @@ def test_a_row_scales_every_pixel_of_a_map_and_a_pixel_is_normed_by_itself(shape
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add", "normalize_rows"])
+@pytest.mark.parametrize("kernel", ["layer_norm", "add_norm", "add", "sum", "normalize_rows"])
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(kernel, value):
     x = array(3, 33)
     x[1, 7] = value

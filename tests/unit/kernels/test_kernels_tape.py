@@ -52,6 +52,13 @@ del jit.registered[-4:]  # they are for these tests alone, and compiled when a t
 X, OUT = (Operand(slot, 0, (4, 3), F4) for slot in (0, 1))
 
 
+@pytest.fixture
+def workers():
+    compile_first()
+    with pool(1) as workers:
+        yield workers
+
+
 def scaled(x, out, by=2.0, plus=1.0):
     return Call(_scaled, (x, np.float32(by), np.float32(plus), out), ranges(4, 2))
 
@@ -89,55 +96,46 @@ def test_rows_run_in_order_over_slots_scratch_views_and_tables(threads):
 
 
 @pytest.mark.parametrize("stop", range(4))
-def test_a_run_goes_on_where_it_was_stopped_with_memory_of_its_own(stop):
-    compile_first()
+def test_a_run_goes_on_where_it_was_stopped_with_memory_of_its_own(workers, stop):
     inner, last = scratch((4, 3), F4), scratch((4, 3), F4)
-    with pool(1) as workers:
-        made = Tape([[scaled(X, inner)], [scaled(inner, last)], [scaled(last, OUT)]], workers, (0, 1))
-        inputs = [np.full((4, 3), value, np.float32) for value in (1, 5)]
-        results = [np.zeros((4, 3), np.float32) for _ in inputs]
-        memory = [np.empty(made.nbytes, np.uint8) for _ in inputs]
-        for x, out, own in zip(inputs, results, memory, strict=True):
-            assert made.run([x, out], own, 0, stop) == stop
-        for x, out, own in zip(inputs, results, memory, strict=True):
-            assert made.run([x, out], own, stop) == 3
-            np.testing.assert_array_equal(out, 8 * x + 7)
+    made = Tape([[scaled(X, inner)], [scaled(inner, last)], [scaled(last, OUT)]], workers, (0, 1))
+    inputs = [np.full((4, 3), value, np.float32) for value in (1, 5)]
+    results = [np.zeros((4, 3), np.float32) for _ in inputs]
+    memory = [np.empty(made.nbytes, np.uint8) for _ in inputs]
+    for x, out, own in zip(inputs, results, memory, strict=True):
+        assert made.run([x, out], own, 0, stop) == stop
+    for x, out, own in zip(inputs, results, memory, strict=True):
+        assert made.run([x, out], own, stop) == 3
+        np.testing.assert_array_equal(out, 8 * x + 7)
 
 
-def test_an_interrupt_or_a_limit_stops_a_tape_before_the_next_row():
-    compile_first()
-    with pool(1) as workers:
-        made = Tape([[scaled(X, OUT)]] * 3, workers, (0, 1))
-        arrays = [np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)]
-        workers.interrupt()
-        assert [made.run(arrays, None, row) for row in range(3)] == [1, 2, 3]
-        workers.resume()
-        assert made.run(arrays) == 3
-        assert made.run(arrays, limit_s=1e-9) == 1
+def test_an_interrupt_or_a_limit_stops_a_tape_before_the_next_row(workers):
+    made = Tape([[scaled(X, OUT)]] * 3, workers, (0, 1))
+    arrays = [np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)]
+    workers.interrupt()
+    assert [made.run(arrays, None, row) for row in range(3)] == [1, 2, 3]
+    workers.resume()
+    assert made.run(arrays) == 3
+    assert made.run(arrays, limit_s=1e-9) == 1
 
 
-def test_a_row_that_refuses_its_arguments_raises_the_error_of_its_call():
-    compile_first()
-
+def test_a_row_that_refuses_its_arguments_raises_the_error_of_its_call(workers):
     def refuse(x, limit):
         raise ValueError(f"{x.shape} is over {limit}")
 
-    with pool(1) as workers:
-        arrays = [np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)]
-        good, bad = (Call(_refused, (X, limit), refuse=refuse) for limit in (0, 1))
-        made = Tape([[good], [scaled(X, OUT)], [bad, good]], workers, (0, 1))
-        with pytest.raises(ValueError, match=r"\(4, 3\) is over 1"):
-            made.run(arrays)
-        assert made.op_at(made.row) == 2
-        np.testing.assert_array_equal(arrays[1], 3 * arrays[0])
+    arrays = [np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)]
+    good, bad = (Call(_refused, (X, limit), refuse=refuse) for limit in (0, 1))
+    made = Tape([[good], [scaled(X, OUT)], [bad, good]], workers, (0, 1))
+    with pytest.raises(ValueError, match=r"\(4, 3\) is over 1"):
+        made.run(arrays)
+    assert made.op_at(made.row) == 2
+    np.testing.assert_array_equal(arrays[1], 3 * arrays[0])
 
 
-def test_an_array_that_grows_is_as_long_for_a_kernel_as_it_is():
-    compile_first()
+def test_an_array_that_grows_is_as_long_for_a_kernel_as_it_is(workers):
     grows = Operand(1, 0, (100, 3), F4)
-    with pool(1) as workers:
-        made = Tape([[Call(_lengths, (grows, X))]], workers, (0, 1), growing=[1])
-        for rows in (2, 7):
-            x = np.zeros((4, 3), np.float32)
-            made.run([x, np.zeros((rows, 3), np.float32)])
-            assert x[0, 0] == rows
+    made = Tape([[Call(_lengths, (grows, X))]], workers, (0, 1), growing=[1])
+    for rows in (2, 7):
+        x = np.zeros((4, 3), np.float32)
+        made.run([x, np.zeros((rows, 3), np.float32)])
+        assert x[0, 0] == rows

@@ -116,22 +116,3 @@ def test_the_error_is_within_what_is_stated(spread):
     around = np.pad(scale, ((1, 1), (1, 1), (0, 0)))
     most = np.max([around[i : i + 8, j : j + 8] for i in range(3) for j in range(3)], axis=0)
     assert (np.abs(case.run()[0] - exact) <= MORE_ERROR * 9 * channels * 2.0**-24 * most).all()
-
-
-def test_a_small_map_is_computed_as_it_is_defined():
-    x, weight = array(7, 7, C), array(9 * C, 16)
-    attrs = {"kernel": (3, 3), "stride": (1, 1), "pad": (1,) * 4, "activation": None, "bias": False, "residual": False}
-    small = Case("conv2d", [x], [(7, 7, 16)], [weight], packed=1, **attrs)
-    assert small.kernel.work(small.op, small.slots).k == 9 * C
-    assert (small.check()[0] != conv(x, weight).run()[0]).any()
-
-
-def test_work_is_that_of_the_definition_and_priced_as_what_is_multiplied():
-    work = conv(array(6, 5, C), array(9 * C, 4)).kernel.work
-    case = conv(array(6, 5, C), array(9 * C, 4))
-    found = work(case.op, case.slots)
-    assert (found.kind, found.rows, found.k, found.n) == ("linear", 3 * 3, 16 * C, 4)
-    assert found.flops == 2 * 30 * 9 * C * 4
-    assert found.nbytes > 0
-    case = part(array(6, 5, C), array(9 * C, 4), (1, 5), (0, 5))
-    assert work(case.op, case.slots).rows == 3 * 3  # four rows, of which the first and the last are halves of tiles

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from program_builder import ProgramBuilder
-from programs_run import run_programs
 from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, served, tensors
 from small_cnns import cnn, conv
 from swarm import Swarm
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind

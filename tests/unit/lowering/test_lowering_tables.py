@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from programs_run import run_programs
 from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs_run import run_programs
 from sites import TOLERANCE, plan, request, tensors
 from small_cnns import cnn, conv, dense
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind

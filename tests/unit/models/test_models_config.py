@@ -410,3 +410,16 @@ def test_labels_and_activations():
     for architecture, activation in (("BertForMaskedLM", "relu"), ("RobertaForMaskedLM", "gelu")):
         masks = spec_of(BERT, architectures=[architecture], hidden_act="relu", pad_token_id=1)
         assert masks.head.activation == activation, "of the head alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "other"),
+    [("tiny-qwen3-moe", "num_experts", "num_local_experts"), ("tiny-mixtral", "num_local_experts", "num_experts")],
+)
+def test_the_number_of_experts_has_either_name(kind, key, other):
+    config = dict(KINDS[kind].config)
+    renamed = {**config, other: config[key]}
+    del renamed[key]
+    assert models.spec_from_config(renamed, {}) == models.spec_from_config(config, {})
+    with pytest.raises(ModelError, match=other):
+        models.spec_from_config({**config, other: 99}, {})

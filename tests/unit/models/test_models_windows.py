@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs_run import run_programs
 from sites import TOLERANCE, plan, request, tensors
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS

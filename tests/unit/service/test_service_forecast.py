@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from swarm import profile_curve
@@ -21,7 +20,6 @@ from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
 
-PATIENCE_S = 20.0
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})
 SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
@@ -32,21 +30,14 @@ def spec(checkpoints):
     return checkpoints["bert"].spec
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return SimpleNamespace(now=100.0)
 
 
 @pytest.fixture
 def forecasts(spec, clock):
-    return Forecasts("home", {"bert": spec}, clock)
+    return Forecasts("home", {"bert": spec}, lambda: clock.now)
 
 
 @pytest.fixture
@@ -69,71 +60,66 @@ def run_of(one, shape):
     return RunStats(one.plan, one.cluster, shape, {}, {}, {}, 0)
 
 
-def make_all(forecasts):
-    forecasts._clock.now += PAUSE_S
-    while forecasts.step():
-        continue
+@pytest.fixture
+def make_all(forecasts, clock):
+    """Make all forecasts that wait, in a pause of their model."""
+
+    def run():
+        clock.now += PAUSE_S
+        while forecasts.step():
+            continue
+
+    return run
 
 
-def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, simulated):
+def test_the_newest_request_is_foreseen_first_and_each_once(forecasts, spec, simulated, make_all):
     one = standing(spec)
     forecasts.set_plans((one,))
     for shape in SHAPES:
         forecasts.request("bert", [shape])
     forecasts.request("bert", SHAPES[:1])
-    make_all(forecasts)
+    make_all()
     assert simulated == [(1, SHAPES[0]), (1, SHAPES[2]), (1, SHAPES[1])]
     exact = sent_bytes(TopicNames("home", "bert"), spec, SHAPES[1], device_programs(spec, one.plan, SHAPES[1]))
     forecast = forecasts.lookup(one.plan, SHAPES[1])
     assert (forecast.nbytes, forecast.tokens, forecast.simulated) == (exact, 6, True)
 
 
-def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, simulated):
+def test_a_run_of_several_requests_is_foreseen_when_its_shape_comes_again(forecasts, spec, simulated, make_all):
     one, shape = standing(spec), TokenBatch((5, 6))
     forecasts.set_plans((one,))
     first = run_of(one, shape)
     forecasts.record_batched_run(first)
     forecasts.record_batched_run(first)  # by another request of the same run
-    make_all(forecasts)
+    make_all()
     assert not simulated
     assert not forecasts.lookup(one.plan, shape).simulated
     forecasts.record_batched_run(run_of(one, shape))
-    make_all(forecasts)
+    make_all()
     assert simulated == [(1, shape)]
     exact = sent_bytes(TopicNames("home", "bert"), spec, shape, device_programs(spec, one.plan, shape))
     assert (forecasts.lookup(one.plan, shape).nbytes, forecasts.lookup(one.plan, shape).simulated) == (exact, True)
 
 
-def test_a_plan_that_is_prepared_is_foreseen_for_what_came_of_late(forecasts, spec, simulated):
-    forecasts.request("bert", SHAPES)
-    make_all(forecasts)
-    assert not simulated, "there is no plan yet"
-    forecasts.set_plans((standing(spec, 1),))
-    make_all(forecasts)
-    forecasts.set_plans((standing(spec, 1), standing(spec, 2)))
-    make_all(forecasts)
-    assert simulated == [(number, shape) for number in (1, 2) for shape in SHAPES]
-
-
-def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, simulated):
+def test_a_plan_that_is_priced_anew_is_foreseen_anew_by_the_measurements_of_now(forecasts, spec, simulated, make_all):
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES[:1])
-    make_all(forecasts)
+    make_all()
     before = forecasts.lookup(one.plan, SHAPES[0])
     slow = DeviceProfile("any", profile_curve(2e8), 2e8, 1e9)
     repriced = PlanSnapshot(replace(one.plan, predicted_s=0.008), replace(CLUSTER, devices={"a": slow, "b": slow}))
     forecasts.set_plans((repriced,))
     assert not forecasts.lookup(repriced.plan, SHAPES[0]).simulated
-    make_all(forecasts)
+    make_all()
     assert simulated == [(1, SHAPES[0])] * 2
     assert forecasts.lookup(repriced.plan, SHAPES[0]).seconds > before.seconds
     forecasts.set_plans((repriced,))
-    make_all(forecasts)
+    make_all()
     assert len(simulated) == 2, "nothing has changed since"
 
 
-def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, simulated):
+def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(forecasts, spec, simulated, make_all):
     one, other = standing(spec), standing(spec, 2)
     simulation = simulate(
         TopicNames("home", "bert"), spec, SHAPES[0], device_programs(spec, one.plan, SHAPES[0]), CLUSTER
@@ -142,12 +128,12 @@ def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(
     forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
     forecast = forecasts.lookup(one.plan, SHAPES[0])
     assert not forecasts.lookup(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
-    make_all(forecasts)
+    make_all()
     assert sorted(simulated, key=str) == [(1, SHAPES[1]), (2, SHAPES[0]), (2, SHAPES[1])]
     same_plan = replace(one, cluster=replace(CLUSTER))
     forecasts.set_plans((same_plan,))
     assert not forecasts.lookup(one.plan, SHAPES[0]).simulated, "by other measurements it takes another time"
-    make_all(forecasts)
+    make_all()
     assert forecasts.lookup(one.plan, SHAPES[0]) == forecast
 
 
@@ -179,7 +165,7 @@ def test_without_a_pause_one_forecast_is_made_now_and_then(forecasts, spec, simu
     assert simulated == [(1, SHAPES[2]), (1, SHAPES[1])]
 
 
-def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):
+def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated, make_all):
     one = standing(spec)
     forecasts.set_plans((standing(spec, 2),))
     forecasts.request("bert", SHAPES)
@@ -189,38 +175,22 @@ def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated):
     assert forecasts.step()
     assert simulated == [(1, TokenBatch((9,))), "answered"], "and comes before what is only foreseen"
     forecasts.set_busy_models(frozenset())
-    make_all(forecasts)
+    make_all()
     assert {number for number, _ in simulated[2:]} == {1}, "the other plan is gone"
 
 
-def test_the_thread_makes_what_waits_when_the_pause_comes(forecasts, spec):
-    forecasts._clock = time.monotonic
-    done, work = threading.Event(), forecasts._forecast
-    forecasts._forecast = lambda one: (work(one), done.set())
-    forecasts.set_plans((standing(spec),))
-    forecasts.set_busy_models(frozenset({"bert"}))
-    thread = threading.Thread(target=forecasts.run)
-    thread.start()
-    forecasts.request("bert", SHAPES[:1])
-    forecasts.set_busy_models(frozenset())
-    assert done.wait(PATIENCE_S)
-    forecasts.close()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-
-
-def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch):
+def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch, make_all):
     monkeypatch.setattr(module, "MAX_PENDING", 2)
     monkeypatch.setattr(module, "KEPT", 1)
     monkeypatch.setattr(module, "RECENT_SHAPES", 1)
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES)
-    make_all(forecasts)
+    make_all()
     assert simulated == [(1, SHAPES[2]), (1, SHAPES[1])], "the one that waited longest was given up"
     assert not forecasts.lookup(one.plan, SHAPES[2]).simulated
     forecasts.set_plans((one, standing(spec, 2)))
-    make_all(forecasts)
+    make_all()
     assert simulated[2:] == [(2, SHAPES[2])]
 
 
@@ -239,12 +209,12 @@ def test_an_estimate_is_scaled_from_the_nearest_length_that_is_known(forecasts, 
     assert forecasts.lookup(other.plan, TokenBatch((5,))).nbytes == 500, "of another plan nothing is known"
 
 
-def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog):
+def test_a_mistake_leaves_an_estimate_and_an_answer(forecasts, spec, monkeypatch, caplog, make_all):
     one = standing(spec)
     monkeypatch.setattr(module, "device_programs", None)
     answered = []
     forecasts.call_when_ready([run_of(one, SHAPES[0])], lambda: answered.append(True))
-    make_all(forecasts)
+    make_all()
     assert answered
     assert not forecasts.lookup(one.plan, SHAPES[0]).simulated
     assert caplog.records

@@ -117,18 +117,25 @@ def test_no_token_at_all_is_an_error_and_no_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": "x"}}, []],
+    ("value", "schema"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "d", "schema": DOOR}}, DOOR),
+    ],
 )
+def test_formats(value: Any, schema: Any) -> None:
+    assert read_format(value) == schema
+
+
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": "x"}}
+
+
+@pytest.mark.parametrize("value", ["json", {"type": "xml"}, {"type": "json_schema"}, NO_SCHEMA, []])
 def test_a_format_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(RequestError):
         read_format(value)
-
-
-def test_formats() -> None:
-    assert read_format(None) is read_format({"type": "text"}) is None
-    assert read_format({"type": "json_object"}) == {"type": "object"}
-    assert read_format({"type": "json_schema", "json_schema": {"name": "d", "schema": DOOR}}) == DOOR
 
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]

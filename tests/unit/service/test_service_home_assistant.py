@@ -10,7 +10,7 @@ import msgpack
 import pytest
 import voluptuous as vol
 from client_support import A_PLAN, a_record
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hepti_mqtt.protocol.messages import Heartbeat, Status, encode_heartbeat, encode_status
@@ -132,18 +132,23 @@ def record(devices: tuple[str, ...], weights: tuple[float, ...]) -> bytes:
 
 
 def test_every_payload_is_valid_and_names_its_own() -> None:
-    broker = started({**TASKS, "gpt": "generation", "cat": "image_classification"})
+    broker = started({**TASKS, "gpt": "generation", "cat": "image_classification", "order": RANKING})
     for name in ("pi-1", "pi_2"):
         online(name, broker)
     configs = broker.configs()
-    assert len(configs) == 1 + 4 + 2
+    assert len(configs) == 1 + 5 + 2
     for name, body in configs.items():
         assert OBJECT_ID.fullmatch(name)
         DISCOVERY(body)
     ids = [part["unique_id"] for body in configs.values() for part in body["components"].values()]
     assert len(set(ids)) == len(ids)
+    labelled = [name for name, body in configs.items() if "label" in body["components"]]
+    assert [("order" in name.lower()) for name in labelled] == [False, False], "a ranker has no label"
+    (device, _) = [body["components"] for body in configs.values() if "temperature" in body["components"]]
+    assert {device[name].get("state_class") for name in ("temperature", "memory", "round_trip")} == {"measurement"}
 
 
+@settings(max_examples=30)
 @given(st.lists(st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True), unique=True, max_size=6), st.integers(0, 5))
 def test_devices_that_are_forgotten_leave_nothing(names: list[str], kept: int) -> None:
     broker = started()
@@ -218,28 +223,25 @@ def test_heartbeats_are_passed_on_slowly() -> None:
     assert broker.topics.count(TOPICS.home("device", "a")) <= 2 + 100 / STATE_S
 
 
-def test_labels_and_long_texts() -> None:
+def test_labels_long_texts_and_errors() -> None:
     broker = started({"mood": "classification", "gpt": "generation", "ears": "transcription"})
+
+    def reply(model: str, latency_ms: float, now: float, **answer: Any) -> dict[str, Any]:
+        broker.take(broker.session.record_reply(model, latency_ms, json.dumps(answer).encode(), now))
+        return broker.state("model", model)
+
     labels = [{"label": "x" * 300, "score": 0.9}, {"label": "b", "score": 0.1}]
-    reply = json.dumps({"ok": True, "result": {"labels": labels}}).encode()
-    broker.take(broker.session.record_reply("mood", 12.34, reply, 5.0))
-    state = broker.state("model", "mood")
+    state = reply("mood", 12.34, 5.0, ok=True, result={"labels": labels})
     assert (len(state["label"]), state["answer_attributes"]["labels"]) == (LONGEST_STATE, labels)
     assert (state["latency_ms"], state["requests_per_minute"]) == (12.3, 1)
-    text = json.dumps({"ok": True, "result": {"text": "y" * 999, "ids": []}}).encode()
-    broker.take(broker.session.record_reply("gpt", 1.0, text, 5.0))
-    assert len(broker.state("model", "gpt")["text"]) == LONGEST_STATE
-    assert len(broker.state("model", "gpt")["answer_attributes"]["text"]) == 999
-    broker.take(broker.session.record_reply("ears", 1.0, text, 5.0))
-    assert "y" not in json.dumps(broker.state("model", "ears").get("answer_attributes", {})), "it was said, not kept"
-    assert "text" not in broker.state("model", "ears")
+    written = {"ok": True, "result": {"text": "y" * 999, "ids": []}}
+    state = reply("gpt", 1.0, 5.0, **written)
+    assert (len(state["text"]), len(state["answer_attributes"]["text"])) == (LONGEST_STATE, 999)
+    assert "y" * 9 not in json.dumps(reply("ears", 1.0, 5.0, **written)), "it was said, not kept"
     broker.take(broker.session.tick(66.0))
     assert broker.state("model", "mood")["requests_per_minute"] == 0
-    failed = json.dumps({"ok": False, "error": {"code": "no_plan", "message": "no device"}}).encode()
-    broker.take(broker.session.record_reply("gpt", 1.0, failed, 70.0))
-    assert "no device" in broker.state("site", "state")["last_error"]
-    left = json.dumps({"ok": False, "error": {"code": "cancelled", "message": "taken back"}}).encode()
-    broker.take(broker.session.record_reply("gpt", 1.0, left, 71.0))
+    reply("gpt", 1.0, 70.0, ok=False, error={"code": "no_plan", "message": "no device"})
+    reply("gpt", 1.0, 71.0, ok=False, error={"code": "cancelled", "message": "taken back"})
     assert "no device" in broker.state("site", "state")["last_error"], "a client that left is no error"
 
 
@@ -251,13 +253,3 @@ def test_what_cannot_be_read_is_ignored(payload: bytes) -> None:
     for name in (TOPICS.heartbeat("a"), "homeassistant/status", "homeassistant/device/x/config", "elsewhere"):
         broker.hear(name, payload, 100.0)
     assert broker.kept == kept
-
-
-def test_a_ranker_has_no_label_and_measurements_have_statistics() -> None:
-    broker = started({"ranker": RANKING, "mood": "classification"})
-    online("pi1", broker)
-    parts = {name: config["components"] for name, config in broker.configs().items()}
-    labels = [name for name, one in parts.items() if "label" in one]
-    assert [("RANKER" in name.upper()) for name in labels] == [False]
-    (device,) = [one for one in parts.values() if "temperature" in one]
-    assert {device[name].get("state_class") for name in ("temperature", "memory", "round_trip")} == {"measurement"}

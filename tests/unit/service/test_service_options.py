@@ -38,6 +38,8 @@ def test_a_value_that_changes_nothing_is_no_option(request_, left) -> None:
     [
         ("truncate", 1), ("truncate", 0), ("top_k", -1), ("top_k", True), ("top_k", 1001), ("top_k", 2.0),
         ("temperature", 2.1), ("temperature", "1"), ("temperature", False), ("seed", -1), ("seed", 2**32),
+        ("temperature", -1), ("temperature", float("nan")), ("top_p", 1.1), ("min_p", -0.1), ("repetition_penalty", 0),
+        ("repetition_penalty", 11), ("presence_penalty", 3), ("seed", 0.5),
         ("logprobs", 21), ("max_new_tokens", 0), ("want", "all"), ("want", 1), ("thinking", "no"),
     ],
 )  # fmt: skip

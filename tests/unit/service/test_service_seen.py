@@ -1,15 +1,12 @@
-"""Prompts with pictures: the tower's request, then the text's, and an answer like that of transformers."""
+"""Prompts with pictures: the tower's request, then the text's; tests/site compares whole answers."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from picture_cases import CASES, TOKENS, encoded
-from sites import everyone
-from swarm import Swarm
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
 from hepti_mqtt.ids import PlanVersion
@@ -22,7 +19,6 @@ from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service.decoder import RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
-from hepti_mqtt.strategies import STRATEGIES
 
 TOLERANCE = 1e-4
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.file.stem)
@@ -69,32 +65,6 @@ def test_the_prompt_is_that_of_the_processor(case, parts, desk):
     text = desk.following(looked(parts[1], first))
     assert text.generation.prompt == tuple(golden["ids"])
     assert desk.encode_answer(answered(first), 1.0) is None
-
-
-@pytest.mark.parametrize("hosts", [1, 4])
-@by_case
-def test_devices_write_what_transformers_writes(case, parts, desk, hosts):
-    """The tower and the text are divided by plans of their own."""
-    golden, devices = np.load(case.file), {f"d{i}": (1e9, 1 << 30) for i in range(hosts)}
-    reduce = dict(STRATEGIES["megatron"].options[0])
-    divided = (
-        [everyone(("single", {}))] * 2 if hosts == 1 else [everyone(("megatron", reduce)), everyone(("decoder", {}))]
-    )
-    first = sent(desk, text=case.text, images=[encoded(*size) for size in case.sizes], max_new_tokens=TOKENS)
-    words, eyes = parts
-    tower = Swarm(eyes.spec, eyes.tensors(), devices, decider=divided[0])
-    for i, batch in enumerate(first.batches):
-        tower.submit(i, batch.shape, batch.inputs)
-        tower.run(600, until=lambda i=i: tower.answers.get(i))
-        ((first.outputs[i], _),) = tower.answers[i]
-    assert np.abs(first.output() - golden["rows"]).max() < TOLERANCE
-    text = desk.following(answered(first))
-    text.generation.rules = replace(text.generation.rules, end=())
-    site = Swarm(words.spec, words.tensors(), devices, decider=divided[1])
-    site.begin("t", text.batches[0], text.generation)
-    site.run(600, until=lambda: site.answers.get("t"))
-    ((tokens, _),) = site.answers["t"]
-    assert tokens.tolist() == golden["tokens"].tolist()
 
 
 PICTURE = encoded(20, 20)

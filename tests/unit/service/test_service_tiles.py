@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -18,17 +19,12 @@ TOPICS = Topics("home")
 
 
 class Published:
-    """Takes what is published, after refusing it `refusals` times; tells when `wanted` messages are there."""
+    """Takes what is published; tells when `wanted` messages are there."""
 
-    def __init__(self, wanted, refusals=0):
-        self.wanted, self.refusals = wanted, refusals
-        self.messages = []
-        self.enough = threading.Event()
+    def __init__(self, wanted):
+        self.wanted, self.messages, self.enough = wanted, [], threading.Event()
 
     def __call__(self, topic, payload):
-        if self.refusals:
-            self.refusals -= 1
-            raise NetworkError("the queue is full")
         self.messages.append((topic, decode(payload)))
         if len(self.messages) == self.wanted:
             self.enough.set()
@@ -42,27 +38,32 @@ def no_complaint(model, device, error):
     raise AssertionError(f"{model} for {device}: {error}")
 
 
+@contextlib.contextmanager
+def running(server):
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.close()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
 @pytest.fixture
 def serve(checkpoints):
     """Ask first, then serve until so many messages are published."""
-    started = []
 
-    def run(asks, wanted, refusals=0):
-        published = Published(wanted, refusals)
+    def run(asks, wanted):
+        published = Published(wanted)
         server = TileServer("home", 7, checkpoints, published, no_complaint, unchanged)
         for model, device, hashes in asks:
             server.ask(model, device, hashes)
-        thread = threading.Thread(target=server.run)
-        started.append((server, thread))
-        thread.start()
-        assert published.enough.wait(20)
+        with running(server):
+            assert published.enough.wait(20)
         return server, published.messages
 
-    yield run
-    for server, thread in started:
-        server.close()
-        thread.join(20)
-        assert not thread.is_alive()
+    return run
 
 
 def hashes_of(checkpoint, count):
@@ -108,50 +109,36 @@ def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, checkpoints):
     assert tile_hash(messages[0][1].body) == hashes[0]
 
 
-def test_who_waits_for_weights_that_were_cut_short_is_named(tmp_path, kept_hashes):
-    messages, heard = [], threading.Event()
+@pytest.mark.parametrize("fault", ["cut short", "other weights"])
+def test_weights_that_cannot_be_read_are_named_to_who_waits_and_changed_ones_to_the_planner(tmp_path, fault):
+    unread, changed, heard = [], [], threading.Event()
 
     def unreadable(model, device, error):
-        messages.append((model, device, type(error)))
-        if len(messages) == 2:
+        unread.append((model, device, type(error)))
+        if len(unread) == 2:
             heard.set()
 
-    path = make_model("tiny-bert", tmp_path / "model", seed=9)
-    with Checkpoint.open(path, "cut") as checkpoint:
-        (digest,) = hashes_of(checkpoint, 1)
-        os.truncate(path / "model.safetensors", 100)
-        server = TileServer("home", 7, {"cut": checkpoint}, Published(0), unreadable, unchanged)
-        server.ask("cut", "a", [digest])
-        server.ask("cut", "b", [digest])
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        assert heard.wait(20)
-        server.close()
-        thread.join(20)
-    assert sorted(messages) == [("cut", "a", ModelError), ("cut", "b", ModelError)]
-
-
-def test_weights_that_are_others_now_are_told_to_the_planner_alone(tmp_path, kept_hashes):
-    messages, heard = [], threading.Event()
-
-    def changed(error):
-        messages.append(type(error))
+    def other(error):
+        changed.append(type(error))
         heard.set()
 
     path = make_model("tiny-bert", tmp_path / "model", seed=9)
     with Checkpoint.open(path, "m") as checkpoint:
-        digest = checkpoint.manifest.entries[0].hashes[0]
-        other = make_model("tiny-bert", tmp_path / "other", seed=10)
-        (path / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
-        server = TileServer("home", 7, {"m": checkpoint}, Published(0), no_complaint, changed)
-        server.ask("m", "a", [digest])
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        came = heard.wait(20)
-        server.close()
-        thread.join(20)
-    assert came
-    assert messages == [WeightsChangedError]
+        (digest,) = hashes_of(checkpoint, 1)
+        if fault == "cut short":
+            os.truncate(path / "model.safetensors", 100)
+        else:
+            another = make_model("tiny-bert", tmp_path / "other", seed=10)
+            (path / "model.safetensors").write_bytes((another / "model.safetensors").read_bytes())
+        server = TileServer("home", 7, {"m": checkpoint}, Published(0), unreadable, other)
+        for device in "ab":
+            server.ask("m", device, [digest])
+        with running(server):
+            assert heard.wait(20)
+    if fault == "cut short":
+        assert sorted(unread) == [("m", device, ModelError) for device in "ab"]
+    else:
+        assert {*changed} == {WeightsChangedError}
 
 
 def test_close_ends_a_wait_for_a_full_queue(checkpoints):
@@ -163,12 +150,8 @@ def test_close_ends_a_wait_for_a_full_queue(checkpoints):
 
     server = TileServer("home", 7, checkpoints, never, no_complaint, unchanged)
     server.ask("bert", "a", hashes_of(checkpoints["bert"], 1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert tried.wait(20)
-    server.close()
-    thread.join(20)
-    assert not thread.is_alive()
+    with running(server):
+        assert tried.wait(20)
 
 
 def test_beside_runs_a_device_gets_a_part_of_its_rate_and_otherwise_all_of_it():
@@ -199,14 +182,9 @@ def test_what_waits_for_its_pace_goes_out_once_no_run_is_under_way(checkpoints):
     server = TileServer("home", 7, checkpoints, publish, no_complaint, unchanged)
     server.set_serving(True)
     server.ask("bert", "a", wanted, bytes_per_s=1e-3)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
+    with running(server):
         assert first.enough.wait(20)
         server.ask("bert", "b", wanted[2:], bytes_per_s=1e9)
         assert len(published.messages) == 1
         server.set_serving(False)
         assert published.enough.wait(20)
-    finally:
-        server.close()
-        thread.join(20)

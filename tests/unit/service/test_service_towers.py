@@ -67,16 +67,6 @@ def result(reply):
     return answer["result"]
 
 
-def test_one_name_reads_texts_and_pictures_into_one_space(desk, towers):
-    words, pixels = sent(desk, text="a red door"), sent(desk, "2", image=picture())
-    assert [request.key.model for request in (words, pixels)] == ["photos", "photos.image"]
-    vectors = [result(answered(desk, towers, request))["embedding"] for request in (words, pixels)]
-    assert len({*map(len, vectors)}) == 1
-    several = sent(desk, "3", images=[picture()] * 2)
-    embeddings = [one["embedding"] for one in result(answered(desk, towers, several))["results"]]
-    np.testing.assert_allclose(embeddings, [vectors[1]] * 2, rtol=1e-6)
-
-
 def test_a_text_is_read_to_its_end(towers):
     """To the token at which the vector is read, without which there is none; or filled up to the longest."""
     words = towers[0]
@@ -111,11 +101,8 @@ def test_labels_of_a_picture(desk, towers):
     np.testing.assert_allclose([one["score"] for one in labels_of_picture], [score for _, score in want], rtol=1e-4)
     again = sent(desk, image=picture(), candidate_labels=[*LABELS])
     assert isinstance(again, Reply), "an answer is kept for a repetition under its id"
-
-
-def test_labels_of_several_pictures_and_another_template(desk, towers):
-    first = sent(desk, images=[picture()] * 2, candidate_labels=[*LABELS], hypothesis_template="{}", top_k=2)
-    *_, reply = [answered(desk, towers, request) for request in desk.parts_of(first)]
+    several = sent(desk, "2", images=[picture()] * 2, candidate_labels=[*LABELS], hypothesis_template="{}", top_k=2)
+    *_, reply = [answered(desk, towers, request) for request in desk.parts_of(several)]
     assert [len(one["labels"]) for one in result(reply)["results"]] == [2, 2]
 
 

@@ -1,4 +1,4 @@
-"""The text of tokens as they come: the same as that of all of them together, whatever the tokenizer."""
+"""Texts of tokens, together, as they come, and each with its probability: the same text, whatever the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hepti_mqtt.models.generation import Likely
+from hepti_mqtt.service.logprobs import described, piece
 from hepti_mqtt.service.written import WrittenText
 
 
@@ -98,24 +100,43 @@ def test_pieces_joined_are_the_whole_text_up_to_where_it_stops(name, data):
         assert not until.stops(part) or stopped, "a text stops early only where one of the texts is in it"
 
 
-def test_each_token_is_decoded_with_few_others():
-    class Counting:
-        """Counts the tokens that a tokenizer decodes."""
+@pytest.mark.parametrize(
+    ("name", "first", "end"), [("byte level", "\u0120hi", "<|end|>"), ("Llama 2", "\u2581The", "<s>")]
+)
+def test_the_bytes_of_tokens_are_those_of_the_text(name, first, end):
+    tokenizer, checkpoint = TOKENIZERS[name], opened(name)
+    ids = [tokenizer.token_to_id(first), *tokenizer.encode("\U0001f642").ids, tokenizer.token_to_id(end)]
+    pieces = [piece(checkpoint, token) for token in ids]
+    word = " " + first[1:]
+    written = b"".join(bytes(one.get("bytes") or one["token"].encode()) for one in pieces)
+    assert written.decode() == f"{word}\U0001f642{end}"
+    assert (pieces[0]["token"], pieces[-1]["token"]) == (word, end)
+    assert any("bytes" in one for one in pieces)
+    told = described(checkpoint, [Likely(token, -0.123456789) for token in (ids[0], 5, 9999)])
+    assert (told["id"], told["token"], told["logprob"]) == (ids[0], word, -0.123457)
+    assert [one["id"] for one in told["top"]] == [5, 9999]
+    assert told["top"][1]["token"] == "", "a vocabulary may be larger than its tokenizer"
 
-        def __init__(self, tokenizer):
-            self.tokenizer, self.decoded = tokenizer, 0
 
-        def decode(self, tokens, **options):
-            self.decoded += len(tokens)
-            return self.tokenizer.decode(tokens, **options)
+class Counting:
+    """Counts the tokens that a tokenizer decodes."""
 
-        def __getattr__(self, name):
-            return getattr(self.tokenizer, name)
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
 
-    for name, tokenizer in TOKENIZERS.items():
-        counting = Counting(tokenizer)
-        written, tokens = WrittenText(SimpleNamespace(has_tokenizer=True, tokenizer=counting)), list[int]()
-        for token in tokenizer.encode("The he\u6f22" * 200).ids:
-            tokens.append(token)
-            written.extend_to(tokens)
-        assert counting.decoded < 12 * len(tokens), name
+    def decode(self, tokens, **options):
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_each_token_is_decoded_with_few_others(name):
+    counting = Counting(TOKENIZERS[name])
+    written, tokens = WrittenText(SimpleNamespace(has_tokenizer=True, tokenizer=counting)), list[int]()
+    for token in TOKENIZERS[name].encode("The he\u6f22" * 200).ids:
+        tokens.append(token)
+        written.extend_to(tokens)
+    assert counting.decoded < 12 * len(tokens)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs_run import run_programs
 from sites import FAMILIES, METHODS, TOLERANCE, always, plan, request, tensors
 from swarm import Swarm, plan_of
-from together import bound, run_together
+from together import bound, run_programs, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs_run import run_programs
 from sites import always, plan, tensors
 from swarm import Swarm
 from test_strategies_generation import greedy
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_writer import converted
-from programs_run import run_programs
 from sites import TOLERANCE, plan, request
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model, spec_of_kind

@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 import word_cases
-from programs_run import run_programs
 from sites import TOLERANCE, always, everyone, plan, tensors
 from swarm import Swarm
+from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model

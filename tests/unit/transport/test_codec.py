@@ -9,7 +9,7 @@ import pytest
 from hostile_bytes import run
 from hypothesis import given
 from hypothesis import strategies as st
-from mqtt_bytes import Reader, plain_parse, publish
+from mqtt_bytes import Reader, publish
 
 from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.buffers import ALIGN, Buffers
@@ -99,20 +99,6 @@ def test_a_message_survives_every_division_of_its_stream(version, topic, payload
     assert {address % ALIGN for address in reader.addresses} <= {0}
 
 
-@given(st.binary(max_size=60), st.sampled_from([FROM_STRANGER, FROM_SUBSCRIBER, FROM_BROKER]), st.sampled_from([4, 5]))
-def test_any_bytes_are_events_or_malformed_and_byte_by_byte_the_same(data, reads, version):
-    outcomes = []
-    for parts in ([data], [data[i : i + 1] for i in range(len(data))]):
-        reader = Reader(reads, version=version, limit_bytes=1000)
-        try:
-            for part in parts:
-                reader.put(part)
-        except Malformed:
-            reader.broken = True
-        outcomes.append((reader.heard, reader.broken))
-    assert outcomes[0] == outcomes[1]
-
-
 def test_the_caches_of_topics_and_leads_are_bounded(monkeypatch):
     monkeypatch.setattr(codec, "MAX_TOPICS", 4)
     monkeypatch.setattr(codec, "MAX_LEADS", 4)
@@ -123,32 +109,6 @@ def test_the_caches_of_topics_and_leads_are_bounded(monkeypatch):
     assert [*first, last, again] == [*(f"x/{i}" for i in range(6)), "x/5", "x/0"]
     assert last is first[-1]
     assert again is not first[0], "the cache has dropped it"
-
-
-STREAM = (
-    b"\x20\x02\0\0\x90\x03\0\x01\0"
-    + publish("x/a", b"")
-    + publish("x/b", bytes(range(200)))
-    + b"\xb0\x02\0\x07"
-    + publish("x/ü", bytes(300) + b"end")
-)
-HEARD = [
-    codec.Connack(0),
-    codec.Suback(1, b"\0"),
-    Publish("x/a", b""),
-    Publish("x/b", bytes(range(200))),
-    codec.Unsuback(7),
-    Publish("x/ü", bytes(300) + b"end"),
-]
-
-
-def test_every_split_gives_the_same_events_also_with_cached_leads():
-    for at in range(len(STREAM) + 1):
-        reader = Reader()
-        for data in (STREAM[:at], STREAM[at:], STREAM, STREAM[:at], STREAM[at:]):
-            reader.put(data)
-        assert reader.heard == HEARD * 3
-    assert plain_parse(STREAM, LIMIT)[1] is False
 
 
 def test_properties_of_a_broker_are_skipped_or_reported():

@@ -28,11 +28,6 @@ def test_a_certificate_of_another_time_names_both_clocks(monkeypatch, code):
     assert all(date in str(error) for date in ("1999-12-01 10:30", "2049-12-03 10:30", "clock says 20"))
 
 
-def test_other_certificate_errors_name_the_authority(monkeypatch):
-    monkeypatch.setattr(ssl, "get_server_certificate", lambda *_, **__: pytest.fail("nothing to look at"))
-    assert "?ca=" in str(transport.absent(URL, certificate_error(20)))
-
-
 @pytest.mark.parametrize("error", [ConnectionResetError(), ssl.SSLError(1, "wrong version number"), ssl.SSLEOFError()])
 def test_a_port_without_tls_is_named(error):
     assert "mqtt://" in str(transport.absent(URL, error))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import permutations
-from typing import Any
 
 import numpy as np
 import psutil
 
 MIB = 1 << 20
-UNDER_WAY = 2  # probes between a heartbeat of one end and that of the other
 
 
 @dataclass(frozen=True)
@@ -81,39 +78,6 @@ def table(held: Mapping[str, Held]) -> str:
         counts = [f"{quarters[0][n]:.0f} to {quarters[3][n]:.0f}" for n in (1, 2)]
         lines.append(f"{name:11}{rss}{most:10.1f}{each.slope() / MIB:12.1f}{counts[0]:>14}{counts[1]:>10}")
     return "\n".join(lines)
-
-
-Edges = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by device, then by its peer
-
-
-def edges_of(devices: Sequence[Mapping[str, Any]]) -> Edges:
-    """Return what heartbeats say of peers, of the devices that told."""
-    return {d["device"]: d["heartbeat"]["edges"] for d in devices if d.get("heartbeat")}
-
-
-def unequal(edges: Edges, lost: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """Return by how many frames the ends of each way differ, where it is more than what may be under way.
-
-    lost: frames of each way that connections which broke took with them.
-    """
-    differences = {}
-    for source, target in permutations(sorted(edges), 2):
-        difference = missing(edges, source, target) - lost.get((source, target), 0)
-        if abs(difference) > UNDER_WAY:
-            differences[source, target] = difference
-    return differences
-
-
-def missing(edges: Edges, source: str, target: str) -> int:
-    """Return how many frames that one device has sent to another have not come there."""
-    sent = edges[source].get(target, {}).get("frames_out", 0)
-    came = edges[target].get(source, {}).get("frames_in", 0)
-    return int(sent) - int(came)
-
-
-def frames(edges: Edges) -> int:
-    """Return how many frames have come in all."""
-    return sum(int(edge["frames_in"]) for peers in edges.values() for edge in peers.values())
 
 
 def watch(held: Mapping[str, Held]) -> None:

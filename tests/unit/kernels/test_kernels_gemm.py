@@ -1,4 +1,4 @@
-"""`linear` over narrow weights: f16, int8 with f32 arithmetic, int8 with int8 activations."""
+"""`linear` over weights of every storage: f32, f16, int8 with f32 arithmetic, int8 with int8 activations."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.kernels import NarrowMatrix, allocate, cpu
-from hepti_mqtt.kernels.cpu import DOT_OVERRIDE, DOTS, dot, require_known
+from hepti_mqtt.kernels import NarrowMatrix, allocate, gemv
+from hepti_mqtt.kernels.cpu import DOTS, TILE, dot
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.linear import DEPTH, ROWS, SHALLOW
 from hepti_mqtt.kernels.quantised import quantise_rows
+from hepti_mqtt.kernels.tile import ACTIVATIONS, NR
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, blocks
 from hepti_mqtt.program import WeightRef
 
-STORAGES = ("f16", "w8a32", "w8a8")
+STORAGES = ("f32", "f16", "w8a32", "w8a8")
+ALL = pytest.mark.parametrize("storage", STORAGES)
+STORED = st.sampled_from(STORAGES)
+PANELS_AT_ONCE = gemv.panels_together(1, TILE)
 
 
-def narrow(w, storage):
+def stored(w, storage):
     buffer = allocate(WeightRef("w", (0, w.shape[0]), (0, w.shape[1]), "packed", storage))
     buffer.put(w, 0, 0)
     return buffer.finish()
@@ -34,13 +39,13 @@ def linear(storage, m, k, widths, bias=True, activation=None, residual=False, x=
     biases = [array(w) for w in widths] if bias else []
     attrs = {"bias": bias, "activation": activation, "residual": residual}
     case = Case("linear", reads, [(m, n)], [*matrices, *biases], packed=len(widths), **attrs)
-    case.weights[: len(widths)] = [narrow(w, storage) for w in matrices]
+    case.weights[: len(widths)] = [stored(w, storage) for w in matrices]
     case.plain[: len(widths)] = [w.plain() for w in case.weights[: len(widths)]]
     return case
 
 
 def bound(case, storage, widths):
-    """Return how far each result may be from the reference, before activation."""
+    """Return how far each result may be from the reference; no activation is steeper than 1.2."""
     x = case.reads[0].astype(np.float64)
     w = np.concatenate([np.abs(p.astype(np.float64)) for p in case.plain[: len(widths)]], axis=1)
     rounding = np.abs(x) @ w * (4 + x.shape[1]) * 2.0**-24
@@ -50,59 +55,88 @@ def bound(case, storage, widths):
             step = (np.maximum(part, 0).max(axis=1, initial=0) - np.minimum(part, 0).min(axis=1, initial=0)) / 254
             # Half a step; a thousandth for f32; magnitudes that count as 0.
             rounding = rounding + np.outer(0.501 * step + 254e-35, under.sum(axis=0))
-    return rounding + 1e-5
+    return 1.2 * rounding + 1e-5
 
 
 @given(
-    storage=st.sampled_from(STORAGES),
-    m=st.integers(0, 20),
-    k=st.one_of(st.integers(0, 70), st.integers(120, 800)),
+    storage=STORED,
+    m=st.integers(0, 40),
+    k=st.integers(0, 70) | st.integers(120, 800),
     widths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     bias=st.booleans(),
+    activation=st.none() | st.sampled_from(ACTIVATIONS),
     residual=st.booleans(),
     scale=st.sampled_from([1e-20, 1.0, 1e4]),
     shift=st.sampled_from([0.0, 1.0, -3.0]),
 )
-def test_any_shape_equals_the_reference(storage, m, k, widths, bias, residual, scale, shift):
+def test_any_shape_equals_the_reference(storage, m, k, widths, bias, activation, residual, scale, shift):
     x = (array(m, k) + np.float32(shift)) * np.float32(scale)
-    case = linear(storage, m, k, widths, bias, None, residual, x=x)
+    case = linear(storage, m, k, widths, bias, activation, residual, x=x)
     got, want = case.run()[0], case.reference()[0]
-    extra = 1e-6 * np.abs(want)
-    assert (np.abs(got - want) <= bound(case, storage, widths) + extra).all()
+    assert (np.abs(got - want) <= bound(case, storage, widths) + 4e-6 * np.abs(want)).all()
 
 
-@given(storage=st.sampled_from(STORAGES), m=st.integers(1, 30), k=st.integers(0, 600), data=st.data())
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(storage, m, k, data):
-    case = linear(storage, m, k, [70], activation="gelu")
-    first = data.draw(st.integers(0, m - 1))
-    stop = data.draw(st.integers(first + 1, m))
-    part = linear(storage, stop - first, k, [70], activation="gelu", x=case.reads[0][first:stop])
-    part.weights = case.weights
-    np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
+@pytest.mark.parametrize(
+    ("m", "k"),
+    [
+        *((1, k) for k in (SHALLOW + 1, DEPTH, 3 * DEPTH)),
+        *((13, k) for k in (DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH)),
+        *((rows, SHALLOW + 1) for rows in (2, ROWS - 1, ROWS, ROWS + 1)),
+    ],
+)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_shapes_beside_the_sizes_of_the_blocks(m, k, activation):
+    if not JIT:
+        m, k = min(m, 30), min(k, 40)
+    linear("f32", m, k, [70, 70], activation=activation, residual=True).check(rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("m", "widths"), [(1, [700, 300]), (130, [20]), (600, [200])])
+@ALL
+@pytest.mark.parametrize(("m", "widths"), [(1, [700, 300]), (130, [20]), (130, [300] * 3), (600, [200])])
 def test_any_number_of_threads_gives_the_same_bits(storage, m, widths):
     case = linear(storage, m, 300, widths, activation="gelu", residual=True)
     np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
 
 
-@pytest.mark.parametrize("storage", ["f16", "w8a32"])
+@given(storage=STORED, m=st.integers(1, 40), k=st.integers(0, 600), data=st.data())
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(storage, m, k, data):
+    widths = [PANELS_AT_ONCE * NR + 8, 40]
+    case = linear(storage, m, k, widths, activation="gelu")
+    first = data.draw(st.integers(0, m - 1))
+    stop = data.draw(st.integers(first + 1, m))
+    part = linear(storage, stop - first, k, widths, activation="gelu", x=case.reads[0][first:stop])
+    part.weights = case.weights
+    np.testing.assert_array_equal(part.run()[0], case.run()[0][first:stop])
+
+
+@pytest.mark.parametrize("rows", range(1, gemv.MOST_ROWS + 1))
+@pytest.mark.parametrize(("activation", "residual"), [(None, False), (None, True), ("gelu", True)])
+def test_panels_go_together_only_within_a_matrix(rows, activation, residual):
+    """Whole ones with part of one behind them, one alone, and as many as go together, all of one product."""
+    together = gemv.panels_together(rows, TILE)
+    widths = [together * NR + 3, NR, together * NR, (2 * together + 1) * NR, 1]
+    case = linear("f32", rows, 37, widths, activation=activation, residual=residual)
+    case.check(rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(case.run(2)[0], case.run(1)[0])
+
+
+@pytest.mark.parametrize("storage", ["f32", "f16", "w8a32"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_panels_of_two_matrices_side_by_side_keep_their_own_bias_and_scales(storage, rows):
-    """Memory for weights lies side by side, that of biases and scales apart."""
-    width = PANELS[storage].width
-    case = linear(storage, rows, 70, [width] * 4)
+@pytest.mark.parametrize("beside", [(0, 1, 2, 3), (0, 3)], ids=["all", "the first and the last"])
+def test_matrices_whose_panels_lie_side_by_side_keep_their_own_columns_bias_and_scales(storage, rows, beside):
+    """Between those that lie as panels of one matrix would there may be others."""
+    case = linear(storage, rows, 70, [PANELS[storage].width] * 4)
     one = np.concatenate([w.panels for w in case.weights[:4]])
-    for i, weight in enumerate(case.weights[:4]):
-        case.weights[i] = replace(weight, panels=one[i : i + 1])
+    for i in beside:
+        case.weights[i] = replace(case.weights[i], panels=one[i : i + 1])
+    for i in set(range(4)) - set(beside):
+        one[i] = 7
     np.testing.assert_allclose(case.run()[0], case.reference()[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@ALL
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_no_number_in_its_row_alone(storage, value):
+def test_what_is_not_finite_shows_in_its_row_alone(storage, value):
     x = array(9, 20)
     x[4, 3] = value
     got = linear(storage, 9, 20, [11], x=x).run()[0]
@@ -112,20 +146,18 @@ def test_what_is_not_finite_is_no_number_in_its_row_alone(storage, value):
     assert np.isfinite(np.delete(got, 4, axis=0)).all()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@ALL
 @pytest.mark.parametrize("value", [3e38, -3e38, 1e30, 1e-30, 1e-42, 0.0])
 def test_huge_and_denormal_rows_stay_within_the_bound(storage, value):
     x = array(9, 20)
     x[4] = value
     x[4, ::3] = -value
     case = linear(storage, 9, 20, [11], bias=False, x=x, weights=[array(20, 11, scale=0.01)])
-    got, want = case.run()[0], case.reference()[0]
+    got, want, near = case.run()[0], case.reference()[0], bound(case, storage, [11])
     if storage == "w8a32" and abs(value) > 1e36:
         assert not np.isfinite(got[4]).any()  # the sum before scaling overflows: loud, not wrong
-        got, want = np.delete(got, 4, axis=0), np.delete(want, 4, axis=0)
+        got, want, near = (np.delete(each, 4, axis=0) for each in (got, want, near))
     assert np.isfinite(got).all()
-    near = bound(case, storage, [11])
-    near = near if len(got) == len(near) else np.delete(near, 4, axis=0)
     assert (np.abs(got - want) <= near + 1e-6 * np.abs(want)).all()
 
 
@@ -142,16 +174,16 @@ def test_a_column_that_is_not_finite_comes_out_as_nan(storage, value):
 @given(k=st.integers(0, 300), scale=st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 1e38]))
 def test_codes_of_int8_weights_are_within_half_a_step_of_their_block(k, scale):
     w = (array(k, 21).clip(-3, 3) * np.float64(scale)).astype(np.float32)
-    stored = narrow(w, "w8a8")
-    assert isinstance(stored, NarrowMatrix)
-    off = np.abs(stored.plain() - w.astype(np.float64))
+    codes = stored(w, "w8a8")
+    assert isinstance(codes, NarrowMatrix)
+    off = np.abs(codes.plain() - w.astype(np.float64))
     for block in range(blocks(k)):
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         step = np.abs(w[rows]).max(axis=0, initial=0).astype(np.float64) / 127
         # Below 2**-126 a step itself is rounded to a multiple of 2**-149.
         assert (off[rows] <= 0.5001 * step + 127 * 2.0**-149).all()
         groups = slice(block * BLOCK // 4, (block + 1) * BLOCK // 4)
-        assert (stored.sums[:, block] == stored.panels[:, groups].sum(axis=(1, 3), dtype=np.int32)).all()
+        assert (codes.sums[:, block] == codes.panels[:, groups].sum(axis=(1, 3), dtype=np.int32)).all()
 
 
 @given(m=st.integers(1, 6), k=st.integers(0, 300), scale=st.sampled_from([1e-30, 1.0, 1e37]))
@@ -176,72 +208,34 @@ def test_every_half_is_widened_exactly():
     np.testing.assert_array_equal(case.run()[0][0], wide)
 
 
-def test_matrices_in_two_storages_are_refused():
-    case = linear("f16", 4, 6, [8, 8])
-    case.weights[1] = linear("w8a8", 4, 6, [8]).weights[0]
-    with pytest.raises(ValueError, match="in one storage"):
-        case.run()
-    case.weights[1] = linear("f16", 4, 5, [8]).weights[0]
-    with pytest.raises(ValueError, match="has 5 rows, x has 6 columns"):
-        case.run()
-    case.weights[2] = case.weights[0]
-    case.weights[1] = case.weights[0]
-    with pytest.raises(ValueError, match="got a packed f16 matrix"):
+@pytest.mark.parametrize("change", [{"activation": "swish"}, {"residual": True}, {"bias": None}], ids=str)
+def test_an_op_that_does_not_fit_is_refused(change):
+    case = linear("f32", 4, 6, [8])
+    attrs = {**case.op.attrs, **change}
+    case.op = case.op._replace(attrs={name: value for name, value in attrs.items() if (name, value) != ("bias", None)})
+    with pytest.raises(ValueError):
         case.run()
 
 
-def test_the_int8_tile_can_be_forced_to_one_that_exists(monkeypatch):
-    monkeypatch.setenv(DOT_OVERRIDE, "plain")
-    assert dot() == "plain"
-    monkeypatch.setenv(DOT_OVERRIDE, "mmx")
-    with pytest.raises(ConfigError, match="'mmx' is no int8 tile"):
-        require_known()
+MATRIX, BIAS = linear("f32", 4, 6, [8]).weights
+SHORT, HALVES, INT8 = (linear(storage, 4, k, [8]).weights[0] for storage, k in (("f32", 5), ("f16", 6), ("w8a8", 6)))
 
 
 @pytest.mark.parametrize(
-    ("machine", "features", "forced"),
+    "weights",
     [
-        ("x86_64", {"avx2": True, "fma": True}, "dotprod"),
-        ("x86_64", {"avx2": True, "fma": True}, "avxvnni"),
-        ("aarch64", {"neon": True}, "avx512vnni"),
+        (SHORT, MATRIX, BIAS, BIAS),
+        (MATRIX, MATRIX, BIAS),
+        (BIAS, MATRIX, BIAS, BIAS),
+        (MATRIX, MATRIX, MATRIX, BIAS),
+        (HALVES, INT8, BIAS, BIAS),
+        (HALVES, HALVES, HALVES, BIAS),
     ],
+    ids=["another depth", "too few", "unpacked", "a packed bias", "two storages", "a narrow bias"],
 )
-def test_an_int8_tile_of_instructions_that_the_cpu_has_not_is_an_error_in_words(monkeypatch, machine, features, forced):
-    monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
-    monkeypatch.setenv(DOT_OVERRIDE, forced)
-    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: f"{machine}-unknown-linux-gnu")
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
-    monkeypatch.setattr(cpu, "_hwcap", lambda: 0)
-    with pytest.raises(ConfigError, match=f"'{forced}' is an int8 tile that .* lacks"):
-        require_known()
-
-
-@pytest.mark.parametrize(("told", "expected"), [("", "sse"), ("+avx2,+fma", "avx2"), ("+avx2,-fma", "sse")])
-def test_the_instruction_set_is_one_that_numba_compiles_for(monkeypatch, told, expected):
-    monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
-    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: "x86_64-unknown-linux-gnu")
-    monkeypatch.setattr("numba.config.CPU_FEATURES", told)
-    assert cpu.isa() == expected
-
-
-@pytest.mark.parametrize(
-    ("machine", "features", "hwcap", "expected"),
-    [
-        ("aarch64", {"dotprod": True}, 0, "dotprod"),
-        # As Linux and LLVM say of a Cortex-A76, and of a Cortex-A72.
-        ("aarch64", {"neon": True, "lse": True}, 0x119FFB, "dotprod"),
-        ("aarch64", {"neon": True}, 0x8FB, "plain"),
-        ("x86_64", {"avx512f": True, "avx512vnni": True}, 0, "avx512vnni"),
-        ("x86_64", {"avx512f": True}, 0, "plain"),
-        ("x86_64", {"avx2": True, "fma": True, "avxvnni": True}, 0, "avxvnni"),
-        ("x86_64", {"avx2": True, "fma": True}, 0x119FFB, "plain"),
-        ("riscv64", {}, 0x119FFB, "plain"),
-    ],
-)
-def test_the_int8_tile_follows_from_the_machine(monkeypatch, machine, features, hwcap, expected):
-    monkeypatch.delenv("HEPTI_KERNELS_ISA", raising=False)
-    monkeypatch.delenv(DOT_OVERRIDE, raising=False)
-    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: f"{machine}-unknown-linux-gnu")
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
-    monkeypatch.setattr(cpu, "_hwcap", lambda: hwcap)
-    assert dot() == expected
+def test_weights_that_do_not_fit_are_refused(weights):
+    case = linear("f32", 4, 6, [8, 8])
+    case.run()
+    case.weights = list(weights)
+    with pytest.raises(ValueError):
+        case.run()
