@@ -20,7 +20,6 @@ AGAIN = {
     "test_kernels_gemm.py": "linear gemv quantised threads",
     "test_kernels_conv.py": "conv2d windows linear rowwise threads",
     "test_kernels_bands.py": "conv2d threads",
-    "test_kernels_winograd.py": "conv2d threads",
     "test_kernels_attention_reordered.py": "attention threads",
     "test_kernels_attention_cache.py": "attention attention_few attention_tile threads",
     "test_kernels_blocks.py": "block_product threads",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -23,24 +25,21 @@ with child_processes() as children:
 """
 
 
-def test_the_demo_starts_no_devices_beside_those_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [{"device": "kitchen", "status": "online"}, {"device": "old", "status": "offline"}]
-
-    class Found:
-        def __enter__(self) -> Found:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            return None
-
-        def devices(self, wait_s: float) -> list[dict[str, str]]:
-            return there
-
-    monkeypatch.setattr(demo.Hepti, "connect", lambda *_, **__: Found())
+def test_a_demo_without_its_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError):
+        demo.find_model()
+
+
+@pytest.mark.parametrize("status", ["online", "offline"])
+def test_the_demo_starts_no_devices_beside_those_of_a_site(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = MagicMock()
+    site.__enter__.return_value.devices.return_value = [
+        {"device": "kitchen", "status": status}, {"device": "old", "status": "offline"},
+    ]  # fmt: skip
+    monkeypatch.setattr(demo.Hepti, "connect", lambda *_, **__: site)
+    with pytest.raises(ConfigError) if status == "online" else contextlib.nullcontext():
         demo.require_no_devices("mqtt://h", "home")
-    there[0]["status"] = "offline"
-    demo.require_no_devices("mqtt://h", "home")
 
 
 MEASURED = [

@@ -13,6 +13,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import format_result, request_body
 from hepti_mqtt.cli.main import build
 from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.service.sound import pcm_of
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,12 @@ def test_a_recording_goes_with_what_is_said_of_it(tmp_path):
     assert body == {"audio": "c291bmQ=", "language": "de", "task": "translate", "window": 30.0}
     with pytest.raises(ConfigError):
         request_body(build().parse_args(["infer", "m", "--audio", "nothing.wav"]), spec_of_kind("tiny-whisper"))
+
+
+def test_random_input_of_speech_is_a_recording():
+    body = request_body(build().parse_args(["infer", "m", "--tokens", "20"]), spec_of_kind("tiny-whisper"))
+    pcm = pcm_of("audio", base64.b64decode(body["audio"]))
+    assert (len(pcm.data), pcm.rate) == (2 * 20 * 320, 16_000)
 
 
 NUMBERS = np.arange(60, dtype="<f4").reshape(3, 20)

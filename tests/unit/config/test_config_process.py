@@ -84,30 +84,21 @@ def test_write_leaves_no_temporary_file_behind(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"y"
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(self.format(record))
-
-
 def test_verbose_is_about_ourselves(monkeypatch):
-    root = logging.getLogger()
+    root, handler, lines = logging.getLogger(), logging.Handler(), []
     levels = {name: logging.getLogger(name).level for name in ("", "hepti", "hepti_mqtt", "device_agent")}
-    handler = Lines()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(handler.format(record)))
     monkeypatch.setattr(root, "handlers", [])
     try:
         setup_logging(handler, "%(name)s", verbose=True)
         for name in ("hepti.agent", "hepti_mqtt.runtime", "device_agent", "numba.core.ssa", "PIL"):
             logging.getLogger(name).debug("word")
-        assert handler.lines == ["hepti.agent", "hepti_mqtt.runtime", "device_agent"]
+        assert lines == ["hepti.agent", "hepti_mqtt.runtime", "device_agent"]
         root.handlers = []
         setup_logging(handler, "%(name)s")
         logging.getLogger("hepti.agent").debug("other word")
         logging.getLogger("numba").warning("other word")
-        assert handler.lines[3:] == ["numba"]
+        assert lines[3:] == ["numba"]
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -17,11 +17,12 @@ from hepti_mqtt.cli.main import build
 from hepti_mqtt.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).parents[3]
-
-
 HEALTHY = {"condition": "service_healthy"}
 MODEL = ["--model", "m=/d"]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+CONFIGURATIONS = ("mosquitto.conf", "open.conf")
 
 
 def settings(name: str) -> dict[str, str]:
@@ -30,12 +31,10 @@ def settings(name: str) -> dict[str, str]:
 
 
 def test_the_open_broker_differs_only_in_its_access_settings():
-    private, open_ = settings("mosquitto.conf"), settings("open.conf")
     allowed = {"listener", "certfile", "keyfile", "allow_anonymous", "password_file", "acl_file", "log_type"}
     allowed.add("connection_messages")
-    assert {k: v for k, v in private.items() if k not in allowed} == {
-        k: v for k, v in open_.items() if k not in allowed
-    }
+    private, open_ = ({k: v for k, v in settings(name).items() if k not in allowed} for name in CONFIGURATIONS)
+    assert private == open_
 
 
 def test_services_start_when_their_dependencies_are_healthy():
@@ -150,7 +149,7 @@ def test_a_unit_runs_a_command_that_exists(path):
 
 
 @each_unit
-def test_a_unit_has_a_state_directory_and_a_credential(path):
+def test_a_unit_has_a_state_directory_a_credential_and_bounds(path):
     service = unit(path)["Service"]
     assert f"HOME=/var/lib/{service['StateDirectory']}" in service["Environment"].split()
     assert service["DynamicUser"] == "yes"

@@ -22,7 +22,7 @@ from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.worker.interface import FrameIn, MessageIn
+from hepti_mqtt.runtime.worker.interface import MessageIn
 from hepti_mqtt.transport.base import Connected, Disconnected, Inbox, Refused, Subscribed
 
 TOPICS = Topics("home")
@@ -98,29 +98,21 @@ def work(model=MODEL):
     return frames.encode_work(model, EPOCH, 5, TokenBatch((2,)), np.array([1, 2], np.int32))
 
 
-def test_requests_and_activations_become_frames(wired):
+def test_frames_tiles_and_probes_go_where_they_belong(wired):
     wired.hear(TOPICS.work(MODEL, "d0"), work())
-    wired.hear(TOPICS.activation(MODEL, 2, "d2", "d1"), tensor(), "data")
-    wired.hear(TOPICS.activation(MODEL, 2, "d2", "all"), tensor(), "data")
-    request, one, to_all = wired.events()
-    assert isinstance(request, FrameIn)
+    for to in ("d1", "all"):
+        wired.hear(TOPICS.activation(MODEL, 2, "d2", to), tensor(), "data")
+    wired.hear(TOPICS.weights("d1"), frames.encode(frames.Frame("tile", MODEL, EPOCH, 0, shape=(4,), body=b"tile")))
+    (probe,) = wired.prober.due_probes(0.0, True)
+    for payload in (bytes(5000), probe):  # the former is a trial of a large packet
+        wired.hear(TOPICS.probe("d1"), payload, "data")
+    request, *activations = wired.events()
     assert frames.decode_work(request.frame)[0] == TokenBatch((2,)).plain()
-    for event in (one, to_all):
+    for event in activations:
         assert event.frame.source == "d2"
         np.testing.assert_array_equal(event.frame.array(), [[0, 1, 2], [3, 4, 5]])
-
-
-def test_tiles_go_to_the_loader(wired):
-    frame = frames.encode(frames.Frame("tile", MODEL, EPOCH, 0, shape=(4,), body=b"tile"))
-    wired.hear(TOPICS.weights("d1"), frame)
+    assert len(activations) == 2
     assert [(sha(t.body), t.source) for t in wired.tiles] == [(sha(b"tile"), PLANNER)]
-    assert wired.events() == []
-
-
-def test_probes_go_to_the_prober_and_trials_of_large_packets_nowhere(wired):
-    (probe,) = wired.prober.due_probes(0.0, True)
-    wired.hear(TOPICS.probe("d1"), bytes(5000), "data")
-    wired.hear(TOPICS.probe("d1"), probe, "data")
     assert wired.prober.round_trip_s() is not None
     assert not wired.complaints.counters
 
@@ -152,8 +144,12 @@ def test_what_is_not_valid_is_counted_and_dropped(wired, topic, payload):
     assert wired.complaints.counters["bad_payload"] == 1
 
 
-def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
+def test_commands_statuses_and_states_are_never_dropped_by_a_full_inbox():
     wired = Wired(limit=0)
+    states = [Connected(4, None, True), Disconnected("gone"), Subscribed(3), Refused(4, ("a",), "no")]
+    for state in states:
+        wired.planes["data"].tell(state)
+    assert wired.events() == [PlaneState("data", state) for state in states]
     commands = [
         messages.Activate(1, MODEL, EPOCH),
         messages.Release(2, MODEL, EPOCH),
@@ -169,19 +165,6 @@ def test_commands_and_statuses_are_never_dropped_by_a_full_inbox():
     wired.hear(TOPICS.status("d1"), messages.encode_status(status))
     assert wired.events() == [*map(MessageIn, commands), PlannerStatus(status), OwnStatus(status)]
     assert wired.complaints.counters == {"inbox_overflow": 2}, "a run that misses one of these is issued again"
-
-
-def test_states_become_events_even_when_the_inbox_is_full():
-    wired = Wired(limit=0)
-    tell = wired.planes["data"].tell
-    for state in (Connected(4, None, True), Disconnected("gone"), Subscribed(3), Refused(4, ("a",), "no")):
-        tell(state)
-    assert wired.events() == [
-        PlaneState("data", Connected(4, None, True)),
-        PlaneState("data", Disconnected("gone")),
-        PlaneState("data", Subscribed(3)),
-        PlaneState("data", Refused(4, ("a",), "no")),
-    ]
 
 
 def test_complaints_are_logged_ever_more_rarely(caplog):

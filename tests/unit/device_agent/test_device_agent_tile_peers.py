@@ -136,22 +136,14 @@ def test_what_a_peer_says_is_a_report_of_this_manifest_or_nothing(body: bytes, m
     assert not node.peers.has_requests
 
 
-def test_the_last_reports_of_a_peer_are_kept(node: Node) -> None:
+def test_the_last_reports_of_a_peer_are_kept_until_their_manifest_comes(node: Node) -> None:
     names = [f"m{n}" for n in range(MAX_MODELS + 1)]
     body = DIGEST + 2 * TILES.pack(np.ones(len(TILES.hashes), np.bool_))
     for name in names:
         node.peers.join("b", name)
-        node.peers.handle_report("b", name, body)
+        assert node.peers.handle_report("b", name, body) is None
     for name in names:
         node.peers.begin(name, DIGEST, TILES, ())
-    assert [name for name in names if node.peers.report_of("b", name) is None] == names[:1]
-
-
-def test_a_report_before_the_manifest_counts_after_it(node: Node) -> None:
-    node.peers.join("b", "m")
-    half = TILES.pack(np.ones(len(TILES.hashes), np.bool_))
-    assert node.peers.handle_report("b", "m", DIGEST + 2 * half) is None
-    node.peers.begin("m", DIGEST, TILES, MODEL.tiles)
-    report = node.peers.report_of("b", "m")
-    assert report is not None
-    assert report.held.all()
+    reports = [node.peers.report_of("b", name) for name in names]
+    assert reports[0] is None
+    assert all(report is not None and report.held.all() for report in reports[1:])

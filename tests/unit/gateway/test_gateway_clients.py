@@ -143,6 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((CHAT, {"response_format": value}, "response_format") for value in ({"type": "xml"}, "json")),
     *((CHAT, {"tools": [TOOL], "tool_choice": value}, "tool_choice") for value in ("any", {"name": "open"})),
     *((CHAT, {"tools": [tool]}, "tools") for tool in ({}, {"function": {}}, {"function": {"name": 5}}, 5)),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"logprobs": 3}, "logprobs"),
     (CHAT, {"stream": "yes"}, "stream"),

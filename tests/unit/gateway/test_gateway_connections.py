@@ -55,12 +55,17 @@ async def answer_never(_scope: Any, receive: Any, _send: Any) -> None:
         pass
 
 
-async def seconds_until_abort(app: Any, sent: bytes, unread: Sequence[float]) -> float | None:
-    """Return when a connection is aborted, swept every five seconds while `unread` bytes wait for the client."""
+def connected(app: Any) -> tuple[Connection, Transport]:
     config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off")
     config.load()
     connection, transport = Connection(config, ServerState(), {}, asyncio.get_running_loop()), Transport()
     connection.connection_made(transport)
+    return connection, transport
+
+
+async def seconds_until_abort(app: Any, sent: bytes, unread: Sequence[float]) -> float | None:
+    """Return when a connection is aborted, swept every five seconds while `unread` bytes wait for the client."""
+    connection, transport = connected(app)
     if sent:
         connection.data_received(sent)
     for _ in range(5):
@@ -105,10 +110,7 @@ class Endless(Client):
 async def text_of_who_reads_nothing() -> AnswerStream:
     """Return the text of a chat whose client reads nothing."""
     client = Endless()
-    config = uvicorn.Config(create_app(Site(client, 600.0)), http=Connection, log_config=None, lifespan="off")
-    config.load()
-    connection, transport = Connection(config, ServerState(), {}, asyncio.get_running_loop()), Transport()
-    connection.connection_made(transport)
+    connection, transport = connected(create_app(Site(client, 600.0)))
     body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.data_received(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)

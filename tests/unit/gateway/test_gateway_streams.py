@@ -56,15 +56,17 @@ def lines_of(answer: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+CHAT = "/v1/chat/completions"
+LATE = (DeadlineError("late"), "deadline", 504)
+FAILURES = [
+    (RemoteError("a device was lost"), "remote", 502),
+    (PlanError("no device"), "no_plan", 503),
+    (ZeroDivisionError("a mistake"), "remote", 502),
+]
+
+
 @pytest.mark.parametrize(
-    ("error", "code", "status"),
-    [
-        (DeadlineError("late"), "deadline", 504),
-        (RemoteError("a device was lost"), "remote", 502),
-        (PlanError("no device"), "no_plan", 503),
-        (ZeroDivisionError("a mistake"), "remote", 502),
-    ],
+    ("path", "error", "code", "status"), [*((path, *LATE) for path in ROUTES), *((CHAT, *one) for one in FAILURES)]
 )
 def test_a_stream_that_fails_ends_with_its_cause(path: str, error: Exception, code: str, status: int) -> None:
     http = TestClient(create_app(Site(Failing(error), 5.0)))

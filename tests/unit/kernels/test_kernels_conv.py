@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
-from hepti_mqtt.kernels.conv2d import DEPTH
+from hepti_mqtt.kernels.conv2d import DEPTH, LEAST_CHANNELS, PIECE, TILES
 from hepti_mqtt.kernels.conv_tile import PIXELS
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.kernels.tile import ACTIVATIONS
@@ -113,16 +115,6 @@ def test_any_number_of_threads_gives_the_same_bits(kernel):
         np.testing.assert_array_equal(case.run(3)[0], case.run(1)[0])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_the_patches_that_have_it(value):
-    x, weight = array(8, 8, 3), np.abs(array(27, 5))
-    x[4, 4, 1] = value
-    got = conv2d(x, weight, kernel=(3, 3), pad=(1,) * 4).check()[0]
-    hit = ~np.isfinite(got).all(axis=2)
-    assert hit[3:6, 3:6].all()
-    assert hit.sum() == 9
-
-
 POOLS = {
     "max": ("max_pool2d", {}),
     "average": ("average_pool2d", {"count_pad": False}),
@@ -219,3 +211,97 @@ PRODUCT = Work("linear", rows=12, k=27, n=4, flops=2 * 12 * 27 * 4, nbytes=12 * 
 )
 def test_work_is_that_of_the_product_and_what_is_written(case, work):
     assert case.kernel.work(case.op, case.slots) == work
+
+
+# -- windows of 3 x 3 over many channels, in tiles of 2 x 2 outputs ----------------------------------------------------
+
+C = LEAST_CHANNELS
+TILED = {"kernel": (3, 3), "whole": (64, 64)}  # each map is a part of one that is large enough for tiles
+# Error of an output for each sum of |x| |w| that it is of, beside that of a sum of 9 C products.
+MORE_ERROR = 4.0
+
+
+def part(x, weight, rows, columns, **more):
+    """Return the outputs of some rows and columns of a map with a border of 1, from the part of it that they see."""
+    ranges, pad, seen = (rows, columns), [0] * 4, []
+    for side, (first, stop) in enumerate(ranges):
+        low, high = first - 1, stop + 1
+        pad[side], pad[side + 2] = max(-low, 0), max(high - x.shape[side], 0)
+        seen.append(slice(max(low, 0), min(high, x.shape[side])))
+    origin = (rows[0], columns[0])
+    return conv2d(np.ascontiguousarray(x[tuple(seen)]), weight, pad=tuple(pad), origin=origin, **TILED, **more)
+
+
+@given(
+    height=st.integers(0, 7),
+    width=st.integers(0, 7),
+    pad=st.tuples(*[st.integers(0, 3)] * 4),
+    channels=st.sampled_from([C, C + 16]),
+    n=st.integers(0, 70),
+    origin=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    activation=st.sampled_from([None, "relu6", "tanh"]),
+    residual=st.booleans(),
+    residual_first=st.booleans(),
+)
+def test_any_part_of_any_map(height, width, pad, channels, n, residual, residual_first, **attrs):
+    x, weight = array(height, width, channels), array(9 * channels, n, scale=(9 * channels) ** -0.5)
+    attrs |= {"residual": residual, "residual_first": residual_first, "bias": array(n)}
+    conv2d(x, weight, pad=pad, **TILED, **attrs).check()
+
+
+@given(
+    cuts=st.lists(st.integers(1, 12), max_size=3, unique=True),
+    columns=st.lists(st.integers(1, 8), max_size=1),
+    n=st.sampled_from([16, 70]),
+)
+def test_parts_of_a_map_have_the_bits_of_the_whole(cuts, columns, n):
+    x, weight = array(13, 9, C), array(9 * C, n)
+    more = {"activation": "relu", "bias": array(n)}
+    whole = part(x, weight, (0, 13), (0, 9), **more).run()[0]
+    for top, bottom in pairwise([0, *sorted(cuts), 13]):
+        for left, right in pairwise([0, *columns, 9]):
+            got = part(x, weight, (top, bottom), (left, right), **more).run()[0]
+            np.testing.assert_array_equal(got, whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "n"),
+    [pytest.param(39, C, 130, marks=pytest.mark.nightly), (4, 2 * PIECE + 16, 20), (2, PIECE, 64)],
+)
+def test_beside_the_sizes_of_blocks_and_pieces_on_any_number_of_threads(side, channels, n):
+    if not JIT:
+        side, channels = min(side, 5), min(channels, 48)
+    assert not JIT or side != 39 or (side // 2 + 1) ** 2 > 2 * TILES
+    weight = array(9 * channels, n, scale=(9 * channels) ** -0.5)
+    more = {"activation": "relu6", "bias": array(n)}
+    case = conv2d(array(side, side, channels), weight, pad=(1,) * 4, **TILED, **more)
+    np.testing.assert_array_equal(case.check()[0], case.run(3)[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("channels", [3, C])
+def test_what_is_not_finite_stays_in_the_outputs_that_see_it(channels, value):
+    x, weight = array(9, 9, channels), np.abs(array(9 * channels, 5))
+    clean = conv2d(x, weight, pad=(1,) * 4, **TILED).run()[0]
+    for y, column in ((4, 4), (5, 5), (0, 7), (8, 8)):
+        spoilt = x.copy()
+        spoilt[y, column, 1] = value
+        got = conv2d(spoilt, weight, pad=(1,) * 4, **TILED).run()[0]
+        sees = np.zeros((9, 9), bool)
+        sees[max(y - 1, 0) : y + 2, max(column - 1, 0) : column + 2] = True
+        assert not np.isfinite(got[sees]).any()
+        np.testing.assert_array_equal(got[~sees], clean[~sees])
+
+
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_the_error_is_within_what_is_stated(spread):
+    """Values of one size, and of sizes over several powers of ten."""
+    channels, n = (256, 64) if JIT else (C, 5)
+    x = array(8, 8, channels) * np.exp(array(8, 8, channels) * np.float32(spread))
+    weight = array(9 * channels, n)
+    case, size = (conv2d(*arrays, pad=(1,) * 4, **TILED) for arrays in ((x, weight), (np.abs(x), np.abs(weight))))
+    exact, scale = (c.kernel.reference_function(c.op, c.slots, c.reads, c.plain)[0] for c in (case, size))
+    # Of the patch of 4 x 4 that the four outputs share: a small value beside a large one takes its error.
+    around = np.pad(scale, ((1, 1), (1, 1), (0, 0)))
+    most = np.max([around[i : i + 8, j : j + 8] for i in range(3) for j in range(3)], axis=0)
+    assert (np.abs(case.run()[0] - exact) <= MORE_ERROR * 9 * channels * 2.0**-24 * most).all()

@@ -49,13 +49,3 @@ def test_answers_stay_within_the_budget_of_the_planner_or_the_request(budget, wi
         assert (stats.plan.wire_error is None) == (wire == "f32")
         assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= (budget if wire != "f32" else 1e-6)
         assert bool(accuracy.wire) == (budget is not None)
-
-
-def test_what_cannot_be_measured_is_exact_and_not_without_a_plan():
-    accuracy = MeasuredErrors(SPEC, {})
-    swarm = Swarm(SPEC, TENSORS, DEVICES, decider=searching(accuracy), pins=replace(SPLIT, accuracy=0.05))
-    shape, inputs = request(SPEC, (9,))
-    swarm.submit("r", shape, inputs)
-    swarm.run(30, until=lambda: bool(swarm.answers or swarm.errors))
-    assert swarm.answers["r"][0][1][0].plan.wire == "f32"
-    assert set(accuracy.wire.values()) == {float("inf")}

@@ -16,7 +16,6 @@ from hepti_mqtt.runtime.worker.session import FrameIn
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
 SHAPE, INPUTS = request(SPEC, (9, 4))
-ANSWERED = ["first", "second", "third"]
 
 
 def site(seed: int = 0, **network) -> Swarm:
@@ -25,25 +24,6 @@ def site(seed: int = 0, **network) -> Swarm:
     swarm = Swarm(SPEC, TENSORS, devices, decider=decider, pins=Pins(route="mesh"), seed=seed, **network)
     swarm.run(60, until=lambda: plan_of(swarm) is not None)
     return swarm
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_site_that_remembers_exchanges_does_what_one_that_reads_every_frame_does(seed: int) -> None:
-    """Among frames that come twice, early and late."""
-    outcomes = []
-    for learns in (True, False):
-        swarm = site(seed, duplicates=0.3, jitter_s=0.01)
-        swarm.learns = learns
-        for token in ANSWERED:
-            swarm.submit(token, SHAPE, INPUTS)
-            swarm.run(60, until=lambda token=token, swarm=swarm: token in swarm.answers)
-        swarm.run(1)
-        assert bool(swarm.known) is learns
-        counters = {name: host.session.counters for name, host in swarm.hosts.items()}
-        assert any(c["duplicate"] for c in counters.values())
-        answers = {token: [got.tobytes() for got, _ in swarm.answers[token]] for token in ANSWERED}
-        outcomes.append((counters, answers, dict(swarm.sent), swarm.errors))
-    assert outcomes[0] == outcomes[1]
 
 
 def exchanges(swarm: Swarm) -> list[Frame]:

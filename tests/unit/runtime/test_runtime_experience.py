@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
-from scripted_site import SPEC, Site, settled
+from scripted_site import Site
 
 from hepti_mqtt.plan import Plan
 from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.planner.estimates import strategy_key
-from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
@@ -101,30 +98,10 @@ def site() -> Timed:
     return site
 
 
-def test_as_long_as_predictions_come_true_nothing_is_searched(site: Timed) -> None:
-    assert site.strategy == "row"
-    site.serve(0.11, times=40)
-    assert site.strategy == "row"
-    assert not site.solves
-
-
 def test_a_split_that_is_slower_than_one_device_gives_way_to_it_and_stays_away(site: Timed) -> None:
     site.serve(0.25, single_s=0.16, times=60)
     assert site.strategy == "single"
     assert [bool(solve.plans) for solve in site.solves] == [True], "a search of named plans only"
-
-
-def test_a_split_that_is_slower_than_predicted_and_still_faster_stays(site: Timed) -> None:
-    assert site.serve(0.142, times=120) in (["row"], ["row", "single", "row"]), "one device may be tried"
-    assert site.serve(0.142, times=120) == ["row"]
-
-
-def test_one_slow_request_teaches_nothing(site: Timed) -> None:
-    for _ in range(10):
-        site.serve(0.1, times=4)
-        site.serve(3.0)
-    assert site.strategy == "row"
-    assert not site.solves
 
 
 def test_runs_that_shared_the_devices_teach_nothing(site: Timed) -> None:
@@ -138,31 +115,6 @@ def test_runs_that_shared_the_devices_teach_nothing(site: Timed) -> None:
         site.tick(1.0)
     assert site.strategy == "row"
     assert not site.solves
-
-
-def answer_alone(site: Site, plan: Plan, run_id: int) -> None:
-    """Let a replica of one device answer a run."""
-    body = np.zeros((len(decode_work(site.work[run_id])[0].sizes), SPEC.hidden), np.float32)
-    site.hear(site.part(run_id, plan.root, body), site.done(run_id, plan.root, 1))
-
-
-def test_slow_replicas_teach_about_their_plan_and_not_about_one_device() -> None:
-    site = settled("a", "b", pins=Pins(strategy="replicas", devices=("a", "b")))
-    whole = site.plan
-    assert len(whole.replicas) == 2
-    for number in range(1, 13):
-        site.submit(f"r{number}", 16)
-        part = next(p for p in whole.replicas if p.version == site.work[number].plan_version)
-        site.now += 3 * part.predicted_s
-        answer_alone(site, part, number)
-    site.event(interface.Tick())
-    model = site.session.groups.default("m")
-    learned = model.durations.methods.corrections(site.now)
-    assert learned.factors == {strategy_key(whole): pytest.approx(3.0, rel=0.25)}
-    assert learned.factor(replace(whole.replicas[0])) == 1.0
-    expected = pytest.approx(learned.factor(whole), rel=0.05)
-    assert model.durations.expected(whole).mean == expected
-    assert model.durations.expected(whole.replicas[1]).mean == expected, "by which its next runs are expected"
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -183,22 +135,6 @@ def test_what_may_be_faster_is_tried_once_and_runs_decide(row_s: float, ran: lis
     assert site.serve(row_s, 0.1, times=120) == ran
     assert any("runs will tell" in step.why for step in site.session.stories()[0].last())
     assert site.serve(row_s, 0.1, times=120) == ran[-1:], "what was tried once is not tried again"
-
-
-def test_a_trial_that_lost_its_device_before_it_served_was_none() -> None:
-    site = serving(CLOSE)
-    for number in range(60):
-        site.submit(f"x{number}", TOKENS)
-        site.now += 0.1
-        site.answer(max(site.work))
-        site.tick(1.0)
-        if site.session.groups.default("m").plans.preparing is not None:
-            break
-    assert site.strategy == "single"
-    site.leave("b")
-    site.join("b", boot=2)
-    site.settle()
-    assert site.serve(0.085, 0.1, times=120) == ["single", "row"]
 
 
 @pytest.mark.parametrize("pins", [Pins(strategy="single"), Pins(objective="memory")])

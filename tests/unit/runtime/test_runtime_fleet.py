@@ -19,14 +19,11 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
-    CRASH_WINDOW_S,
     DEBOUNCE_S,
     LOAD_MAX_S,
     MAX_MEMBERS,
-    MEMORY_FACTOR,
     QUARANTINE_S,
     RELAYED_S,
-    REPEAT_WINDOW_S,
     RETURN_S,
     SETBACKS,
     SILENT_S,
@@ -34,7 +31,6 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     TYPICAL_ROWS,
     UNWANTED,
     WILL_RECONNECT_S,
-    CrashBackoff,
     Fleet,
     LastWillDebounce,
     peers_of,
@@ -42,51 +38,6 @@ from hepti_mqtt.runtime.coordinator.fleet import (
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.searches import RETRY_WHILE_EXPECTED_S
-
-
-def test_a_site_without_devices_refuses_requests_until_one_joins() -> None:
-    site = Site()
-    site.submit("r1")
-    site.tick(0.0)
-    site.tick(1.1)
-    assert isinstance(site.errors["r1"], PlanError)
-    site.submit("r2")
-    assert isinstance(site.errors["r2"], PlanError), "the next one is refused at once"
-    site.join("a")
-    site.submit("r3")
-    site.settle()
-    site.answer(1)
-    assert "r3" in site.answers
-
-
-def test_lost_device_in_flight_is_issued_again_once_under_a_new_plan() -> None:
-    site = settled("a", "b", decider=everyone)
-    first = site.plan
-    assert set(first.devices) == {"a", "b"}
-    site.submit("r1")
-    site.leave("b")
-    assert ("a", messages.Cancel("m", first.version, 1)) in site.sent
-    site.ready()
-    assert list(site.work) == [1, 2]
-    assert site.work[2].plan_version > first.version
-    site.answer(2)
-    site.answer(1)  # what the survivors of the first run still send comes late
-    assert site.answers["r1"].plan.devices == ("a",)
-    assert site.session.counters["late"] > 0
-
-
-def test_a_device_that_is_online_has_not_started_again_before_its_status_says_so() -> None:
-    """Caps and statuses can be forged; the device itself corrects them."""
-    site = settled("a")
-    for boot in (1, 2):
-        site.event(interface.DeviceCaps("a", caps("a", boot)))
-    site.event(interface.DeviceStatus("a", Status("starting", 1, "measuring")))
-    site.serve("r1")
-    assert not site.notes()["left"]
-    site.boots["a"] = 2
-    site.event(interface.DeviceStatus("a", Status("online", 2)))
-    assert site.notes()["left"] == 1
-    assert "a" in site.session.fleet.usable(), "by the caps that came before"
 
 
 def test_no_device_is_silent_while_unread_messages_wait() -> None:
@@ -101,21 +52,6 @@ def test_no_device_is_silent_while_unread_messages_wait() -> None:
     site.now += LOST_S
     site.event(interface.Tick())
     assert "a" not in site.session.fleet.usable()
-
-
-def test_silent_device_counts_as_lost_and_comes_back_with_a_heartbeat() -> None:
-    site = settled("a", "b", decider=everyone)
-    site.submit("r1")
-    del site.boots["b"]
-    site.tick(LOST_S)
-    site.ready()
-    site.answer(2)
-    assert site.answers["r1"].plan.devices == ("a",)
-    site.boots["b"] = 1
-    site.tick(0.1)
-    assert site.notes()["joined"] == 3
-    site.settle()
-    assert set(site.plan.devices) == {"a", "b"}
 
 
 def test_silence_while_the_planner_is_offline_condemns_nobody() -> None:
@@ -155,23 +91,6 @@ def test_no_prediction_stretches_the_time_after_which_a_run_is_overdue() -> None
         site.tick(1)
     site.tick(1)
     assert site.notes()["overdue"] == 1
-
-
-def test_a_run_that_is_lost_under_an_old_plan_ends_where_there_is_no_plan_any_more() -> None:
-    site = settled("b", decider=everyone)
-    site.submit("r1", within=1e9)
-    site.join("a")
-    site.tick(1.1)
-    site.ready()  # r1 runs under the plan before, without a
-    site.event(interface.PinPlan("m", Pins(devices=("a",))))
-    site.leave("a")
-    for _ in range(int(RETURN_S)):
-        assert site.session.groups.default("m").plans.may_serve(), "a may come back"
-        assert "r1" not in site.errors, "it may yet be answered"
-        site.tick(1)
-    site.pass_by(20, 1)
-    assert not site.session.groups.default("m").plans.may_serve()
-    assert isinstance(site.errors["r1"], PlanError)
 
 
 def test_invented_devices_are_forgotten_for_usable_ones() -> None:
@@ -222,17 +141,6 @@ def test_a_device_with_heartbeats_that_does_not_compute_is_quarantined_each_time
     assert site.session.fleet.members["b"].quarantined_until_s - site.now > 1.5 * QUARANTINE_S, "longer each time"
 
 
-def test_a_quarantined_device_is_back_with_its_first_message() -> None:
-    site = settled("a", "b", decider=everyone)
-    site.mute = {"b"}
-    site.submit("r1")
-    site.pass_by(12, 0.1)
-    site.ready("a")
-    assert "b" not in site.session.fleet.usable()
-    site.receive("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late"))
-    assert "b" in site.session.fleet.usable()
-
-
 @pytest.mark.parametrize(
     ("mute", "pins", "tick_s"),
     [
@@ -251,37 +159,6 @@ def test_a_device_of_a_late_run_stays_usable(mute: str, pins: Pins, tick_s: floa
     assert site.plan.version == version
     assert set(site.session.fleet.usable()) == {"a", "b"}
     assert site.notes()["doubt"] or tick_s > 0.1
-
-
-def test_a_device_that_is_missing_for_a_moment_refuses_no_request() -> None:
-    site = settled("a", "b", decider=everyone)
-    pins = Pins(devices=("b",))
-    site.leave("b")
-    site.submit("r1", pins=pins)
-    site.ready()
-    site.tick(3)
-    assert not site.errors
-    site.join("b", boot=2)
-    site.pass_by(3, 1.1, ready=True)
-    site.answer(max(site.work))
-    assert site.answers["r1"].plan.devices == ("b",)
-    site.leave("b")
-    site.submit("r2", pins=pins)
-    site.ready()
-    site.pass_by(int(RETURN_S) + 2, 1)
-    assert isinstance(site.errors["r2"], PlanError), "but not for ever"
-
-
-def test_requests_wait_longer_for_a_silent_device_than_for_one_that_left() -> None:
-    site = settled("a")
-    silent = site.boots.pop("a")
-    site.tick(LOST_S)
-    site.submit("r1", within=1e9)
-    site.pass_by(4 * int(RETURN_S), 1.0)
-    assert not site.errors, "the broker has not published its will"
-    site.event(interface.DeviceStatus("a", Status("offline", silent)))
-    site.pass_by(7, 1.0)
-    assert isinstance(site.errors["r1"], PlanError)
 
 
 def test_a_plan_that_a_doubting_device_released_is_prepared_again_and_its_runs_are_retried() -> None:
@@ -344,32 +221,44 @@ def passes(site: Site, seconds: float, *devices: str) -> None:
             starting(site, device, done=second)
 
 
-@pytest.mark.parametrize("wait", ["for a starting device", "after a refusal", "for devices to reconnect"])
+@pytest.mark.parametrize(
+    "wait", ["for a starting device", "after a refusal", "for devices to reconnect", "after a loss"]
+)
 def test_requests_wait_for_devices_that_may_join(wait: str) -> None:
-    site = Site()
+    site = settled("a") if wait == "after a loss" else Site()
+    seconds, reporting = 60, "a"
     if wait == "after a refusal":
         site.submit("early")
         site.tick(2.0)
         assert isinstance(site.errors.pop("early"), PlanError)
     if wait == "for devices to reconnect":
         site.event(interface.BrokerConnection(online=True))
+        seconds, reporting = 2, ""
+    elif wait == "after a loss":
+        site.leave("a")
+        seconds, reporting = int(RETURN_S) - 1, ""
     else:
         starting(site, "a")
     site.submit("r1", within=600.0)
-    passes(site, 2 if wait == "for devices to reconnect" else 60, *("a" if "reconnect" not in wait else ""))
+    searches = len(site.solves)
+    passes(site, seconds, *reporting)
     assert not site.errors
-    site.join("a")
+    assert len(site.solves) == searches
+    site.join("a", boot=2)
     site.settle()
     site.answer(1)
     assert "r1" in site.answers
 
 
-@pytest.mark.parametrize("end", ["it falls silent", "it never ends", "it is gone"])
-def test_the_wait_for_a_starting_device_is_limited(end: str) -> None:
-    site = Site()
-    starting(site, "a")
+@pytest.mark.parametrize("end", ["it falls silent", "it never ends", "it is gone", "it does not return"])
+def test_the_wait_for_a_device_is_limited(end: str) -> None:
+    site = settled("a") if end == "it does not return" else Site()
+    if end == "it does not return":
+        site.leave("a")
+    else:
+        starting(site, "a")
     site.submit("r1", within=2 * STARTING_S)
-    site.tick(SILENT_S - 1.0)
+    passes(site, min(SILENT_S, RETURN_S) - 1)
     assert not site.errors
     if end == "it is gone":
         site.event(interface.DeviceStatus("a", Status("offline", 1)))
@@ -377,21 +266,8 @@ def test_the_wait_for_a_starting_device_is_limited(end: str) -> None:
     elif end == "it never ends":
         passes(site, STARTING_S + 2, "a")
     else:
-        site.tick(2.0)
+        passes(site, SILENT_S)
     assert isinstance(site.errors["r1"], PlanError)
-
-
-def test_pins_wait_for_their_starting_devices() -> None:
-    site = settled("a", decider=everyone)
-    starting(site, "b")
-    before = len(site.solves)
-    site.submit("r1", pins=Pins(devices=("a", "b")))
-    passes(site, 10, "b")
-    assert len(site.solves) == before
-    site.join("b")
-    site.pass_by(3, 1.1, ready=True)
-    assert ("a", "b") in [solve.question.devices for solve in site.solves[before:]]
-    assert not site.errors
 
 
 def test_a_search_without_a_plan_is_repeated_while_devices_start() -> None:
@@ -412,6 +288,8 @@ def test_a_search_without_a_plan_is_repeated_while_devices_start() -> None:
 
 def test_a_device_that_restarts_is_lost_and_expected() -> None:
     site = settled("a", decider=everyone)
+    starting(site, "a")
+    assert "a" in site.session.fleet.usable(), "of the start that is online: it is late or forged"
     starting(site, "a", boot=2)
     assert not site.session.fleet.usable()
     assert site.session.fleet.expected(site.now) == {"a"}
@@ -423,18 +301,6 @@ def test_a_device_that_restarts_is_lost_and_expected() -> None:
     assert not site.errors
 
 
-def test_nothing_is_searched_while_the_only_device_may_come_back() -> None:
-    site = settled("a")
-    site.leave("a")
-    site.submit("r1")
-    before = len(site.solves)
-    passes(site, RETURN_S - 1)
-    assert len(site.solves) == before
-    assert not site.errors
-    passes(site, 2)
-    assert isinstance(site.errors["r1"], PlanError)
-
-
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
@@ -443,29 +309,19 @@ def memory(site: Site, device: str) -> float:
     return site.solves[-1].question.cluster.devices[device].memory_bytes
 
 
-@pytest.mark.parametrize(("reason", "boots"), [("stopped", (2, 3, 4)), ("", (1, 1, 1))], ids=["stopped", "cut off"])
-def test_a_device_that_stops_or_loses_its_connection_has_not_crashed(reason: str, boots: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("reason", "boots", "crashed"),
+    [("stopped", (2, 3, 4), False), ("", (1, 1, 1), False), ("", (2,), False), ("", (2, 3), True)],
+    ids=["stopped", "cut off", "once", "again"],
+)
+def test_a_device_that_crashes_again_under_a_plan_gets_less_memory_for_a_while(reason, boots, crashed) -> None:
     site = settled("a", "b", decider=everyone)
     for boot in boots:
         site.leave("b", reason)
         site.settle()
         site.join("b", boot=boot)
         site.settle()
-    assert memory(site, "b") == 1 << 30
-
-
-def test_a_device_that_crashes_again_under_a_plan_gets_less_memory_for_a_while() -> None:
-    site = settled("a", "b", decider=everyone)
-    site.leave("b")
-    site.settle()
-    site.join("b", boot=2)
-    site.settle()
-    assert memory(site, "b") == 1 << 30, "the first crash may have been a restart"
-    site.leave("b")
-    site.settle()
-    site.join("b", boot=3)
-    site.settle()
-    assert memory(site, "b") < 1 << 30
+    assert (memory(site, "b") < 1 << 30) is crashed
     assert memory(site, "a") == 1 << 30
     passes(site, BACKOFF_S + 1)
     assert memory(site, "b") == 1 << 30
@@ -495,30 +351,6 @@ def test_a_device_that_hangs_has_not_crashed() -> None:
         site.receive("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late"))
         site.pass_by(3, 1.1, ready=True)
     assert memory(site, "b") == 1 << 30
-
-
-def test_each_crash_doubles_the_limit_and_a_long_life_forgets_crashes() -> None:
-    backoff = CrashBackoff()
-    boots = iter(range(1, 100))
-
-    def crash(needed_bytes: int, given_s: float, now: float) -> None:
-        backoff.record_departure("a", next(boots), needed_bytes, given_s, now)
-        backoff.record_return("a", next(boots), now)
-
-    crash(1000, 0.0, CRASH_WINDOW_S + 1.0)
-    crash(1000, 100.0, 108.0)
-    assert backoff.memory_limits(108.0) == {}, "only one plan was young"
-    crash(1000, 110.0, 116.0)
-    assert backoff.memory_limits(116.0) == {"a": int(MEMORY_FACTOR * 1000)}
-    assert backoff.lift_expired(117.0) == []
-    crash(750, 120.0, 126.0)
-    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S - 1.0) == {"a": int(MEMORY_FACTOR * 750)}
-    assert backoff.lift_expired(126.0 + 2 * BACKOFF_S) == ["a"]
-    assert backoff.lift_expired(127.0 + 2 * BACKOFF_S) == []
-    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S) == {}
-    backoff.lift_expired(127.0 + 2 * BACKOFF_S + REPEAT_WINDOW_S)
-    crash(1000, 900.0, 901.0)
-    assert backoff.memory_limits(901.0) == {}
 
 
 # -- last wills -------------------------------------------------------------------------------------------------------

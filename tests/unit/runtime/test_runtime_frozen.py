@@ -46,7 +46,7 @@ class Frozen:
             self.site.event(interface.DeviceHeartbeat(device, heartbeat(boot)))
 
 
-@pytest.mark.parametrize("seconds", [1.0, 2.0, 3.5, 5.0, 30.0, 120.0, 600.0])
+@pytest.mark.parametrize("seconds", [1.0, 3.5, 5.0, 120.0])
 @pytest.mark.parametrize(("devices", "decider"), [("a", everyone), ("ab", everyone), ("ab", decide)])
 def test_no_request_suffers_from_a_broker_that_is_frozen_for_any_time(
     devices: str, decider: Callable[[Question], Decision], seconds: float

@@ -11,20 +11,13 @@ from decoders_site import PROMPT, Decoders, expected, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_site import SPEC, everyone
-from sites import everyone as everyone_of
-from sites import tensors
-from swarm import MODEL, Swarm
 
-from hepti_mqtt import models
-from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.errors import CancelledRequestError, DeadlineError, PlanError, RemoteError
+from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS
 from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
-
-GPT = spec_of_kind("tiny-gpt2")
 
 
 def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_counted():
@@ -41,33 +34,6 @@ def test_the_next_step_and_the_answer_leave_at_the_output_and_late_reports_are_c
     assert not site.running
     assert not site.session.counters["late"]
     assert job.finished
-
-
-def test_devices_have_their_next_run_before_users_are_told():
-    site = running(in_flight=1)
-    site.ask("r", most=2)
-    site.ask("s", most=1)
-    for kinds in (
-        ["Publish", "TokenReady"],
-        ["Publish", "TokenReady", "AnswerRequest"],
-        ["TokenReady", "AnswerRequest"],
-    ):
-        site.compute(max(site.work))
-        del site.commands[:]
-        site.output(max(site.work))
-        assert [type(command).__name__ for command in site.commands] == kinds
-
-
-def test_reports_that_come_before_the_answer_are_in_it():
-    site = running()
-    site.ask(most=3)
-    site.step(reported=False)
-    site.step()
-    site.report(1)
-    site.step(reported=False)
-    assert [s.reported for s in site.answers["r"].stats] == [True, True, False]
-    assert [s.shape.size for s in site.answers["r"].stats] == [4, 1, 1]
-    assert site.answers["r"].stats[0].sent_bytes == {"a": 100, "b": 100}
 
 
 def test_a_request_with_wants_report_has_tokens_immediately_and_the_answer_with_all_reports():
@@ -126,19 +92,6 @@ def test_a_deadline_ends_a_request_that_waits_only_for_reports_and_one_with_an_a
     assert not site.session.counters["late"]
 
 
-def test_a_cancelled_text_begins_no_further_step():
-    site = running()
-    job = site.ask(most=9)
-    site.step()
-    site.event(interface.RequestCancelled(job.key))
-    assert isinstance(site.errors["r"], CancelledRequestError)
-    last = max(site.work)
-    site.step()
-    assert max(site.work) == last
-    assert not site.running
-    site.event(interface.RequestCancelled(job.key))  # again, and nothing happens
-
-
 def test_the_number_of_steps_without_reports_is_limited():
     site = running()
     job = site.ask(most=12)
@@ -179,21 +132,7 @@ def test_the_duration_of_steps_is_learned_although_the_next_one_has_begun():
     assert learned.factor(site.plan) == pytest.approx(3.0, rel=0.1), "from its dispatch to its last report"
 
 
-def test_nothing_is_learned_from_steps_that_share_the_devices():
-    site = running(pins=None, decider=for_steps)
-    site.ask("r", most=4)
-    site.ask("s", most=4)
-    while len(site.answers) < 2:
-        for number in sorted(site.running):
-            site.compute(number)
-            site.now += 0.2
-            site.output(number)
-            site.report(number)
-    site.event(interface.Tick())
-    assert not site.session.groups.default("m").durations.methods.corrections(site.now).factors
-
-
-@pytest.mark.parametrize("what", ["numbers", "row", "parts sent", "failure"])
+@pytest.mark.parametrize("what", ["numbers", "row", "width", "parts sent", "failure"])
 def test_a_doubtful_token_is_computed_again_with_all_later_ones_and_published_once(what):
     site = running()
     site.ask(most=4)
@@ -203,17 +142,14 @@ def test_a_doubtful_token_is_computed_again_with_all_later_ones_and_published_on
     if what == "numbers":
         site.output(2, forged=0 if expected(2)[1] else 1)
     elif what == "row":
-        sent = np.zeros((1, SPEC.hidden), np.float32)
-        frame = replace(site.work[2], kind="output", source="a", dtype="f32", shape=sent.shape, body=sent)
-        site.event(interface.DeviceFrame("a", replace(frame, row_start=1)))
+        site.hear(site.part(2, "a", np.zeros((1, SPEC.hidden), np.float32), row_start=1))
+    elif what == "width":
+        site.hear(site.part(2, "a", np.zeros((1, SPEC.hidden + 1), np.float32), part=1))
+        site.report(2)
     elif what == "failure":
         site.run_failed("b", 2, "device")
     else:  # no device reports a part, so the output was forged
-        for device in ("a", "b"):
-            done = replace(site.work[2], kind="done", source=device, dtype="u8", shape=(0,), numbers=(1, 1, 1, 0))
-            site.event(interface.DeviceFrame(device, replace(done, body=b"")))
-        done = replace(done, source="a", numbers=(1, 1, 1, 1))
-        site.event(interface.DeviceFrame("a", done))
+        site.hear(site.done(2, "a", 0), site.done(2, "b", 0), site.done(2, "a", 1))
     assert site.running == {4}, "the next step is cancelled, too"
     assert site.inputs_of(4) == (0, [*PROMPT])
     assert frames.decode_sessions(site.work[4])[0].number == 2
@@ -267,9 +203,7 @@ def test_endless_contradictions_end_in_an_error():
 def test_logits_that_are_not_finite_give_no_token(bad):
     site = running()
     site.ask(most=2)
-    logits = np.full((1, SPEC.hidden), bad, np.float32)
-    sent = replace(site.work[1], kind="output", source="a", dtype="f32", shape=logits.shape, body=logits)
-    site.event(interface.DeviceFrame("a", sent))
+    site.hear(site.part(1, "a", np.full((1, SPEC.hidden), bad, np.float32)))
     assert not site.errors
     site.report(1)
     assert isinstance(site.errors["r"], RemoteError)
@@ -339,45 +273,3 @@ def test_every_generation_ends_once_with_its_tokens_under_random_events(data: st
     for name, answer in site.answers.items():
         assert site.tokens(name) == site.published[name] == expected(most_by_name[name])
         assert len(answer.stats) >= most_by_name[name]
-
-
-class LateReports(Swarm):
-    """A site of real sessions with slow reports."""
-
-    def _host_publish(self, name, publish):
-        if publish.payload[:4] == frames.MAGIC and frames.decode(publish.joined_payload).kind == "done":
-            self.after(self.rng.random() * 0.5, lambda: super(LateReports, self)._host_publish(name, publish))
-        else:
-            super()._host_publish(name, publish)
-
-
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1 << 20), users=st.integers(1, 3), lost=st.sampled_from([None, "d1", "d2"]))
-def test_real_sessions_give_the_right_tokens_whenever_the_reports_come(seed, users, lost):
-    weights = tensors(GPT)
-    hosts, decider = dict.fromkeys(("d0", "d1", "d2"), (1e9, 1 << 30)), everyone_of(("decoder", {}))
-    swarm = LateReports(GPT, weights, hosts, seed=seed, jitter_s=0.01, duplicates=0.2, decider=decider)
-    rng = np.random.default_rng(seed)
-    prompts = {f"r{n}": rng.integers(0, GPT.text.vocab, 3 + n).astype(np.int32) for n in range(users)}
-    swarm.run(20, until=lambda: swarm.planner.active_plan(MODEL) is not None)
-    for name, prompt in prompts.items():
-        swarm.generate(name, GPT, prompt, 6)
-    if lost is not None:
-        swarm.run(60, until=lambda: len(swarm.tokens.get("r0", ())) > 2)
-        swarm.kill(lost)
-        swarm.join(lost, 1e9, 1 << 30)
-    swarm.run(120, until=lambda: prompts.keys() == swarm.answers.keys() or bool(swarm.errors))
-    assert not swarm.errors, [note.text for note in swarm.notes]
-    for name, prompt in prompts.items():
-        ids = prompt.tolist()
-        for index, token in swarm.tokens[name]:
-            shape, inputs = models.single_sequence(GPT, np.array(ids, np.int32))
-            assert token == models.reference(GPT, weights, inputs, shape)[1].argmax()
-            assert index == len(ids) - len(prompt)
-            ids.append(token)
-        [(tokens, stats)] = swarm.answers[name]
-        assert tokens.tolist() == ids[len(prompt) :]
-        assert all(s.reported for s in stats) or lost is not None
-    swarm.run(2)
-    assert not swarm.planner.groups.default(MODEL).runs
-    assert not any(host.session.counters["session_given_up"] for host in swarm.hosts.values())

@@ -111,30 +111,21 @@ def test_a_device_that_is_past_the_border_says_so_and_the_run_begins_again(monke
     assert [frames.decode_continued(work) is not None for work in site.work] == [False, True, False]
 
 
-def test_a_device_lost_in_the_middle_of_it_costs_a_run():
-    site = Changing()
+@pytest.mark.parametrize("lost", ["d1", "d2", "a connection"])
+def test_a_loss_in_the_middle_of_it_costs_a_run(lost):
+    """Under the next plan, d2 has no part: it only hands over."""
+    site = Changing(first=THREE if lost == "d2" else EQUAL)
+    if lost == "a connection":
+        site.next_plan = replace(UNEVEN, route="mesh")
     site.change()
     site.run(60, until=site.switched)
-    site.kill("d1")
-    site.decider = always(SINGLE)
-    site.finish()
-
-
-def test_a_device_that_only_hands_over_is_lost_in_the_middle_of_it():
-    site = Changing(first=THREE)
-    site.change()
-    site.run(60, until=site.switched)
-    site.kill("d2")
-    site.finish()
-
-
-def test_a_lost_connection_costs_a_run():
-    site = Changing()
-    site.next_plan = replace(UNEVEN, route="mesh")
-    site.change()
-    site.run(60, until=site.switched)
-    site.run(0.3)
-    site.cut("d0", "d1")
+    if lost == "a connection":
+        site.run(0.3)
+        site.cut("d0", "d1")
+    else:
+        site.kill(lost)
+    if lost == "d1":
+        site.decider = always(SINGLE)
     site.finish()
 
 

@@ -18,7 +18,7 @@ from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, Coordin
 from hepti_mqtt.service.decoder import MessageDecoder, PlannerStatus, RawRequest, RetainedPlan
 
 DEVICES = ("a", "b")
-MUTATED = 1500
+MUTATED = 600
 
 
 class HostileSite:

@@ -36,13 +36,6 @@ def test_a_pause_does_not_hide_the_pace_of_the_requests_after_it() -> None:
     assert pace.period_s(78.0) < 3.0
 
 
-def test_requests_that_come_at_once_have_a_period_all_the_same() -> None:
-    pace = RequestPace()
-    for _ in range(100):
-        pace.record_request(1.0)
-    assert 0 < pace.period_s(1.0) < 0.1
-
-
 def test_what_background_work_takes_is_learned() -> None:
     pace = SearchPace()
     for _ in range(20):

@@ -9,47 +9,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_site import MANIFEST, ROW, SPEC, Site, everyone, settled
-from sites import FAMILIES, request, tensors
-from swarm import Swarm
+from scripted_site import ROW, SPEC, Site, everyone, settled
 
 from hepti_mqtt.errors import DeadlineError, IdInUseError, PlanError, RemoteError
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
-from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.admission import CANCELLED_S
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.moves import Moves
-from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.scheduler import LINK_LOSS_WINDOW_S, MAX_ATTEMPTS
-from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
-from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.runtime.worker import session
 
 
 def part(site: Site, run_id: int = 1, source: str = "a", rows: int = 1, width: int = SPEC.hidden, **more) -> Frame:
     """Return a part of the output of a run."""
     return site.part(run_id, source, np.ones((rows, width), np.float32), **more)
-
-
-def test_devices_that_join_together_get_one_plan() -> None:
-    site = Site()
-    site.join("a", "b")
-    assert not site.solves
-    site.tick(1.1)
-    assert len(site.solves) == 1
-    assert set(site.solves[0].question.cluster.devices) == {"a", "b"}
-    plan = site.prepares().popitem()[1].plan
-    assert site.plan is None, "a plan is active only when every device is ready"
-    site.ready()
-    active = site.plan
-    assert active.to_dict() == plan
 
 
 def test_answer_carries_output_plan_and_counters() -> None:
@@ -133,30 +111,19 @@ def test_a_step_that_raises_loses_no_commands_of_others(monkeypatch: pytest.Monk
     assert {name: type(error) for name, error in site.errors.items()} == {"r1": DeadlineError, "r2": DeadlineError}
 
 
-def test_deadline_ends_waiting_and_running_requests() -> None:
+@pytest.mark.parametrize("end", ["deadline", "cancelled"])
+def test_a_deadline_or_a_cancel_ends_queued_and_running_requests(end: str) -> None:
     site = settled("a", in_flight=1)
     plan = site.plan
-    site.submit("r1", within=1.0)
-    site.submit("r2", within=1.0)
-    site.submit("r3", within=100.0)
-    site.tick(1.1)
-    assert isinstance(site.errors["r1"], DeadlineError)
-    assert isinstance(site.errors["r2"], DeadlineError)
-    assert ("a", messages.Cancel("m", plan.version, 1)) in site.sent
-    site.answer(2)
-    assert "r3" in site.answers
-
-
-def test_queued_and_running_requests_are_cancelled() -> None:
-    site = settled("a", in_flight=1)
-    plan = site.plan
-    for name in ("r1", "r2", "r3"):
-        site.submit(name)
-    for name in ("r1", "r2", "unknown"):
+    for name, within in (("r1", 1.0), ("r2", 1.0), ("r3", 100.0)):
+        site.submit(name, within=within)
+    if end == "deadline":
+        site.tick(1.1)
+    for name in ("r1", "r2", "unknown") if end == "cancelled" else ():
         site.event(interface.RequestCancelled(RequestKey("m", "c", name)))
-    assert [site.errors[name].code for name in ("r1", "r2")] == ["cancelled", "cancelled"]
-    assert all(("a", messages.Cancel("m", plan.version, run)) in site.sent for run in (1, 2))
-    site.answer(3)
+    assert {name: error.code for name, error in site.errors.items()} == {"r1": end, "r2": end}
+    assert ("a", messages.Cancel("m", plan.version, 1)) in site.sent
+    site.answer(max(site.work))
     assert "r3" in site.answers
 
 
@@ -232,16 +199,6 @@ def test_contradicting_answers_are_not_delivered_and_the_run_is_retried(what: st
     assert site.answers["r1"].request.output()[0, 0] == 8
 
 
-def test_a_run_of_a_session_with_parts_that_do_not_fit_is_retried() -> None:
-    site = settled("a")
-    batch = Batch(TokenBatch((3,), cache=8), np.zeros(4, np.int32))
-    text = Generation((1, 2, 3), 2, batch.shape)
-    site.event(interface.RequestArrived(Request(RequestKey("m", "c", "r"), (batch,), None, 60.0, generation=text)))
-    site.hear(part(site), part(site, width=SPEC.hidden + 1, part=1), site.done(1, "a", 1))
-    assert list(site.work) == [1, 2, 3], "the second run began with the first part"
-    assert not site.session.groups.default("m").runs.keys() & {1, 2}
-
-
 def test_a_repeated_answer_counts_once() -> None:
     site = settled("a")
     site.submit("r1")
@@ -264,16 +221,6 @@ def test_a_lost_connection_counts_as_one_attempt() -> None:
         site.tick(LINK_LOSS_WINDOW_S / 2 + 0.1)
         site.run_failed("a", max(site.work), "link")
     assert isinstance(site.errors["r1"], RemoteError)
-
-
-def test_two_models_do_not_plan_with_the_same_memory() -> None:
-    site = Site("m", "n")
-    site.join("a")
-    site.tick(1.1)
-    first, second = site.solves
-    need = next(iter(decide(first.question).chosen.price.needs.values()))
-    room = (s.question.cluster.devices["a"].memory_bytes for s in (first, second))
-    assert next(room) - next(room) == need
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,47 +264,6 @@ def test_every_request_ends_once_under_random_events(data: st.DataObject) -> Non
         assert answer.request.output()[:, 0].tolist() == [c.shape.tokens for c in answer.request.batches]
 
 
-def test_counters_and_foreign_frames_change_nothing() -> None:
-    site = settled("a", "b", decider=everyone)
-    site.submit("r1")
-    other = next(d for d in site.plan.devices if d != site.plan.root)
-    stray = part(site, source=other)
-    site.hear(stray)  # its device reports no parts later
-    site.event(interface.DeviceFrame("stranger", stray))
-    assert site.session.counters["late"] == 1
-    site.answer(1)
-    assert site.session.counters["foreign_frame"] == 1
-    assert site.answers["r1"].request.output()[0, 0] == 8
-
-
-@pytest.mark.parametrize("shape", [(64,), (1,)])
-def test_default_plan_length_is_bounded_by_the_model(shape: tuple[int]) -> None:
-    site = Site()
-    site.join("a")
-    site.submit("r1", *shape)
-    site.tick(1.1)
-    assert site.solves[0].question.shape.tokens == shape[0]
-
-
-def test_a_new_planner_counts_its_requests_from_the_beginning() -> None:
-    spec = FAMILIES["bert-embedding"]
-    swarm = Swarm(spec, tensors(spec), {"d0": (1e9, 1 << 30)})
-    shape, inputs = request(spec, (6,))
-    swarm.submit("r", shape, inputs)
-    swarm.run(10, until=lambda: "r" in swarm.answers)
-    former = swarm.planner
-    swarm.planner = CoordinatorSession("home", former.boot + 1, (ServedModel("m", spec, MANIFEST, 16),))
-    host = swarm.hosts["d0"]
-    swarm._host_commands("d0", host, host.session.handle(session.PlannerLost(former.boot + 1), swarm.now))
-    member = former.fleet.members["d0"]
-    swarm.tell_planner(interface.DeviceCaps("d0", member.caps))
-    swarm.tell_planner(interface.DeviceStatus("d0", Status("online", member.boot)))
-    swarm.submit("s", shape, inputs)
-    swarm.run(10, until=lambda: "s" in swarm.answers)
-    assert "overdue" not in {note.kind for note in swarm.notes}
-    np.testing.assert_array_equal(swarm.answers["s"][0][0], swarm.answers["r"][0][0])
-
-
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -381,26 +287,6 @@ def output(site: Site, plan: Plan, run_id: int, rows: slice = slice(None), part:
 
 def report(site: Site, plan: Plan, run_id: int, *devices: str, parts: int = 1) -> None:
     site.hear(*(site.done(run_id, device, parts if device == plan.root else 0) for device in devices))
-
-
-def test_the_answer_leaves_at_the_output_and_late_reports_are_counted():
-    site, plan = running()
-    ask(site, "r")
-    report(site, plan, 1, "b")
-    assert not site.answers
-    output(site, plan, 1)
-    (stats,) = site.answers["r"].stats
-    assert not stats.reported
-    assert site.session.groups.default("m").runs
-    report(site, plan, 1, "a")
-    assert not site.session.groups.default("m").runs
-    assert not site.session.counters["late"]
-    for n in range(2, 5):
-        ask(site, f"r{n}")
-        output(site, plan, n)
-        site.now += 1.0
-        report(site, plan, n, "a", "b")
-    assert len(site.answers) == 4
 
 
 def test_only_requests_with_wants_report_wait_for_the_reports_of_their_run():

@@ -6,27 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_site import SPEC, Site, caps, everyone, preparing, settled
+from scripted_site import Site, caps, everyone, preparing, settled
 
 from hepti_mqtt import __version__
 from hepti_mqtt.errors import ModelError, PlanError, RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES
-from hepti_mqtt.runtime.coordinator.next_batch import MAX_SHAPE_NUMBERS, MAX_URGENT_SHAPES, shapes_to_build
-from hepti_mqtt.runtime.coordinator.plans import Search
+from hepti_mqtt.runtime.coordinator.next_batch import MAX_URGENT_SHAPES
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.rollout import (
     ENDS_S,
     MAX_FAILED_PREPARATIONS,
-    PREPARE_TIMEOUT_S,
     REPEAT_PREPARE_S,
     RETRY_S,
 )
@@ -97,18 +93,13 @@ def test_preparation_without_progress_is_given_up() -> None:
 
 def test_progress_of_weights_is_shown_at_most_once_a_second() -> None:
     site = preparing("a")
-    prepare, version = last_prepare(site)
-    shown = []
     for part in range(10):
-        out = site.event(
-            interface.DeviceMessage("a", messages.PrepareProgress(prepare.transaction_id, "m", version, part, 10))
-        )
-        shown += [c.progress for c in out if isinstance(c, interface.PublishPlan)]
+        site.progress("a", part, 10)
         site.now += 0.25
-    assert shown == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
     site.ready()
-    last = [c for c in site.commands if isinstance(c, interface.PublishPlan)][-1]
-    assert (last.preparing, last.progress) == (None, {})
+    shown = [c for c in site.commands if isinstance(c, interface.PublishPlan)]
+    assert [c.progress for c in shown if c.progress] == [{"a": (0, 10)}, {"a": (4, 10)}, {"a": (8, 10)}]
+    assert (shown[-1].preparing, shown[-1].progress) == (None, {})
 
 
 def time_until_lost(site: Site, device: str, *repeated: messages.Message, seconds: float = 60.0) -> float:
@@ -134,55 +125,26 @@ def test_a_device_that_prepares_without_progress_is_dropped(speaks: bool) -> Non
     assert site.plan.devices == ("a",)
 
 
-LOADS = pytest.mark.parametrize("loaded_bytes", [100, 0], ids=["it loads", "it hangs"])
-
-
-@LOADS
-def test_progress_with_another_plan_counts_because_a_device_loads_one_after_another(loaded_bytes: int) -> None:
+@pytest.mark.parametrize("loaded_bytes", [100, 0], ids=["it loads", "it hangs"])
+@pytest.mark.parametrize("other", ["another plan", "an abandoned plan"])
+def test_progress_with_other_plans_counts_because_a_device_loads_one_after_another(other, loaded_bytes: int) -> None:
     site = Site(decider=everyone)
-    site.join("a", "b")
-    site.submit("pinned", pins=Pins(strategy="column"), within=1000)
-    first, first_epoch = last_prepare(site, "b")
-    site.ready("a")
+    site.join("a", "b", "c")
+    if other == "another plan":
+        site.submit("pinned", pins=Pins(strategy="column"), within=1000)
     site.tick(1.1)
-    second, second_epoch = last_prepare(site, "b")
-    assert first_epoch != second_epoch
-    moves = messages.PrepareProgress(first.transaction_id, "m", first_epoch, loaded_bytes, 10 * loaded_bytes)
-    lasts = time_until_lost(site, "b", moves, messages.PrepareProgress(second.transaction_id, "m", second_epoch, 0, 0))
-    assert lasts >= 60 if loaded_bytes else lasts < 25
-
-
-@LOADS
-def test_progress_with_an_abandoned_plan_counts(loaded_bytes: int) -> None:
-    site = preparing("a", "b", "c", decider=everyone)
-    given_up, version = last_prepare(site, "b")
-    site.leave("a")
-    assert site.prepares()["b"].transaction_id > given_up.transaction_id
-    lasts = time_until_lost(
-        site, "b", messages.PrepareProgress(given_up.transaction_id, "m", version, loaded_bytes, 10 * loaded_bytes)
-    )
-    assert lasts >= 60 if loaded_bytes else lasts < 25
-
-
-def test_a_repeated_ready_for_the_active_plan_is_no_progress() -> None:
-    site = settled("a", "b", decider=everyone)
-    plan = site.plan
-    active = site.prepares()["b"]
-    site.join("c")
-    site.tick(1.1)
-    assert site.prepares()["b"].transaction_id > active.transaction_id
-    ready = messages.Ready(active.transaction_id, "m", plan.version, 1000, programs_digest(SPEC, plan))
-    assert time_until_lost(site, "b", ready) < 25
-
-
-def test_a_preparation_continues_while_its_devices_load_for_other_plans() -> None:
-    site = preparing("a")
-    prepare = site.prepares()["a"]
-    other = messages.PrepareProgress(prepare.transaction_id - 1, "m", PlanVersion(7, 9), 1, 2)
-    time_until_lost(site, "a", other, seconds=2 * PREPARE_TIMEOUT_S)
-    assert site.prepares()["a"].transaction_id == prepare.transaction_id
-    time_until_lost(site, "a", seconds=PREPARE_TIMEOUT_S + 10)
-    assert site.prepares()["a"].transaction_id > prepare.transaction_id
+    first, version = last_prepare(site, "b")
+    if other == "another plan":
+        site.ready("a", "c")
+        site.tick(1.1)
+    else:
+        site.leave("a")
+    second, second_version = last_prepare(site, "b")
+    assert version != second_version
+    loads = messages.PrepareProgress(first.transaction_id, "m", version, loaded_bytes, 10 * loaded_bytes)
+    repeated = messages.PrepareProgress(second.transaction_id, "m", second_version, 0, 0)
+    seconds = time_until_lost(site, "b", loads, repeated)
+    assert seconds >= 60 if loaded_bytes else seconds < 25
 
 
 # -- standby ----------------------------------------------------------------------------------------------------------
@@ -246,31 +208,6 @@ def test_a_hurried_search_prefers_a_plan_with_loaded_weights_if_it_serves_sooner
     site.pass_by(3)
     whole = site.solves[-1]
     assert (whole.kind, whole.plans) == (SearchKind.WHOLE, ()), "the whole search follows"
-
-
-def test_an_activation_prices_plans_again_that_lacked_weights() -> None:
-    def decider(question: Question) -> Decision:
-        row = everyone(question)
-        other = alone(question).chosen
-        other = replace(other, load_bytes=dict.fromkeys(other.plan.devices, 1 << 20))
-        return replace(row, ranking=(row.chosen, other))
-
-    site = settled("a", "b", decider=decider)
-    site.pass_by(3)
-    assert [[plan.strategy for plan in solve.plans] for solve in site.solves if solve.plans] == [["single"]]
-
-
-@pytest.mark.parametrize("kind", SearchKind)
-def test_only_brief_and_named_searches_keep_earlier_candidates(kind: SearchKind) -> None:
-    site = settled("a", "b", decider=everyone)
-    group, record = site.session.groups.default("m"), site.session.groups.default("m").plans.active
-    row = record.decision
-    both = replace(row, ranking=(row.chosen, alone(site.solves[-1].question).chosen))
-    whole = Search(0.0, 0.0, False, "searching")
-    group.search_history.learn(both, whole)
-    group.search_history.learn(row, replace(whole, kind=kind))
-    strategies = ["row", "single"] if kind in ("brief", "named") else ["row"]
-    assert [k.candidate.plan.strategy for k in group.search_history.candidates] == strategies
 
 
 def test_a_standby_is_prepared_once_per_plan_and_start_of_its_device() -> None:
@@ -387,18 +324,6 @@ def test_a_prepare_names_queued_shapes_then_recent_ones(served, queued, change, 
     assert foreseen(site, "b" if change == "join" else "a") == (lengths, urgent)
 
 
-def test_shapes_in_a_prepare_are_limited() -> None:
-    site = site_of("a")
-    site.settle()
-    for number in range(1, MAX_PREBUILT_SHAPES + 4):
-        site.serve(f"r{number}", number)
-    model = site.session.groups.default("m")
-    model.recent.record_shape(TokenBatch((1,) * (MAX_SHAPE_NUMBERS + 1)))
-    shapes, needed = shapes_to_build(model)
-    assert [shape.tokens for shape in shapes] == [*range(MAX_PREBUILT_SHAPES + 3, 4, -1)], "without the large one"
-    assert needed == len(shapes) == MAX_PREBUILT_SHAPES - 1
-
-
 def test_queued_requests_are_foreseen_as_batches() -> None:
     site = Site(in_flight=1, batching=Batching(16), decider=everyone)
     for i in range(21):
@@ -419,45 +344,16 @@ def other_version(site: Site, device: str) -> None:
 
 
 def test_a_device_that_derives_other_programs_is_refused_until_it_restarts() -> None:
-    site = site_of("a", "b")
-    site.tick(1.1)
-    other_version(site, "b")
-    site.tick(1.1)
-    site.ready("a")
-    active = site.plan
-    assert active.devices == ("a",)
-    (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]
-    assert caps("b", 1).version in note
-    assert __version__ in note
-    site.tick(1.0)
-    assert site.plan is active
-    site.join("b", boot=2)
-    assert site.settle().devices == ("a", "b")
-
-
-def test_without_another_device_requests_end() -> None:
     site = site_of("b")
     site.submit("r")
     site.tick(1.1)
     other_version(site, "b")
     site.tick(10.0)
-    assert isinstance(site.errors["r"], PlanError)
-
-
-def test_the_record_shows_a_load_with_the_time_left_and_the_log_its_start_and_end() -> None:
-    def decider(question: Question) -> Decision:
-        row = everyone(question)
-        heavy = replace(row.chosen, load_bytes=dict.fromkeys(row.chosen.plan.devices, 1_300_000_000))
-        return replace(row, chosen=heavy, ranking=(heavy,))
-
-    site = preparing("a", "b", decider=decider)
-    for done in (300, 600, 900):
-        site.tick(10.0)
-        for device in site.prepares():
-            site.progress(device, done * 10**6, 1300 * 10**6)
-    shown = [c.loading for c in site.commands if isinstance(c, interface.PublishPlan)]
-    assert all(text in shown[-1] for text in (" of 1.3 GB on ", "2 devices", " s left"))
-    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 0)
-    site.ready()
-    assert site.plan is not None
-    assert (site.notes()["loading"], site.notes()["loaded"]) == (1, 1)
+    assert isinstance(site.errors["r"], PlanError), "there is no other device"
+    (note,) = [c.text for c in site.commands if isinstance(c, interface.LogEvent) and c.kind == "refused"]
+    assert caps("b", 1).version in note
+    assert __version__ in note
+    site.join("a")
+    assert site.settle().devices == ("a",)
+    site.join("b", boot=2)
+    assert site.settle().devices == ("a", "b")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scripted_site import SPEC, Site, everyone, settled
-from sites import EVERY_FAMILY, FAMILIES, MODEL, TOLERANCE, request, tensors
+from sites import FAMILIES, MODEL, request
 
-from hepti_mqtt import models
 from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
 from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.plan import Plan
@@ -17,7 +14,7 @@ from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import admission as module
 from hepti_mqtt.runtime.coordinator.admission import MAX_QUEUED, MAX_QUEUED_PER_CLIENT
-from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_into_micro_batches, split_output
+from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate, split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, next_assignment
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching, FairQueue
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
@@ -62,7 +59,7 @@ def test_queued_requests_share_a_run_sorted_by_length_and_have_their_own_answers
 
 def test_equal_requests_have_few_shapes() -> None:
     shapes = set()
-    for count in range(1, 40):
+    for count in (1, 2, 3, 7, 12, 39):
         site = queued(busy(), *[4] * count)
         while len(site.answers) <= count:
             shapes.add(lengths(site, max(site.work)))
@@ -274,24 +271,3 @@ def test_a_batch_is_cut_into_micro_batches_in_its_order():
     again = concatenate(parts)
     assert again.shape == shape
     assert again.inputs.tolist() == inputs.tolist()
-
-
-# -- any mix ----------------------------------------------------------------------------------------------------------
-
-PACKED = [name for name in EVERY_FAMILY if name not in {"tiny-gpt2", "tiny-convnet"}]  # these run one request each
-
-
-@pytest.mark.parametrize("family", PACKED)
-@settings(max_examples=8, deadline=None)
-@given(st.data())
-def test_a_batch_gives_each_request_its_own_answer(family: str, data: st.DataObject) -> None:
-    spec = EVERY_FAMILY[family]
-    weights = tensors(spec)
-    want = data.draw(st.sampled_from(["task", "hidden"]))
-    sizes = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5))
-    batches = [Batch(*request(spec, lengths, want, seed=i)) for i, lengths in enumerate(sizes)]
-    whole = concatenate(batches)
-    output = models.reference(spec, weights, whole.inputs, whole.shape)[1]
-    assert output.shape == spec.output_shape(whole.shape)
-    for batch, own in zip(batches, split_output(spec, batches, output), strict=True):
-        np.testing.assert_allclose(own, models.reference(spec, weights, batch.inputs, batch.shape)[1], atol=TOLERANCE)

@@ -11,7 +11,7 @@ from scripted_site import caps, heartbeat
 from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.starts import NameHolder, next_term
-from hepti_mqtt.runtime.coordinator.fleet import HEARTBEAT_TIMEOUT_S, Fleet
+from hepti_mqtt.runtime.coordinator.fleet import Fleet
 
 ANSWER_S = 10
 
@@ -107,17 +107,3 @@ def test_whoever_is_there_serves_soon_and_nobody_else(steps: list[tuple[str, int
     assert len(world.alive) <= 1, "of several one stays"
     there = {member.boot for member in world.fleet.usable().values()}
     assert there == set(world.alive)
-
-
-def test_a_device_set_up_again_beside_a_broker_that_lost_all_is_used_when_the_old_start_is_silent() -> None:
-    world = World()
-    for _ in range(5):
-        world.start(0)
-    world.retained = None
-    world.alive.clear()
-    world.start(0)
-    (boot,) = world.alive
-    assert world.fleet.members["a"].boot != boot
-    for _ in range(int(HEARTBEAT_TIMEOUT_S) + 2):
-        world.second()
-    assert {m.boot for m in world.fleet.usable().values()} == {boot}

@@ -168,7 +168,7 @@ def whole(total: int) -> set[int]:
     return set(range(total))
 
 
-@pytest.mark.parametrize(("devices", "total"), [(2, 400), (3, 400), (4, 2000), (8, 1000)])
+@pytest.mark.parametrize(("devices", "total"), [(2, 400), (3, 1000), (8, 400)])
 def test_a_tile_leaves_the_planner_about_once_for_the_site(devices: int, total: int) -> None:
     site = Site(total, [whole(total)] * devices, [set()] * devices, ["good"] * devices)
     site.run()
@@ -176,8 +176,9 @@ def test_a_tile_leaves_the_planner_about_once_for_the_site(devices: int, total: 
     assert max(node.done_s or 0 for node in site.nodes.values()) <= 1.2 * total * TILE_S + 1
 
 
-@pytest.mark.parametrize("who", ["planner", "one", "each in turn", "all", "two of three"])
-@pytest.mark.parametrize("stall_s", [1.0, 2.5, 4.0])
+@pytest.mark.parametrize(
+    ("who", "stall_s"), [("planner", 1.0), ("one", 2.5), ("each in turn", 4.0), ("all", 2.5), ("two of three", 1.0)]
+)
 def test_a_busy_machine_repeats_few_tiles(who: str, stall_s: float) -> None:
     total, names = 1000, ["d0", "d1", "d2"]
     site = Site(total, [whole(total)] * 3, [set()] * 3, ["good"] * 3)
@@ -209,21 +210,16 @@ def test_devices_that_need_different_tiles_get_each_from_the_planner() -> None:
     assert site.hub_tiles == 400
 
 
-@pytest.mark.parametrize("behaviour", ["slow", "liar", "mute", "refuser", "unreachable"])
+@pytest.mark.parametrize("behaviour", ["slow", "liar", "mute", "refuser", "unreachable", "leaves"])
 def test_a_bad_peer_costs_seconds(behaviour: str) -> None:
     total = 600
-    site = Site(total, [whole(total)] * 3, [set()] * 3, ["good", behaviour, "good"])
+    leaves = behaviour == "leaves"
+    site = Site(total, [whole(total)] * 3, [set()] * 3, ["good", "good" if leaves else behaviour, "good"])
+    if leaves:
+        site.at(2.0, "leave", "d1")
     site.run()
     ends = [node.done_s for node in site.nodes.values() if node.behaviour == "good"]
     assert all(end is not None and end <= total * TILE_S * 2 + 4 * ANSWER_S for end in ends)
-
-
-def test_a_peer_that_leaves_costs_seconds() -> None:
-    total = 600
-    site = Site(total, [whole(total)] * 3, [set()] * 3, ["good"] * 3)
-    site.at(2.0, "leave", "d1")
-    site.run()
-    assert site.now <= total * TILE_S * 1.3 + 2 * ANSWER_S
 
 
 @settings(deadline=None, max_examples=60)

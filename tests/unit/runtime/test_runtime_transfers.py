@@ -42,11 +42,15 @@ def programs(family: str, name: str, devices: int = 2, lengths: tuple[int, ...] 
 
 
 def cases():
-    for family, spec in EVERY_FAMILY.items():
-        for name, method in STRATEGIES.items():
-            of_family = method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
-            if of_family and method.max_devices != 1 and not method.task_count(method.options[0]):
-                yield family, name
+    """Yield every method that exchanges, each with a third of its families."""
+    for first, (name, method) in enumerate(STRATEGIES.items()):
+        if method.max_devices != 1 and not method.task_count(method.options[0]):
+            able = [
+                family
+                for family, spec in EVERY_FAMILY.items()
+                if method.why_unsupported(models.graph(spec, models.largest_shape(spec))) is None
+            ]
+            yield from ((family, name) for family in able[first % 3 % len(able) :: 3])
 
 
 @pytest.mark.parametrize(("family", "name"), list(cases()))
@@ -82,7 +86,7 @@ def test_runs_at_once_answer_as_alone(family, name, often):
         assert not JIT or all(device.compiled for device in site.devices.values())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("family", "name"), IN_LINE)
 def test_what_else_a_peer_sends_changes_nothing(family, name, seed):
     bound_programs, inputs, pools = programs(family, name)

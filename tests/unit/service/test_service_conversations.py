@@ -45,24 +45,18 @@ def test_a_bound_is_cut_to_the_room_and_a_demand_is_refused(models: dict[str, Ch
     assert refused.value.param == "messages"
 
 
-def test_tools_need_a_template_that_writes_them(models: dict[str, Checkpoint]) -> None:
-    assert read(models["tools"], tools=[TOOL]).new_tokens
-    with pytest.raises(RequestError) as refused:
-        read(models["plain"], tools=[TOOL])
-    assert refused.value.param == "tools"
-    assert read(models["plain"], tools=[]).new_tokens
-
-
-def test_thoughts_are_those_of_the_template(models: dict[str, Checkpoint]) -> None:
+def test_tools_and_thoughts_are_those_of_the_template(models: dict[str, Checkpoint]) -> None:
     thinks, plain = models["thinks"], models["plain"]
-    assert read(plain).thoughts is None
-    assert read(plain, thinking=False).thoughts is None
+    assert read(models["tools"], tools=[TOOL]).new_tokens
+    assert read(plain, tools=[]).new_tokens
+    assert [read(plain, **more).thoughts for more in ({}, {"thinking": False})] == [None, None]
     assert read(thinks).thoughts is not None
-    assert read(thinks, thinking=False).inputs.tolist() != read(thinks, thinking=True).inputs.tolist()
-    assert read(thinks, thinking=True).inputs.tolist() == read(thinks).inputs.tolist()
-    with pytest.raises(RequestError) as refused:
-        read(plain, thinking=True)
-    assert refused.value.param == "thinking"
+    on, off = (read(thinks, thinking=is_on).inputs.tolist() for is_on in (True, False))
+    assert read(thinks).inputs.tolist() == on != off
+    for key, value in (("tools", [TOOL]), ("thinking", True)):
+        with pytest.raises(RequestError) as refused:
+            read(plain, **{key: value})
+        assert refused.value.param == key
 
 
 @pytest.mark.parametrize(

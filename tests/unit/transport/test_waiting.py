@@ -29,17 +29,16 @@ def no_pause(monkeypatch):
     monkeypatch.setattr("hepti_mqtt.transport.base.Backoff.pause_s", lambda _self: 0.0)
 
 
-def test_a_wait_is_logged_at_intervals():
+def test_a_wait_is_logged_at_intervals_and_has_an_end():
     site = Site(up_s=35.0)
     assert wait_for_broker(site.connect, site.lines.append, within_s=100.0, clock=site.clock) == 66.0
     assert len(site.lines) == 1 + 34 // SAY_S
-
-
-def test_the_wait_has_an_end():
     site = Site(up_s=35.0)
     with pytest.raises(NetworkError):
         wait_for_broker(site.connect, site.lines.append, within_s=20.0, clock=site.clock)
     assert site.now == 20.0
+    stop, site = threading.Event(), Site(up_s=1e9)
+    assert wait_for_broker(site.connect, lambda _line: stop.set(), stop=stop, clock=site.clock) is None
 
 
 def test_a_refusal_ends_the_wait():
@@ -48,8 +47,3 @@ def test_a_refusal_ends_the_wait():
 
     with pytest.raises(RefusedError):
         wait_for_broker(connect, print)
-
-
-def test_a_stop_ends_the_wait():
-    stop, site = threading.Event(), Site(up_s=1e9)
-    assert wait_for_broker(site.connect, lambda _line: stop.set(), stop=stop, clock=site.clock) is None
