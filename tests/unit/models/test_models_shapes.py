@@ -73,8 +73,6 @@ def test_a_forged_shape_of_another_family_is_refused(name: str, plain: PlainShap
 
 
 SPEC = ReadingsSpec(layers=2)
-
-
 ASKED = (Series(((9, 4),)), Series(((3, 2), (5, 0))), Series(((6, 1),), "hidden"))
 
 

@@ -55,7 +55,6 @@ def ways(plan):
     [
         ((20, 20, 20, 20), 940, 4 << 30, "row"),
         ((20, 20, 20, 20), 100, 4 << 30, "row"),
-        ((40, 20, 20), 240, 4 << 30, "row"),
         ((20, 20, 20, 20), 940, 400 << 20, "block"),  # all weights fit on each device, but barely
         ((20, 20, 20, 20), 940, 250 << 20, "block"),  # they do not fit
         ((40, 20, 10), 9400, 4 << 30, "block"),  # they would gain next to nothing

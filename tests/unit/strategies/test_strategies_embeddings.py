@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sites import always, plan, tensors
 from swarm import Swarm
+from test_strategies_generation import greedy
 from together import run_programs
 
 from hepti_mqtt import models
@@ -117,13 +118,4 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
     assert not swarm.errors
     assert not root_begins(spec, divided_plan, shape), "each device reads the tokens"
     for name, prompt in enumerate(prompts):
-        assert swarm.answers[name][0][0].tolist() == alone(spec, prompt, 12)
-
-
-def alone(spec: ModelSpec, prompt: tuple[int, ...], most: int) -> list[int]:
-    """Return the text by whole passes of the reference."""
-    text: list[int] = []
-    for _ in range(most):
-        shape, inputs = models.single_sequence(spec, np.array([*prompt, *text], np.int32))
-        text.append(int(models.reference(spec, tensors(spec), inputs, shape)[1].argmax()))
-    return text
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12, spec)[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sites import everyone, plan, tensors
 from swarm import Swarm, plan_of
+from test_strategies_generation import greedy
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
@@ -35,14 +36,6 @@ def in_layouts(layouts, rows):
         return replace(decision, chosen=replace(decision.chosen, plan=laid_out), digest=digest)
 
     return decider
-
-
-def greedy(prompt, most):
-    ids = list(prompt)
-    for _ in range(most):
-        shape, inputs = models.single_sequence(SPEC, np.array(ids, np.int32))
-        ids.append(int(models.reference(SPEC, tensors(SPEC), inputs, shape)[1].argmax()))
-    return ids[len(prompt) :]
 
 
 def begin(swarm, name, prompt, most, guesses=None):
@@ -83,7 +76,7 @@ def test_texts_are_the_same_whatever_layouts_their_runs_have(layouts, rows, monk
     swarm.kill("d1")
     finish(swarm, *prompts)
     for name, prompt in prompts.items():
-        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12), name
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12, SPEC)[0], name
     assert plan_of(swarm).devices == ("d0", "d2")
 
 
