@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name, safetensors_file, storage
-from hepti_mqtt.errors import BadNameError, ModelError, WeightsChangedError
+from hepti_mqtt.core.errors import BadNameError, ModelError, WeightsChangedError
 from hepti_mqtt.models import full_ref, random_inputs, reference, representative_shape, tensor_sources
 from hepti_mqtt.protocol.manifest import tile_array, tile_hash
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, make_model
 from hepti_mqtt.checkpoint.gguf_tokenizer import tokenizer_files
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.storage import STORAGES
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model
-from hepti_mqtt.errors import ConfigError, ModelError
+from hepti_mqtt.core.errors import ConfigError, ModelError
 from hepti_mqtt.models import spec_from_config, tensor_sources
 from hepti_mqtt.models.shapes import TextInput
 

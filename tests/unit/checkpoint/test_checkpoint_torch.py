@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 
 STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "float64": "DoubleStorage", "int64": "LongStorage"}
 

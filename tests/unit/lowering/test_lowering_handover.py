@@ -14,11 +14,10 @@ from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, served, tens
 from together import bound
 
 from hepti_mqtt import models
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering.handover import HandoverError
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import continued_program, device_programs, handover_moves
-from hepti_mqtt.program import validate
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor
 from hepti_mqtt.strategies.plan_programs import device_programs, handover_moves, handover_program
 

@@ -17,14 +17,13 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind
+from hepti_mqtt.core.profiles import Curve, DeviceProfile
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, validate
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.cost.profiles import Curve, DeviceProfile
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
 from hepti_mqtt.kernels import NarrowMatrix, Workers, loading_bytes, works
 from hepti_mqtt.lowering.passes import fuse_conversions, merge_copies, narrow_weights, narrow_wire
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_program, device_programs, lower_plan, programs_digest, resident_weights
-from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, validate
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack, run_local
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.strategies import STRATEGIES

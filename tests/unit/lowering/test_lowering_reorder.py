@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sites import EVERY_FAMILY, FAMILIES, plan, request
 
+from hepti_mqtt.core.plan import apportion
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels import KERNELS
 from hepti_mqtt.lowering import GraphBuilder, choose_product_order, roles, span
 from hepti_mqtt.lowering.attention import ReorderedAttention
@@ -16,9 +18,7 @@ from hepti_mqtt.lowering.regions import index_count
 from hepti_mqtt.lowering.rewrites import REORDERED_COST, multiplications, reorder_attention
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import apportion
-from hepti_mqtt.plan_programs import device_programs, lower_plan, resident_weights
-from hepti_mqtt.program import Compute
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan, resident_weights
 
 # Families that change scores after the product of queries and keys.
 OTHERS = tuple(f for f, s in FAMILIES.items() if isinstance(s, ModelSpec) and (s.block.thetas or s.block.buckets))

@@ -31,12 +31,10 @@ from hepti_mqtt.lowering import (
 from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, OpaqueOp
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan, apportion
-from hepti_mqtt.plan_programs import device_program as program_of
-from hepti_mqtt.plan_programs import lower_plan as lowered_of
-from hepti_mqtt.plan_programs import make_plan
-from hepti_mqtt.program import validate
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_program as program_of
+from hepti_mqtt.strategies.plan_programs import lower_plan as lowered_of
+from hepti_mqtt.strategies.plan_programs import make_plan
 
 FRAME = {roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: on_device(0), roles.TASK: on_device(0)}
 

@@ -11,7 +11,7 @@ from together import run_programs
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
 from hepti_mqtt.models.shapes import ImageBatch

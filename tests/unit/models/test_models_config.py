@@ -12,10 +12,10 @@ import sites
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.kinds import kinds_of
-from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 # Without keys that would forbid another architecture in the same config.
 BERT, VIT = (

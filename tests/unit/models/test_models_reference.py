@@ -17,7 +17,7 @@ from hepti_mqtt.models.plain import activate, erf
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 LONG = {"tiny-mobilenet", "tiny-hf-mobilenet"}
 DECODERS = {kind for kind in KINDS if isinstance(spec_of_kind(kind).input_spec, DecoderInput)}  # inputs begin otherwise

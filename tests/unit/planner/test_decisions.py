@@ -62,7 +62,7 @@ TRIED = frozenset([strategy_key(UNKNOWN.plan)])
 # A trial costs more than the other one, which gains little, and would keep this one from being tried.
 LIKELY = option(0.8, "block", sd=0.2, method_sd=0.15, load_bytes=1 << 30, load_s=20.0, own_s=20.0)
 UNLIKELY = option(0.98, "galaxy", sd=0.15, method_sd=0.15)
-RECOVERED = replace(option(1.0, "block"), cost=np.resize([0.5, 2.5], DRAWS), unheard_s=5.0)
+RECOVERED = replace(option(1.0, "block"), cost=np.resize([0.5, 2.5], DRAWS), no_evidence_s=5.0)
 MOVES = {
     "no gain": (situation(ACTIVE, option(1.0, "block"), option(1.2, "galaxy")), None),
     "less than five parts of a hundred": (situation(ACTIVE, option(0.97, "block")), None),
@@ -83,9 +83,9 @@ MOVES = {
     "tried already": (situation(ACTIVE, UNKNOWN, tried=TRIED), None),
     "few requests": (situation(ACTIVE, UNKNOWN, period_s=200.0), None),
     "the likeliest first": (situation(ACTIVE, UNLIKELY, LIKELY), ("try", "block")),
-    "likely, unheard": (situation(ACTIVE, option(0.9, "block", sd=0.1, unheard_s=5.0)), ("try", "block")),
+    "likely, unheard": (situation(ACTIVE, option(0.9, "block", sd=0.1, no_evidence_s=5.0)), ("try", "block")),
     "hoped for, just unheard": (situation(ACTIVE, RECOVERED), None),
-    "hoped for, long unheard": (situation(ACTIVE, replace(RECOVERED, unheard_s=60.0)), ("try", "block")),
+    "hoped for, long unheard": (situation(ACTIVE, replace(RECOVERED, no_evidence_s=60.0)), ("try", "block")),
     "ready soonest": (situation(None, option(0.5, "row", load_s=60.0), SOON), ("must", "single")),
     "ready soon enough": (situation(None, option(0.5, "row", load_s=1.0), SOON), ("must", "row")),
 }

@@ -18,10 +18,10 @@ from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30

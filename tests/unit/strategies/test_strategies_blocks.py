@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.models import tensor_sources, weight_dtypes, with_storages
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
-from hepti_mqtt.program import Compute
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights
 
 SPEC = spec_of_kind("smollm2-135m")
 STORED = {s.name: "q4_1" for s in tensor_sources(SPEC) if s.layout == "packed"} | {"head.decoder.weight": "q8_0"}

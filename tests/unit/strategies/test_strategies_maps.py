@@ -19,7 +19,6 @@ from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import Compute, Recv
 from hepti_mqtt.cost.explain import work_factor
-from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.lowering import roles
 from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.shares import DeviceResources

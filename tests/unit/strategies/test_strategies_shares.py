@@ -18,13 +18,11 @@ from swarm import profile_curve
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link, Power
-from hepti_mqtt.core.program import Compute, Recv, Send
+from hepti_mqtt.core.program import Send
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.program import Send
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.shares.maps import Costs, costs_of, execution_units, minimise, solve_shares
 from hepti_mqtt.shares.share import assign_greedily, partition_in_order
