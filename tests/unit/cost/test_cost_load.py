@@ -11,6 +11,7 @@ from small_cnns import cnn, conv, pool, relu
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import (
     RequestTimes,

@@ -17,6 +17,7 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.profiles import Curve, DeviceProfile
 from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, validate
 from hepti_mqtt.cost.memory import weights_bytes

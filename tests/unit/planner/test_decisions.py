@@ -76,7 +76,7 @@ MOVES = {
     ),
     "a method of which little is known": (situation(ACTIVE, UNKNOWN), ("try", "block")),
     "a known method": (situation(ACTIVE, replace(UNKNOWN, method_sd=0.9 * RULE.known_sd)), None),
-    "not beside the active plan": (situation(ACTIVE, replace(UNKNOWN, beside=False)), None),
+    "not beside the active plan": (situation(ACTIVE, replace(UNKNOWN, fits_next_to_others=False)), None),
     "a trial that costs too much": (situation(ACTIVE, replace(UNKNOWN, own_s=100.0)), None),
     "hardly better": (situation(ACTIVE, option(1.5, "block", 0.1, method_sd=0.1)), None),
     "no trials": (situation(ACTIVE, UNKNOWN, may_try=False), None),
