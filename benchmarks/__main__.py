@@ -20,7 +20,7 @@ from benchmarks.provenance import Writer, provenance, read
 from benchmarks.tables import table
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.settings import check_environment
-from hepti_mqtt.errors import ConfigError, HeptiError
+from hepti_mqtt.core.errors import ConfigError, HeptiError
 
 DEFAULT: Final = "infer"
 # A kind of experiment is a module with parse (keys -> experiment), count (of its cells), run, and write (the report).

@@ -27,8 +27,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import HeptiError, NetworkError
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.errors import HeptiError, NetworkError
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import Program
 from hepti_mqtt.kernels import Workers, warm_up
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
@@ -42,7 +43,6 @@ from hepti_mqtt.lowering import (
     roles,
     span,
 )
-from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.frames import Frame, decode, encode
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, OutgoingTensor, bind, pack

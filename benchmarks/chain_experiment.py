@@ -27,7 +27,7 @@ from benchmarks.lab.spec import HUB, LabSpec, only
 from benchmarks.provenance import FILE, Results, Writer, head
 from benchmarks.runner import progress
 from benchmarks.tables import Interval, ratio, table
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 PATIENCE_S: Final = 600.0
 TOLERANCE: Final = 1e-4  # of five f32 sums over 1024 terms whose results are of size 1

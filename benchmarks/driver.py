@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from benchmarks.outside import relative_error
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.core.errors import HeptiError, RemoteError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.simulator import RequestTimes, steady_state
-from hepti_mqtt.errors import HeptiError, RemoteError
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import peak_bytes
 
 TIMEOUT_S: Final = 300.0
@@ -122,8 +122,8 @@ class Driver:
             **{key: last[key] for key in ("compute_ms", "wait_ms", "predicted_ms", "expected_ms")},
             **{key: last[key] for key in ("predicted_bytes", "tokens")},
             **load,
-            "needs_bytes": self._needs(model, last["plan"]["epoch"]),
-            **(self._described(model, last["plan"]["epoch"]) if order["describe"] else {}),
+            "needs_bytes": self._needs(model, last["plan"]["version"]),
+            **(self._described(model, last["plan"]["version"]) if order["describe"] else {}),
         }
 
     def _loaded(self, order: Mapping[str, Any]) -> tuple[list[Answer], dict[str, Any]]:
@@ -173,7 +173,7 @@ class Driver:
     def _needs(self, model: str, epoch: list[int]) -> dict[str, int]:
         """Return the most bytes that each device holds under the plan of an epoch; none if it has gone meanwhile."""
         shown = self.hepti.plan(model)
-        found = [plan for plan in (*shown["pinned"], shown["active"]) if plan and list(plan["epoch"]) == list(epoch)]
+        found = [plan for plan in (*shown["pinned"], shown["active"]) if plan and list(plan["version"]) == list(epoch)]
         if not found:
             return {}
         plan, spec = Plan.from_dict(found[0]), spec_from_dict(shown["spec"])
@@ -186,7 +186,7 @@ class Driver:
         """Return what a plan is simulated from for the report: the plan of an epoch, or the latest."""
         shown = self.hepti.plan(model)
         plans = [plan for plan in (*shown["pinned"], shown["active"]) if plan is not None]
-        active = next((plan for plan in plans if list(plan["epoch"]) == epoch), shown["active"])
+        active = next((plan for plan in plans if list(plan["version"]) == epoch), shown["active"])
         told = {"spec": shown["spec"], "in_flight": shown["in_flight"]}
         return {"active": active, **told, "devices": self.hepti.devices(wait_s=1.5)}
 

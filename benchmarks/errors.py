@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 
 
 class LabError(HeptiError):

@@ -16,13 +16,13 @@ from benchmarks.outside import BASELINES
 from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind
 from hepti_mqtt.config import load_yaml, mapping
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.plan import Objective, WeightDtype
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
 from hepti_mqtt.models.shapes import ImageInput
-from hepti_mqtt.plan import Objective, WeightDtype
 from hepti_mqtt.shares import Options
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 ALL: Final = "all"

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from hepti_mqtt.client.session import ClientSession, LookAgain, RequestEnded, RequestPublish
-from hepti_mqtt.protocol.messages import ANSWER, ANSWER_PLAN, TAKEN_BY, Status, encode_status
+from hepti_mqtt.protocol.messages import ACCEPTED_BY, ANSWER, ANSWER_PLAN, Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 
 MODEL: Final = "m"
@@ -133,7 +133,7 @@ class Run:
         if not group.alive:
             group.held.append((client, data))  # as far as the broker knows
             return
-        self._reply(client, data["id"], {TAKEN_BY: group.name, "final": False})
+        self._reply(client, data["id"], {ACCEPTED_BY: group.name, "final": False})
         group.held.append((client, data))
         if len(group.held) == 1:
             self._later(group.service_s, lambda: self._computed(group))

@@ -14,9 +14,9 @@ from benchmarks.kernel_layer import checked_runners
 from benchmarks.kernel_roofs import Roof, multiply_adds, reads_of_memory
 from benchmarks.kernel_timing import Contender, Shape, interleaved, shapes
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.core.plan import WeightDtype
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import require_transformer
-from hepti_mqtt.plan import WeightDtype
 
 # Shapes with fewer weights than this are judged in the mean alone.
 LARGE_WEIGHTS: Final = 1 << 18

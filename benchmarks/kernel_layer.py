@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from benchmarks.errors import BenchError
 from benchmarks.outside.worker import Options, Task
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Program, Recv
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import representative_shape, tensor_sources
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_program
-from hepti_mqtt.program import Compute, Program, Recv
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
+from hepti_mqtt.strategies.plan_programs import device_program
 
 Array = NDArray[np.float32]
 Runner = Callable[[], Array]

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from benchmarks.errors import BenchError
 from benchmarks.kernel_timing import Contender, Shape
+from hepti_mqtt.core.plan import WeightDtype
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
 from hepti_mqtt.kernels import KERNELS, NarrowMatrix, Weight, Workers, allocate
-from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 F32 = NDArray[np.float32]
 Made = tuple[Callable[[], object], Callable[[], F32]]

@@ -9,15 +9,15 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.kernels import works
 from hepti_mqtt.models import graph, representative_shape, require_transformer
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import compact_programs, lower_plan, make_plan
-from hepti_mqtt.program import Compute
-from hepti_mqtt.spec import RequestShape
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import compact_programs, lower_plan, make_plan
 
 MODELS: Final = ("bert-base", "bert-large", "vit-base", "vit-large", "minilm")
 TEXT_TOKENS: Final = (128, 384)

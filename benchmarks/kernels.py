@@ -28,7 +28,7 @@ from benchmarks.kernel_cases import GROUPS, LARGE_WEIGHTS, ROOF, SINGLE, THREADS
 from benchmarks.lab.spec import only
 from benchmarks.provenance import FILE, Results, Writer, head
 from benchmarks.tables import table
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up
 
 Record = Mapping[str, Any]

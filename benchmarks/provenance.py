@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from benchmarks.files import ROOT
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.kernels import isa
 
 FILE: Final = "results.jsonl"

@@ -19,14 +19,14 @@ from benchmarks.lab.site import SITE
 from benchmarks.provenance import FILE, Results, head
 from benchmarks.tables import Interval, median_interval, ratio, table
 from hepti_mqtt.client.described import cluster_of_devices
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.explain import flops
-from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request, steady_state
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape, spec_from_dict
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, lower_plan
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan
 
 Turn = Mapping[str, Any]
 _COLUMNS: Final = (
@@ -206,7 +206,7 @@ def _part(f: Figures, least_ms: float | None) -> str | None:
 def _plan_of(turn: Turn) -> tuple[Spec, Plan, Cluster] | None:
     """Return what a turn ran under, and its devices as they described themselves; None where it does not say."""
     active = turn.get("active")
-    if not active or list(active["epoch"]) != list(turn["plan"]["epoch"]):
+    if not active or list(active["version"]) != list(turn["plan"]["version"]):
         return None
     plan = Plan.from_dict(active)
     return spec_from_dict(turn["spec"]), plan, cluster_of_devices(turn["devices"], plan.devices)
@@ -327,7 +327,7 @@ def _whole(turn: Turn) -> Mapping[str, Any]:
     """Return the plan of a turn with all of its devices: of replicas an answer names those of its own run."""
     plan: Mapping[str, Any] = turn["plan"]
     active = turn.get("active")
-    known = active and list(active["epoch"]) == list(plan["epoch"])
+    known = active and list(active["version"]) == list(plan["version"])
     return {**plan, "devices": active["devices"]} if active and known else plan
 
 

@@ -26,7 +26,7 @@ from benchmarks.outside import Outside, require
 from benchmarks.provenance import Writer
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client.described import random_input, reference
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.models import largest_shape
 
 ANSWER_S: Final = 900.0  # a turn with a swap of plans and a slow host

@@ -35,13 +35,13 @@ from hepti_mqtt.checkpoint import KINDS as MODEL_KINDS
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.settings import parse_size
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.errors import ConfigError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import WeightDtype, WireDtype
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph, largest_shape, representative_shape
 from hepti_mqtt.models.shapes import ImageInput
-from hepti_mqtt.plan import WeightDtype, WireDtype
 from hepti_mqtt.planner import Question, decide
 
 _KEYS: Final = (

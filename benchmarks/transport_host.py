@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.transport_ways import HEADER, WAYS, Array, Raw, Way
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 
 _SWITCH_S: Final = 0.0005  # as agents have it: what hears must not wait for what computes
 

@@ -36,8 +36,8 @@ from device_agent.tile_cache import TileCache
 from device_agent.tile_peers import MessageKind, TilePeers
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals, requires_extra, return_large_blocks
-from hepti_mqtt.errors import ConfigError, NetworkError
-from hepti_mqtt.ids import Start, check_name
+from hepti_mqtt.core.errors import ConfigError, NetworkError
+from hepti_mqtt.core.ids import Start, check_name
 from hepti_mqtt.kernels import Workers, isa, jit
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.cpu import require_known
@@ -63,7 +63,7 @@ from hepti_mqtt.transport.broker_limits import PacketLimit, open_broker_warning
 from hepti_mqtt.transport.name_claim import claim, new_boot
 
 if TYPE_CHECKING:
-    from hepti_mqtt.metrics import MetricsServer
+    from hepti_mqtt.transport.metrics import MetricsServer
 
 APP: Final = "hepti"
 
@@ -340,7 +340,7 @@ class _Agent:
     def _serve_metrics(self, address: tuple[str, int]) -> MetricsServer:
         """Serve the last heartbeat's numbers; raises ConfigError without the extra, NetworkError for the address."""
         with requires_extra("metrics", "--metrics"):
-            from hepti_mqtt.metrics import serve_device
+            from hepti_mqtt.transport.metrics import serve_device
         return serve_device(
             address, self._config.device_id, lambda: None if self._heartbeat is None else self._heartbeat.last
         )

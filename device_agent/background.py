@@ -19,8 +19,8 @@ from device_agent.heartbeat import Meter
 from device_agent.machine import free_memory, usable_cores
 from device_agent.measure import has_narrow_curves, load_or_measure
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.errors import NetworkError
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.kernels import Workers, isa, precompile
 from hepti_mqtt.kernels.compile_cache import compile_lock
 from hepti_mqtt.kernels.jit import cache_directory, release_compiler, return_memory

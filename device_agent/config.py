@@ -16,8 +16,8 @@ from typing import Final
 from device_agent.loader import LoadEvent
 from hepti_mqtt.config.options import host_name, settings_from_args
 from hepti_mqtt.config.settings import parse_size
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
 from hepti_mqtt.transport.url import BrokerUrl
 
 _KEY: Final = "PRIVATE KEY-----"

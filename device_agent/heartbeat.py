@@ -16,10 +16,10 @@ from device_agent.links import MeshLinks
 from device_agent.machine import HealthMonitor
 from device_agent.network import AgentEvent, ErrorLog, Network, PeerProbeDue
 from device_agent.probes import BUSY_S
-from hepti_mqtt.cost.profiles import DeviceProfile, FrameCost, default_frame_cost
+from hepti_mqtt.core.profiles import DeviceProfile, FrameCost, default_frame_cost
+from hepti_mqtt.core.program import Compute, Op, SlotSpec
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.kernels import works
-from hepti_mqtt.program import Compute, Op, SlotSpec
 from hepti_mqtt.protocol.messages import Heartbeat, encode_heartbeat
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.base import Inbox

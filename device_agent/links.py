@@ -13,8 +13,8 @@ from device_agent.loader import PeerMessageIn, TileIn, TilePeerChanged
 from device_agent.network import ErrorLog, Network
 from device_agent.probes import ANSWER_MARK, PeerProbes, Prober
 from device_agent.tile_peers import MessageKind
-from hepti_mqtt.errors import ConfigError, WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import ConfigError, WireError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import ExchangeCache, Frame, TensorArrival
 from hepti_mqtt.protocol.messages import MAX_TROUBLE, Endpoint, PeerStats

@@ -20,13 +20,13 @@ import numpy as np
 from device_agent.budget import BACKGROUND_SHARE, Budget, give_way
 from device_agent.tile_cache import TileCache, packed_key
 from device_agent.tile_peers import MessageKind, TilePeers
+from hepti_mqtt.core.errors import HeptiError, ModelError, PlanError, WireError
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.errors import HeptiError, ModelError, PlanError, WireError
-from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.kernels import BlockBuffer, Weight, WeightBuffer, allocate, loading_bytes, part, weight_bytes
 from hepti_mqtt.kernels.jit import return_memory
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import HASH_BYTES, TILES_AHEAD, Manifest, TileLocation, tile_array, tile_hash
 from hepti_mqtt.protocol.messages import CachedTiles
 from hepti_mqtt.runtime.worker.interface import Load, Loaded, LoadFailed, LoadProgress, ReadCaches, Unload

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
 
 UNKNOWN_BYTES: Final = 4 << 20  # if the system does not say; boards have less

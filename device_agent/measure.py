@@ -22,20 +22,20 @@ from numpy.typing import NDArray
 from device_agent.machine import core_capacities, last_level_cache_bytes, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import write_atomically
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import WeightDtype
+from hepti_mqtt.core.program import Compute, Program, Recv, SlotSpec, WeightRef
+from hepti_mqtt.core.storage import BLOCK_STORAGES, PRODUCTS, STORAGES, BlockStorage, Product, StoredRows
 from hepti_mqtt.cost.reported import profile_from_caps
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, isa, twin, weight_bytes
 from hepti_mqtt.kernels.calls import Call, Calls, Operand, received, sent
 from hepti_mqtt.kernels.cpu import cpu_model
 from hepti_mqtt.kernels.jit import JIT, cache_directory
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import Peers
-from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.protocol.frames import Frame, decode, encode, encode_parts
 from hepti_mqtt.runtime.worker.executor import Executor, bind
-from hepti_mqtt.storage import BLOCK_STORAGES, PRODUCTS, STORAGES, BlockStorage, Product, StoredRows
 from hepti_mqtt.transport.mesh import Mesh
 from hepti_mqtt.transport.peer import Address
 from hepti_mqtt.transport.sockets import mesh_possible

@@ -14,8 +14,8 @@ from typing import Final
 
 from device_agent.loader import TileIn
 from device_agent.probes import Prober
-from hepti_mqtt.errors import NetworkError, WireError
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.errors import NetworkError, WireError
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import held_bytes
 from hepti_mqtt.protocol.keys import Channel

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode, frame_bytes
 from hepti_mqtt.protocol.messages import LinkReport
 

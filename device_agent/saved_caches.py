@@ -17,7 +17,7 @@ import numpy.typing as npt
 from device_agent.tile_cache import free_cache_bytes
 from hepti_mqtt import __version__
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.kernels import isa
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 

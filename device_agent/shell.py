@@ -31,10 +31,10 @@ from device_agent.network import (
 )
 from device_agent.probes import BUSY_S
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, RemoteError, WireError
-from hepti_mqtt.ids import PlanVersion, Start
+from hepti_mqtt.core.errors import ConfigError, HeptiError, PacketLimitError, RefusedError, RemoteError, WireError
+from hepti_mqtt.core.ids import PlanVersion, Start
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.program import Compute
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import TensorArrival
 from hepti_mqtt.protocol.keys import Channel, agree
@@ -350,7 +350,7 @@ class SessionLoop:
                 failed = messages.RunFailed(frame.model, frame.plan_version, frame.run_id, code, text)
             elif isinstance(event, MessageIn) and isinstance(event.message, messages.Prepare):
                 plan = event.message.plan
-                plan_version = PlanVersion(*plan["epoch"])
+                plan_version = PlanVersion(*plan["version"])
                 failed = messages.PrepareFailed(
                     event.message.transaction_id, plan["model"], plan_version, code, text, 0
                 )

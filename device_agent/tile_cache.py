@@ -24,11 +24,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import check_model
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import check_model
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import Octets
 from hepti_mqtt.kernels import Weight, allocate, arrays_of, layout_of
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import Octets
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one, left to other programs
 _SMALL: Final = 20

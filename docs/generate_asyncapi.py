@@ -19,7 +19,7 @@ import yaml
 
 from hepti_mqtt import __version__
 from hepti_mqtt.client.body import RequestKeys
-from hepti_mqtt.ids import NAME
+from hepti_mqtt.core.ids import NAME
 from hepti_mqtt.protocol import messages, plausible
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import REQUEST_KEYS
@@ -177,7 +177,7 @@ def _messages() -> dict[str, Any]:
         "Text": _message(TEXT, {"type": "string"}),
         "Answer": _message(JSON, answer),
         "Token": _message(JSON, _map(messages.TOKEN, final={"const": False})),
-        "Taken": _message(JSON, _map(("id", messages.TAKEN_BY), final={"const": False})),
+        "Taken": _message(JSON, _map(("id", messages.ACCEPTED_BY), final={"const": False})),
         "Error": _message(JSON, _map(("id", "error"), ok={"const": False}, error=_map(("code", "message")))),
         "Event": _message(JSON, {"type": "object"}),
         "Home": _message(JSON, {"type": "object"}),

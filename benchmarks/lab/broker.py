@@ -9,8 +9,8 @@ import json
 import sys
 
 from hepti_mqtt.config.process import stop_event
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import HeptiError
 
 
 def main(address: str) -> int:

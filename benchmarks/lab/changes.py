@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from benchmarks.lab.spec import BOUNDS, HUB, LabSpec, one_of, only
 from hepti_mqtt.config import load_yaml, mapping
-from hepti_mqtt.errors import ConfigError, HeptiError
+from hepti_mqtt.core.errors import ConfigError, HeptiError
 
 # What can be done to a host -> the keys of which exactly one says how much.
 ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -30,7 +30,7 @@ for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VEC
 
 import numpy as np  # noqa: E402
 
-from hepti_mqtt.errors import ConfigError  # noqa: E402
+from hepti_mqtt.core.errors import ConfigError  # noqa: E402
 
 SHAPE: Final = (256, 1024, 1024)  # m, k, n
 MEASURE_S: Final = 0.7
@@ -64,8 +64,8 @@ def numpy_speed() -> dict[str, Any]:
 
 def kernel_speed() -> dict[str, Any]:
     """Return GFLOP/s of Hepti's linear kernel at the lab's shape, bias included in its time and not in its count."""
+    from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
     from hepti_mqtt.kernels import KERNELS, Workers, allocate
-    from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
     m, k, n = SHAPE
     rng = np.random.default_rng(0)

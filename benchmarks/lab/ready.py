@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import HeptiError, NetworkError
+from hepti_mqtt.core.errors import HeptiError, NetworkError
 
 
 def main(arguments: Sequence[str]) -> int:

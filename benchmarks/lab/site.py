@@ -16,7 +16,7 @@ from benchmarks.errors import LabError
 from benchmarks.lab.hosts import Host, Process
 from benchmarks.lab.lab import Lab
 from hepti_mqtt.cli.shared import AgentOptions
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 SITE: Final = "lab"
 BROKER: Final = "broker"

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, cast
 from benchmarks.errors import LabError
 from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.config.settings import parse_size
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
 
 Kind = Literal["emulated", "local"]
 Yardstick = Literal["numpy", "kernel"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.errors import LabError
 from benchmarks.lab.hosts import Host, Process
-from hepti_mqtt.errors import ConfigError, HeptiError
+from hepti_mqtt.core.errors import ConfigError, HeptiError
 
 PATIENCE_S: Final = 300.0
 END_S: Final = 30.0

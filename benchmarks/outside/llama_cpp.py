@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 LIBRARIES: Final = ("ggml-base", "ggml", "llama")
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from benchmarks.outside.worker import Array, Made, Options, Task
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 Tensor = Any
 Compute = Callable[[Tensor], Tensor]

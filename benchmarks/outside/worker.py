@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from benchmarks.errors import BenchError
 from benchmarks.outside import relative_error
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.models import require_transformer
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.service.requests import read_input

@@ -31,8 +31,8 @@ from benchmarks.tables import table
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.shared import child_processes
 from hepti_mqtt.client import AsyncHepti, Hepti
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.embedded_broker.broker import find_mosquitto, start_broker
-from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.base import Connected
 from hepti_mqtt.transport.broker_connection import BrokerConnection

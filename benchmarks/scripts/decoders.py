@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from benchmarks.outside.llama_cpp import LlamaCpp
 from benchmarks.tables import table
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import NUMPY_DTYPE
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, bind, pack
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 PROMPTS: Final = (128, 512)
 SAME: Final = 16  # first tokens that both must choose

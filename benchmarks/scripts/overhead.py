@@ -10,10 +10,10 @@ from typing import Final
 import numpy as np
 
 from benchmarks.tables import table
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Op, Program, Recv, Send, SlotSpec
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Compute, Op, Program, Recv, Send, SlotSpec
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import ExchangeCache
 from hepti_mqtt.protocol.topics import Topics

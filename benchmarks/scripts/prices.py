@@ -19,17 +19,17 @@ import numpy as np
 from benchmarks.tables import table
 from device_agent.measure import measure
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.profiles import DeviceProfile
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import DeviceProfile
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.cost.reported import profile_from_caps
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Weight, Workers, allocate, works
 from hepti_mqtt.models import graph, largest_shape, representative_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, Program, Recv, SlotSpec, WeightRef
 from hepti_mqtt.runtime.worker.executor import Executor, bind
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 
 MEMORY_BYTES: Final = 4 << 30
 

@@ -13,9 +13,9 @@ from benchmarks.tables import table
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins

@@ -24,8 +24,8 @@ from benchmarks.lab.spec import LabSpec, check_quotas, load, parse
 from benchmarks.provenance import Results, Writer, provenance, read
 from benchmarks.runner import turns
 from benchmarks.tables import median_interval, ratio
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.runtime.worker.executor import Executor, bind, pack
 
@@ -179,7 +179,7 @@ def test_the_best_share_of_the_chain_is_found_and_reported(tmp_path: Path) -> No
 
 def turn(strategy: str, devices: list[str], number: int, ms: float, **more: Any) -> dict[str, Any]:
     cell = Cell("pair", 100.0, "bert-base", 64, strategy, tuple(devices))
-    plan = {"strategy": "row", "options": {"variant": "kv"}, "devices": dict.fromkeys(devices), "epoch": [1, 1]}
+    plan = {"strategy": "row", "options": {"variant": "kv"}, "devices": dict.fromkeys(devices), "version": [1, 1]}
     figures = {"latency_ms": [ms, ms + 1], "error": 1e-6, "predicted_ms": 90.0, "expected_ms": 95.0, "bytes": 1000}
     return {"record": "turn", "of": asdict(cell), "round": number, "ok": True, "plan": plan, **figures, **more}
 

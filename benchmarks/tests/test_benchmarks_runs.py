@@ -19,7 +19,7 @@ from benchmarks.lab.lab import Lab
 from benchmarks.lab.spec import parse
 from benchmarks.outside import BASELINES
 from benchmarks.provenance import read
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 
 pytestmark = pytest.mark.nightly
 

@@ -21,7 +21,7 @@ from benchmarks.weather import KINDS, History, Verdict, judge, make_truth, play,
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.planner import decide
 from hepti_mqtt.service.solver import solve
 

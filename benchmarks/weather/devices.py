@@ -8,15 +8,15 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import DeviceProfile
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.memory import matrices, weights_bytes
-from hepti_mqtt.cost.profiles import DeviceProfile
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest, resident_weights
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Caps, Endpoint, PeerStats
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import programs_digest, resident_weights
 
 IDLE_S: Final = 5.0  # a meter without ops for so long says that the device is as measured ...
 SMALL_DEVIATION: Final = 1.5  # ... unless it was slower or faster by less

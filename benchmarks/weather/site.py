@@ -18,16 +18,16 @@ import numpy as np
 
 from benchmarks.weather.devices import LOAD, SimulatedDevice
 from benchmarks.weather.truth import STEP_S, Truth
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.errors import ConfigError, HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.program import Program
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import random_inputs, representative_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import compact_programs, device_programs, handover_moves, lower_plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.decisions import RULE
-from hepti_mqtt.program import Program
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_continued
 from hepti_mqtt.protocol.messages import Endpoint, Status
@@ -37,7 +37,7 @@ from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish, Transition
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import compact_programs, device_programs, handover_moves, lower_plan
 
 TICK_S: Final = 0.25
 PERIOD_S: Final = 1.5  # from one request to the next, or one after the other where they take longer

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.cost.profiles import Cluster, FrameCost, PeerLink
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, FrameCost, PeerLink
 from hepti_mqtt.protocol.messages import Heartbeat, LinkReport
 
 Array = NDArray[Any]

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.weather.site import Answered, History
 from benchmarks.weather.truth import STEP_S
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.plans import is_same_division
 

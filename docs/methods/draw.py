@@ -12,18 +12,18 @@ from sites import EVERY_FAMILY, FAMILIES, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.explain import layout_svg, timeline_svg
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, simulate, simulate_requests, simulated_request
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, lower_plan, make_plan
 from hepti_mqtt.shares import DeviceResources
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan, make_plan
 
 HERE = Path(__file__).parent
 DEVICES = 4

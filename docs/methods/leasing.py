@@ -13,12 +13,12 @@ from typing import NamedTuple
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NAMING = TopicNames("home", "model")
 MODEL, CUT, SITES = "vgg16", "3", ("four-pi4-240", "mixed-four")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import Tokenizer
 
-from hepti_mqtt.errors import HeptiError, ModelError, RequestError
+from hepti_mqtt.core.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.views import expanded
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from hepti_mqtt.checkpoint.cursor import Cursor
 from hepti_mqtt.checkpoint.formats import explain_file
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile
 from hepti_mqtt.checkpoint.storage import TensorReader
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 
 FILE: Final = "model.bin"
 _VERSION: Final = 6

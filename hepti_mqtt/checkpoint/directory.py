@@ -22,8 +22,11 @@ from hepti_mqtt.checkpoint.safetensors_file import RowsFile, WeightsFile, close_
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, fold_batch_norm, zeros_reader
 from hepti_mqtt.checkpoint.tokenizer import TextTokenizer, has_tokenizer, open_tokenizer
 from hepti_mqtt.checkpoint.torch_file import TorchFile
-from hepti_mqtt.errors import ModelError, UnsupportedModelError, WeightsChangedError
-from hepti_mqtt.ids import check_name, part_name, valid_name
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError, WeightsChangedError
+from hepti_mqtt.core.ids import check_name, part_name, valid_name
+from hepti_mqtt.core.plan import CacheDtype, Quantised
+from hepti_mqtt.core.spec import Spec
+from hepti_mqtt.core.storage import QUANTISED, STORAGES, Storage, StoredRows, Tiles
 from hepti_mqtt.models import (
     TensorSource,
     files_in_our_words,
@@ -49,11 +52,8 @@ from hepti_mqtt.models.tensors import HEAD, WORDS, chosen
 from hepti_mqtt.models.towers import Matching, Similarity
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.models.views import Views
-from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, tile_hash, tile_shape
 from hepti_mqtt.protocol.plausible import check_spec
-from hepti_mqtt.spec import Spec
-from hepti_mqtt.storage import QUANTISED, STORAGES, Storage, StoredRows, Tiles
 
 # JSON files that spec, tokenizer and requests read; the last pattern is sentence-transformers' pooling.
 _EXTRAS: Final = (

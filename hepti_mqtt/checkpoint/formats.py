@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES: Final = 1024  # more than any pointer has

@@ -24,9 +24,9 @@ from hepti_mqtt.checkpoint.gguf_names import ARCHITECTURES, BIASES, KEYS, NEUTRA
 from hepti_mqtt.checkpoint.gguf_tokenizer import end_token_ids, tokenizer_files
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile, close_all
 from hepti_mqtt.checkpoint.storage import Rows, TensorReader
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.storage import STORAGES, Storage
 from hepti_mqtt.models.decoder import DECODERS
-from hepti_mqtt.storage import STORAGES, Storage
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.checkpoint.tokenizer_classes import QWEN2_WORDS
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _MARK: Final = "\u2581"  # what stands for a space

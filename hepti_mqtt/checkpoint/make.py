@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from hepti_mqtt.errors import ConfigError, ModelError
-from hepti_mqtt.ids import PART_MARK
+from hepti_mqtt.core.errors import ConfigError, ModelError
+from hepti_mqtt.core.ids import PART_MARK
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.models import (
     FAMILIES,
     Kind,
@@ -31,7 +32,6 @@ from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.speech import SpeechInput, last_tokens
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import Spec
 
 # The special tokens stand first, in the order in which the families' configs number them.
 _BERT: Final = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hepti_mqtt.checkpoint.formats import explain_file, has_safetensors, refuse_pointers
 from hepti_mqtt.checkpoint.storage import FileStamp, TensorReader, file_stamp
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, Dims, Node, Pad, extend_shapes
 from hepti_mqtt.models.tensors import BatchNorm

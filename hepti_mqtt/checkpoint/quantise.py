@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint.storage import TensorReader
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.storage import Storage
 from hepti_mqtt.models import TensorSource
-from hepti_mqtt.storage import Storage
 
 _SAMPLED: Final = 256  # rows of each matrix for its error
 _LARGEST: Final = float(np.finfo(np.float16).max)  # of a step of codes

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from hepti_mqtt.checkpoint.formats import explain_file, refuse_pointers
 from hepti_mqtt.checkpoint.storage import TensorReader, WeightsReader, file_stamp
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.storage import STORAGES
 from hepti_mqtt.models.mixture import PACKED
-from hepti_mqtt.storage import STORAGES
 
 _STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype("<f2"),

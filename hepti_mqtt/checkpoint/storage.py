@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import platformdirs
 
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.storage import STORAGES
 from hepti_mqtt.models import TensorSource
 from hepti_mqtt.models.tensors import Place, chosen
 from hepti_mqtt.protocol.manifest import HASH_BYTES, Manifest
-from hepti_mqtt.storage import STORAGES
 
 # Names of dtypes as in safetensors, and of `storage`.
 FLOATS: Final = frozenset({"F16", "F32", "BF16", "F64", *STORAGES})

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from hepti_mqtt.checkpoint.safetensors_file import read_json
 from hepti_mqtt.checkpoint.tokenizer_classes import AS_IT_IS, CLASSES, CONFIG, FILE, Part, TokenizerClass, differs
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import tokenizer_class
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 

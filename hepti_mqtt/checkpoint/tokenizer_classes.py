@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig
 
 Part = dict[str, Any] | None  # as tokenizer.json has it

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt.checkpoint.safetensors_file import RowsFile
 from hepti_mqtt.checkpoint.storage import TensorReader
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 
 _DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "HalfStorage": ("F16", 2),

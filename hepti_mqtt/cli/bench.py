@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import non_negative_int, positive_int, positive_seconds
 from hepti_mqtt.config.settings import nearest
-from hepti_mqtt.errors import ConfigError, HeptiError, RemoteError
+from hepti_mqtt.core.errors import ConfigError, HeptiError, RemoteError
 
 if TYPE_CHECKING:
     from hepti_mqtt.client import Hepti
-    from hepti_mqtt.spec import Spec
+    from hepti_mqtt.core.spec import Spec
 
 AUTO: Final = "auto"
 ALONE: Final = "single"

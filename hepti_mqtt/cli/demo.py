@@ -31,10 +31,10 @@ from hepti_mqtt.cli.show import print_plan
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.config.process import requires_extra
 from hepti_mqtt.config.sites import find_site
+from hepti_mqtt.core.errors import ConfigError, HeptiError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.planner import decide
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.strategies import STRATEGIES

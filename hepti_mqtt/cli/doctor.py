@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt import __version__
 from hepti_mqtt.cli import output
 from hepti_mqtt.config import settings
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
-from hepti_mqtt.ids import is_name
+from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.core.ids import is_name
 
 if TYPE_CHECKING:  # imported by the checks that use it: the first line does not wait for NumPy
     from hepti_mqtt.transport.broker_limits import Echo

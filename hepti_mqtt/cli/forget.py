@@ -9,8 +9,8 @@ from typing import Final
 
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
-from hepti_mqtt.errors import ConfigError, RefusedError
-from hepti_mqtt.ids import PART_MARK, PLANNER, check_name
+from hepti_mqtt.core.errors import ConfigError, RefusedError
+from hepti_mqtt.core.ids import PART_MARK, PLANNER, check_name
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.home_assistant import Payloads
 from hepti_mqtt.service.retained import retained_topics

@@ -13,7 +13,7 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import add_listener_arguments, connect_to_site, require_broker
 from hepti_mqtt.config.options import NO_ANNOUNCE_HELP, positive_seconds
 from hepti_mqtt.config.process import requires_extra
-from hepti_mqtt.errors import ConfigError, HeptiError
+from hepti_mqtt.core.errors import ConfigError, HeptiError
 
 PORT: Final = 8091
 KEYS: Final = "HEPTI_GATEWAY_KEYS"
@@ -61,7 +61,7 @@ def gateway(args: argparse.Namespace) -> int:
 
         from hepti_mqtt.gateway.app import create_app
         from hepti_mqtt.gateway.connections import Connection, Server
-    from hepti_mqtt.discovery import Announcement
+    from hepti_mqtt.client.discovery import Announcement
     from hepti_mqtt.gateway.site import Site
 
     _allow_connections()

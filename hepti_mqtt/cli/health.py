@@ -7,8 +7,8 @@ import argparse
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import require_broker
 from hepti_mqtt.config.options import host_name
-from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import NetworkError
+from hepti_mqtt.core.ids import check_name
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.name_claim import StatusReader
 from hepti_mqtt.transport.url import BrokerUrl

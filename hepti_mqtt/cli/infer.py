@@ -22,9 +22,9 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.cli.shared import PLANNER_S, check_readable, connect_to_site
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.config.options import variant_options
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, PlanError
+from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError, PlanError
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.models import ModelSpec, spec_from_dict
-from hepti_mqtt.spec import Spec
 
 if TYPE_CHECKING:  # a request without --check needs no checkpoint
     from hepti_mqtt.checkpoint import Checkpoint

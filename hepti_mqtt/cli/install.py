@@ -23,8 +23,8 @@ from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import add_agent_arguments, host_name
 from hepti_mqtt.config.settings import CONFIG_DIR, DEFAULT_SITE
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError
-from hepti_mqtt.ids import check_name, is_name
+from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError
+from hepti_mqtt.core.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_connection import BrokerConnection

@@ -27,8 +27,8 @@ from hepti_mqtt.config.options import (
     tcp_port,
 )
 from hepti_mqtt.config.settings import Settings, check_environment
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.plan import Objective, Quantised
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.plan import Objective, Quantised
 
 
 class Command(NamedTuple):

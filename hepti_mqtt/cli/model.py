@@ -12,9 +12,9 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, model_parts
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.settings import nearest
-from hepti_mqtt.errors import ConfigError, HeptiError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError, HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 
 
 def model(args: argparse.Namespace) -> int:
@@ -76,8 +76,8 @@ def _listed(options: Mapping[str, float]) -> str:
 def _verify(args: argparse.Namespace, part: str) -> None:
     """Run one request through kernels and reference; raises HeptiError if they differ."""
     from hepti_mqtt.kernels.jit import release_compiler
-    from hepti_mqtt.plan_programs import device_program, make_plan
     from hepti_mqtt.runtime.worker.executor import run_local
+    from hepti_mqtt.strategies.plan_programs import device_program, make_plan
 
     with Checkpoint.open(args.directory, part=part, weights=args.weights) as checkpoint:
         spec, tensors = checkpoint.spec, checkpoint.tensors(banded=True)

@@ -10,7 +10,7 @@ from typing import Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import PlannerOptions, settings_from_args
 from hepti_mqtt.config.process import stop_event
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 EVERYWHERE: Final = "0.0.0.0"
@@ -38,7 +38,7 @@ def agent(args: argparse.Namespace) -> int:
 
 def take_found_broker(args: argparse.Namespace) -> None:
     """Take the broker that the network announces, and its site unless one was named; raises ConfigError."""
-    from hepti_mqtt.discovery import choose, look
+    from hepti_mqtt.client.discovery import choose, look
 
     announced = choose(look(), args.named_site)
     args.broker, args.site = announced.broker, args.named_site or announced.site or args.site
@@ -58,7 +58,7 @@ def _show_load(view: output.ProgressLines, event: object) -> None:
 
 def planner(args: argparse.Namespace) -> int:
     """Run the site's planner."""
-    from hepti_mqtt.discovery import Announcement
+    from hepti_mqtt.client.discovery import Announcement
     from hepti_mqtt.service.planner import run_planner
     from hepti_mqtt.service.setup import PlannerConfig
 
@@ -72,7 +72,7 @@ def planner(args: argparse.Namespace) -> int:
 
 def broker(args: argparse.Namespace) -> int:
     """Run a broker on this machine and print its URL."""
-    from hepti_mqtt.discovery import announced_broker
+    from hepti_mqtt.client.discovery import announced_broker
     from hepti_mqtt.embedded_broker import start_broker
     from hepti_mqtt.transport.broker_limits import is_loopback, open_line
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import settings_from_args, tcp_port
 from hepti_mqtt.config.process import block_signals, exit_on_signals
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hepti_mqtt.client import Hepti

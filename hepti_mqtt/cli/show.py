@@ -16,6 +16,11 @@ from hepti_mqtt.cli.shared import PLANNER_S, check_readable, only_model, require
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, sanitize_device, unusable_reason, usable
 from hepti_mqtt.client.simulated import SimulatedPlan, simulate_plan
+from hepti_mqtt.core.errors import ConfigError, HeptiError, PlanError
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.program import Program
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.explain import (
     format_program,
     layout_svg,
@@ -25,7 +30,6 @@ from hepti_mqtt.cost.explain import (
     timeline_svg,
     timeline_text,
 )
-from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
     Simulation,
@@ -35,17 +39,13 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.errors import ConfigError, HeptiError, PlanError
 from hepti_mqtt.models import representative_shape, spec_from_dict
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Objective, Plan, Route
-from hepti_mqtt.plan_programs import device_programs, lower_plan
 from hepti_mqtt.planner import Candidate, Decision, Question, decide
 from hepti_mqtt.planner.candidates import relayed, with_route
-from hepti_mqtt.program import Program
 from hepti_mqtt.protocol.messages import version_mismatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan
 
 
 def print_candidates(title: str, ranking: Sequence[Candidate]) -> None:
@@ -367,7 +367,7 @@ def _fits(candidate: Mapping[str, Any]) -> str:
 
 
 def _described(plan: Mapping[str, Any]) -> str:
-    epoch = ".".join(map(str, plan["epoch"]))
+    version = ".".join(map(str, plan["version"]))
     moved = {
         what: plan[what] if error is None else f"{plan[what]} (by which answers move by {error:.1e} of them)"
         for what, error in (("storage", plan["weight_error"]), ("wire", plan["wire_error"]))
@@ -378,7 +378,9 @@ def _described(plan: Mapping[str, Any]) -> str:
     for layout, most in plan.get("layouts", {}).items():
         kept += f", runs of more than {most} rows as in {layout}"
     sides = [f"{r['strategy']} on {', '.join(r['devices'])}" for r in plan.get("replicas", ())]
-    return f"epoch {epoch}, head {plan['head']}, {kept}" + (f"; side by side {'; '.join(sides)}" if sides else "")
+    return f"plan version {version}, root device {plan['root']}, {kept}" + (
+        f"; side by side {'; '.join(sides)}" if sides else ""
+    )
 
 
 def print_plan_history(model: str, shown: Mapping[str, Any]) -> None:

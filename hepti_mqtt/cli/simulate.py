@@ -17,11 +17,12 @@ from hepti_mqtt.config import load_yaml
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.settings import CONFIG_DIR, nearest
 from hepti_mqtt.config.sites import find_site
+from hepti_mqtt.core.errors import ConfigError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.explain import plan_work_factor
-from hepti_mqtt.cost.profiles import Cluster
 from hepti_mqtt.cost.simulator import ROUNDS, TopicNames
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import (
     ModelSpec,
     largest_shape,
@@ -33,7 +34,6 @@ from hepti_mqtt.models import (
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, decide_within_accuracy, wire_errors
 from hepti_mqtt.planner.price import SINGLE
-from hepti_mqtt.spec import Spec
 
 SITE: Final = "home"
 DEFAULT_TOKENS: Final = 128

@@ -10,13 +10,13 @@ from typing import Any, Final
 from hepti_mqtt.cli import output
 from hepti_mqtt.config.options import PinOptions
 from hepti_mqtt.config.sites import board_site
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.planner import Candidate, Question, decide, price
-from hepti_mqtt.spec import Spec
 
 BOARDS: Final = (1, 2, 3, 4, 6, 8)
 BAR: Final = 24  # characters of the longest bar

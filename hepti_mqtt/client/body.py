@@ -12,7 +12,7 @@ from typing import Any, Final, TypedDict, Union
 
 from PIL import Image
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 
 Picture = Union[str, bytes, "PathLike[str]", Image.Image]
 Recording = Union[str, bytes, "PathLike[str]"]

@@ -22,7 +22,7 @@ from hepti_mqtt.client.session import (
     odd_clocks,
 )
 from hepti_mqtt.config import Settings
-from hepti_mqtt.errors import (
+from hepti_mqtt.core.errors import (
     ConfigError,
     DeadlineError,
     HeptiError,
@@ -32,7 +32,7 @@ from hepti_mqtt.errors import (
     RequestError,
     UnknownModelError,
 )
-from hepti_mqtt.ids import check_name, is_name
+from hepti_mqtt.core.ids import check_name, is_name
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING, TOKEN
 from hepti_mqtt.protocol.topics import ANSWERS
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused, State, Subscribed

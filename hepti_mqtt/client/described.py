@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.errors import ConfigError, RequestError
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.reported import (
     PLANNED,
     ReportedDevice,
@@ -21,14 +23,12 @@ from hepti_mqtt.cost.reported import (
     reported_cluster,
     sanitize_heartbeat,
 )
-from hepti_mqtt.errors import ConfigError, RequestError
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.models.shapes import ImageInput, TextInput
 from hepti_mqtt.models.speech import ROWS_PER_S, SpeechInput
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.service.sound import wav_file
-from hepti_mqtt.spec import Spec
 
 
 def unusable_reason(device: Mapping[str, Any]) -> str | None:

@@ -15,10 +15,18 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import BadNameError, HeptiError, IdInUseError, PlanError, RemoteError, RequestError, WireError
-from hepti_mqtt.ids import asked_name, check_name
+from hepti_mqtt.core.errors import (
+    BadNameError,
+    HeptiError,
+    IdInUseError,
+    PlanError,
+    RemoteError,
+    RequestError,
+    WireError,
+)
+from hepti_mqtt.core.ids import check_name, whole_model
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import TAKEN_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
+from hepti_mqtt.protocol.messages import ACCEPTED_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
 from hepti_mqtt.protocol.topics import ANSWERS, ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
@@ -51,7 +59,7 @@ class Answer:
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Return the plan: id, epoch, strategy, options, wire, weights, route, devices (shares), predicted_ms."""
+        """Return the plan: id, version, strategy, options, wire, weights, route, devices (shares), predicted_ms."""
         plan: Mapping[str, Any] = self.raw["plan"]
         return plan
 
@@ -310,7 +318,7 @@ class ClientSession:
 
     def models(self) -> list[str]:
         """Return the names by which people ask for the models that planners serve."""
-        return sorted({asked_name(key.model) for key in self.records if self._served(key)})
+        return sorted({whole_model(key.model) for key in self.records if self._served(key)})
 
     def unused(self) -> dict[str, str]:
         """Return why a planner leaves online devices out of all plans, by name, from the readable records."""
@@ -458,8 +466,8 @@ class ClientSession:
         data = json.loads(payload)
         if not isinstance(data, dict):
             raise WireError("an answer is a JSON object")
-        if data.get("final") is False and TAKEN_BY in data:
-            pending.holder = check_name("site", data[TAKEN_BY])
+        if data.get("final") is False and ACCEPTED_BY in data:
+            pending.holder = check_name("site", data[ACCEPTED_BY])
             return []
         if data.get("final") is False:
             if not data.keys() >= set(TOKEN):

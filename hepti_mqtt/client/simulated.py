@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.program import Program
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import Simulation, TopicNames, simulate, simulate_requests, simulated_request
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Program
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 
 @dataclass(frozen=True, slots=True)

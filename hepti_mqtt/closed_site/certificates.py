@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cryptography import x509

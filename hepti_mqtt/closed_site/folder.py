@@ -14,9 +14,9 @@ from urllib.parse import quote
 from hepti_mqtt.closed_site.certificates import make_authority, make_certificate, make_self_signed
 from hepti_mqtt.closed_site.roles import ROLES, Role, acl_text
 from hepti_mqtt.config.state import PRIVATE, write_atomically
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PLANNER, check_name
 from hepti_mqtt.embedded_broker.broker import closed_configuration, password_lines
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PLANNER, check_name
 from hepti_mqtt.transport.url import BrokerUrl
 
 INSTALLED: Final = "/etc/mosquitto"  # directory of the broker's files on its machine

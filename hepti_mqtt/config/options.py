@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from hepti_mqtt.config.settings import Settings, parse_size
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import CacheDtype, Objective, Quantised, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
+from hepti_mqtt.core.plan import CacheDtype, Objective, Quantised, Route, WeightDtype, WireDtype
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.requests import Pins

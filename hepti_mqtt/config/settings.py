@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
 
 LISTED: Final = 12  # most words that an error lists
 

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from hepti_mqtt.config import load_yaml, mapping
 from hepti_mqtt.config.settings import CONFIG_DIR, bundled_configs, find_bundled_config, nearest
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, make_cluster
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
-from hepti_mqtt.plan import DevicePair
-from hepti_mqtt.storage import BLOCK_STORAGES, PRODUCTS, STORAGES
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
+from hepti_mqtt.core.plan import DevicePair
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink, Power, make_cluster
+from hepti_mqtt.core.storage import BLOCK_STORAGES, PRODUCTS, STORAGES
 
 _ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 _WATTS: Final = ("compute_watts", "link_watts")

@@ -14,6 +14,10 @@ from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from hepti_mqtt.core.plan import Plan, WireDtype
+from hepti_mqtt.core.program import DTYPE_BYTES, Compute, Program, Send, SlotSpec, WeightRef
+from hepti_mqtt.core.program import Op as ProgramOp
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TimelineEvent
 from hepti_mqtt.lowering import PLANNER_INDEX, IndexSet, Lowered, Region, roles, span
 from hepti_mqtt.lowering.attention import ReorderedAttention
@@ -21,11 +25,7 @@ from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK
 from hepti_mqtt.lowering.ops import Input, Op
 from hepti_mqtt.lowering.regions import disjoint, volume
 from hepti_mqtt.lowering.tiles import Tile
-from hepti_mqtt.plan import Plan, WireDtype
-from hepti_mqtt.plan_programs import lower_plan
-from hepti_mqtt.program import DTYPE_BYTES, Compute, Program, Send, SlotSpec, WeightRef
-from hepti_mqtt.program import Op as ProgramOp
-from hepti_mqtt.spec import RequestShape, Spec
+from hepti_mqtt.strategies.plan_programs import lower_plan
 
 REPORTED_FROM: Final = 1.005  # a smaller factor would be printed as 1.00
 MAPS: Final = frozenset((roles.MAP, roles.MAP_SUM))

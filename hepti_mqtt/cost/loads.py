@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.program import WeightRef
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, grid
 
 Mask = NDArray[np.bool_]  # [tile]: by position in the manifest's order

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
+from hepti_mqtt.core.schedule import make_template, stretches_of
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.lowering import Lowered
 from hepti_mqtt.lowering.roles import CACHE
 from hepti_mqtt.models import full_ref, largest_shape, tensor_sources
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import lowered_for_longest, resident_counts, run_passes
-from hepti_mqtt.program import LINE_BYTES, Compute, Program, Slot, SlotSpec, WeightRef, lay_out, slots_written
 from hepti_mqtt.protocol.manifest import TILE, TILES_AHEAD, grid
-from hepti_mqtt.schedule import make_template, stretches_of
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import lowered_for_longest, resident_counts, run_passes
 
 # Rows that every run in flight has on a device, besides one session of the model's full context length. Sessions of
 # ended requests stay in the unused part of both.

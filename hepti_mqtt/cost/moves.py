@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.memory import matrices, weights_bytes
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import KEPT_RESIDENTS, PlanKey, resident_weights
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import KEPT_RESIDENTS, PlanKey, resident_weights
 
 
 def bytes_to_load(spec: Spec, plan: Plan, device: str, held: Iterable[Plan]) -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, get_args
 
-from hepti_mqtt.cost.profiles import (
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.plan import WeightDtype
+from hepti_mqtt.core.profiles import (
     MESH_COPY_BYTES_PER_S,
     MESH_FRAME_S,
     Cluster,
@@ -20,11 +22,9 @@ from hepti_mqtt.cost.profiles import (
     symmetric_peer_links,
     with_frame_costs,
 )
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.plan import WeightDtype
+from hepti_mqtt.core.storage import BLOCK_STORAGES, Product
 from hepti_mqtt.protocol.messages import Endpoint, Heartbeat
 from hepti_mqtt.protocol.plausible import MAX_CURVES, MAX_POINTS, Plain, check, number
-from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 # Numbers of a heartbeat that plans depend on.
 PLANNED: Final = ("slowdown", "peer_frame_s", "peer_byte_s", "round_trip_s", "bandwidth_bytes_per_s")

@@ -12,7 +12,9 @@ from math import inf
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.cost.profiles import (
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan, Route
+from hepti_mqtt.core.profiles import (
     BROKER_IN,
     BROKER_OUT,
     LOCAL_BYTES_PER_S,
@@ -22,18 +24,16 @@ from hepti_mqtt.cost.profiles import (
     Paths,
     Queue,
 )
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
-from hepti_mqtt.lowering.lower import KEPT_PARTS
+from hepti_mqtt.core.program import Compute, ExchangeKey, Program, SameProgram, Send, SlotSpec, Work, publish_targets
+from hepti_mqtt.core.schedule import ProgramRun, RunMachine, RunTemplate, make_template, route_to_replicas
+from hepti_mqtt.core.spec import RequestShape, Spec
+from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE
 from hepti_mqtt.models import input_bytes
-from hepti_mqtt.plan import Plan, Route
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Compute, ExchangeKey, Program, SameProgram, Send, SlotSpec, Work, publish_targets
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import frame_bytes, work_bytes
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
-from hepti_mqtt.schedule import ProgramRun, RunMachine, RunTemplate, make_template, route_to_replicas
-from hepti_mqtt.spec import RequestShape, Spec
-from hepti_mqtt.task_queue import TaskQueue, initial_task
+from hepti_mqtt.strategies.plan_programs import device_programs
+from hepti_mqtt.strategies.task_queue import TaskQueue, initial_task
 
 
 class TopicNames(NamedTuple):
@@ -302,7 +302,7 @@ class CostedProgram:
             self.sizes.append(sizes)
 
 
-@lru_cache(maxsize=KEPT_PARTS)
+@lru_cache(maxsize=LOWERED_CACHE_SIZE)
 def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], ...]]:
     """Return the run template of a Program and the work of each op; many plans share them."""
     from hepti_mqtt.kernels import works  # Numba takes longer to import than the rest of a planner
@@ -312,7 +312,7 @@ def _prepared(same: SameProgram) -> tuple[RunTemplate, tuple[tuple[Work, ...], .
     return make_template(program), work
 
 
-@lru_cache(maxsize=KEPT_PARTS)
+@lru_cache(maxsize=LOWERED_CACHE_SIZE)
 def _costed(
     naming: TopicNames, device: str, profile: DeviceProfile, same: SameProgram, layer: int | None
 ) -> CostedProgram:

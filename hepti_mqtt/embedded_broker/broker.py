@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.core.errors import ConfigError, NetworkError
 
 BrokerKind = Literal["mosquitto", "amqtt"]
 _log: Final = logging.getLogger("hepti.broker")

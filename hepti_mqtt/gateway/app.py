@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import HeptiError, RemoteError
+from hepti_mqtt.core.errors import HeptiError, RemoteError
 from hepti_mqtt.gateway import chat, immich, llama_cpp, ollama, responses, routes, tei
 from hepti_mqtt.gateway.bodies import FORM, Body, Room, checked, media_type, read_form, read_json
 from hepti_mqtt.gateway.dashboard import Dashboard, View, page_routes

@@ -26,7 +26,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from hepti_mqtt.errors import OverloadedError, RequestError
+from hepti_mqtt.core.errors import OverloadedError, RequestError
 from hepti_mqtt.gateway.errors import HttpError
 from hepti_mqtt.service.options import Option
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key, texts_of
 from hepti_mqtt.gateway.operations import JSON, Operation

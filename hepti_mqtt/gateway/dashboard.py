@@ -16,12 +16,12 @@ from starlette.routing import Route
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import cluster_of_devices, unusable_reason, usable
 from hepti_mqtt.client.simulated import simulate_plan
+from hepti_mqtt.core.errors import HeptiError, OverloadedError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.explain import timeline_busy
-from hepti_mqtt.errors import HeptiError, OverloadedError
 from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
-from hepti_mqtt.plan import Plan
 
 LOOK_S: Final = 1.5  # for the heartbeats of all devices: each sends one a second
 EVERY_S: Final = 2.0
@@ -95,7 +95,7 @@ class View:
         }
         if record["active"] is None:
             return shown
-        version, begun = record["active"]["epoch"], time.monotonic()
+        version, begun = record["active"]["version"], time.monotonic()
         last = self._simulated.get(name)
         if last is None or last.version != version or begun > last.due:
             figures = simulated(self._client.site, record, devices)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-from hepti_mqtt.errors import HeptiError, RequestError
+from hepti_mqtt.core.errors import HeptiError, RequestError
 
 RETRY_AFTER_S: Final = 1
 LATER: Final = frozenset({429, 503})  # with Retry-After

@@ -11,14 +11,14 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
+from hepti_mqtt.core.ids import valid_name
 from hepti_mqtt.gateway.answers import IMMICH_PREDICTION
 from hepti_mqtt.gateway.bodies import FORM, Body
 from hepti_mqtt.gateway.errors import HttpError
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site, Vectors
-from hepti_mqtt.ids import valid_name
-from hepti_mqtt.service.questions import unit
+from hepti_mqtt.service.task_outputs import unit
 
 TASK: Final = "clip"
 _TYPES: Final = {"visual": "image", "textual": "text"}

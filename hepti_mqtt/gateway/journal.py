@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 
 ERRORS: Final = 100
 HOUR_S: Final = 3600.0

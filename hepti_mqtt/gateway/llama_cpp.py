@@ -6,13 +6,13 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.answers import LLAMA_CPP_PROPS, LLAMA_CPP_VECTOR
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.operations import JSON, Operation
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.encoded import read_base64
-from hepti_mqtt.service.questions import unit
+from hepti_mqtt.service.task_outputs import unit
 
 MARKER: Final = "<__media__>"  # where a picture stands in a prompt
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import Body, Key, Texts
 from hepti_mqtt.gateway.chat import Tools

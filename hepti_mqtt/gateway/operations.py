@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import TypeAdapter
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.gateway.answers import ERROR
 from hepti_mqtt.gateway.bodies import Body
 from hepti_mqtt.gateway.errors import LATER, MEANINGS, openai_error

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.bodies import Body, Key
 from hepti_mqtt.gateway.chat import Effort, Written, thinks
 from hepti_mqtt.gateway.operations import JSON, Operation

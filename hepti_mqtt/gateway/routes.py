@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway import answers
 from hepti_mqtt.gateway.bodies import FORM, TEXTS_AT_ONCE, Body, Count, Key, Picture, TextList, Texts
 from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hepti_mqtt.client import Answer, Hepti
 from hepti_mqtt.client.connection import AnswerStream
-from hepti_mqtt.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
+from hepti_mqtt.core.errors import DeadlineError, HeptiError, RequestError, UnknownModelError
 from hepti_mqtt.gateway.journal import Journal
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.service import sound

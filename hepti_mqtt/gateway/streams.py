@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hepti_mqtt.errors import HeptiError, RemoteError
+from hepti_mqtt.core.errors import HeptiError, RemoteError
 from hepti_mqtt.gateway.errors import ollama_error, openai_error, status_of
 
 _log = logging.getLogger(__name__)

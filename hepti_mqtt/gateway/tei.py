@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.answers import LABEL, TEI_INFO, TEI_RANK
 from hepti_mqtt.gateway.bodies import TEXTS_AT_ONCE, Body, Count, Key, TextList, Texts, checked
 from hepti_mqtt.gateway.operations import JSON, PLAIN, Operation
@@ -17,7 +17,7 @@ from hepti_mqtt.gateway.routes import Documents, RerankBody
 from hepti_mqtt.gateway.routes import rerank as rank_documents
 from hepti_mqtt.gateway.site import Site
 from hepti_mqtt.service.options import OPTIONS
-from hepti_mqtt.service.questions import unit
+from hepti_mqtt.service.task_outputs import unit
 
 UNIT: Final = 1e-3  # how far the length of a normalised vector may be from 1
 

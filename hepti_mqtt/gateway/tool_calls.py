@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.service.written import mark_start
+from hepti_mqtt.service.detokenizer import mark_start
 
 #: a call may begin at one of these anywhere in the text
 _MARKS: Final = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<start_function_call>", "functools[")

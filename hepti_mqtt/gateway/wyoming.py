@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from hepti_mqtt import __version__
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.discovery import EVERYWHERE, SPEECH, registered
-from hepti_mqtt.errors import HeptiError, NetworkError, RequestError, WireError
+from hepti_mqtt.client.discovery import EVERYWHERE, SPEECH, registered
+from hepti_mqtt.core.errors import HeptiError, NetworkError, RequestError, WireError
 from hepti_mqtt.gateway.site import PIECE_S, Show, Site
 from hepti_mqtt.service.languages import language_code
 from hepti_mqtt.service.silence import LEAST_S

@@ -17,13 +17,13 @@ from typing import Any, Final
 import numpy as np
 from numba import float32, int32, uint8
 
+from hepti_mqtt.core.program import Compute, SlotSpec, Work
 from hepti_mqtt.kernels.base import Array, Check, Kernel
 from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands, scratch
 from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.weights import Weight
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 MEDIAN: Final = 7  # rows of sound, as every published model has it
 _HALF: Final = MEDIAN // 2

@@ -37,6 +37,7 @@ import numpy as np
 from numba import float32, int32, uint16
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import DTYPE_BYTES, Compute, Work
 from hepti_mqtt.kernels import attention_few
 from hepti_mqtt.kernels.attention_tile import HeadLayout, attention_by_distance, attention_units
 from hepti_mqtt.kernels.base import (
@@ -59,7 +60,6 @@ from hepti_mqtt.kernels.elementary import ZERO, exp_of_negative
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR
-from hepti_mqtt.program import DTYPE_BYTES, Compute, Work
 
 NO_SINKS: Final = np.zeros(0, np.float32)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, SlotSpec, Work
 from hepti_mqtt.kernels.attention import ATTENTION, GRAIN, key_ranges_of, pairs_of, tiles_of_op
 from hepti_mqtt.kernels.attention_tile import KEYS, LANES, LOG2E, scores_of, softmax_tile, transpose
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights
@@ -22,7 +23,6 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, TABLE, fills, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers, ranges
 from hepti_mqtt.kernels.tile import MR, NR, panel_of_columns, panel_of_rows
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 _MINUS_INF: Final = np.float32(-np.inf)
 

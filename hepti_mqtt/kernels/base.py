@@ -10,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.calls import Calls
 from hepti_mqtt.kernels.jit import compile_all, compile_first
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.weights import NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, Work
 
 Array = NDArray[Any]
 Arrays = Sequence[Array]

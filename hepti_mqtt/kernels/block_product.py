@@ -15,6 +15,7 @@ import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.storage import BLOCK
 from hepti_mqtt.kernels.block_tile import BASE, BYTEWISE, DIGITS, ROWS, WORDS, block_tile
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
 from hepti_mqtt.kernels.calls import Call, Calls, ProductArrays, scratch
@@ -23,7 +24,6 @@ from hepti_mqtt.kernels.jit import INT, TABLE, fills, floats, helper, kernel, oc
 from hepti_mqtt.kernels.panels import BIAS, CODES, COLUMN, KIND, VALID, panels_of
 from hepti_mqtt.kernels.threads import Workers, matmul_parts, ranges
 from hepti_mqtt.kernels.tile import NONE, activate, store
-from hepti_mqtt.storage import BLOCK
 
 _NEAR: Final = 1 << 19  # bytes of x per pass over the panels: they stay in the second-level cache
 _GRAIN: Final = 1 << 15  # values of x per thread at least; above it `choice` decides

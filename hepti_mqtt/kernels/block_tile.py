@@ -20,11 +20,11 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 from hepti_mqtt.kernels.blocks import FIELDS, LANES, VECTORS, WIDTH, BlockMatrix
 from hepti_mqtt.kernels.cpu import DOT, HALF_IN_HARDWARE, TILE, isa
 from hepti_mqtt.kernels.ir_vectors import F32, I8, I16, I32, IN_ORDER, VectorWriter, emit_sized, loop
 from hepti_mqtt.kernels.jit import lowered
-from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, STORAGES, Storage
 
 # How products of bytes are added: by an instruction, for weights as u8 or s8, or by pairs in 16 bits.
 _DOT: Final = DOT.intrinsic if DOT.lanes == LANES else ""

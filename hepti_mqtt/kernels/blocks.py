@@ -23,10 +23,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import STORAGES, Octets, Storage, StoredRows
 from hepti_mqtt.kernels.cpu import TILE
 from hepti_mqtt.kernels.pages import aligned_zeros
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import STORAGES, Octets, Storage, StoredRows
 
 VECTORS: Final = 2  # of a panel
 LANES: Final = TILE.lanes

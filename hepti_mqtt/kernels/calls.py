@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, Slot, SlotSpec
 from hepti_mqtt.kernels.choice import Choice
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, Slot, SlotSpec
 
 Part = tuple[int, ...]
 MANY: Final = 1 << 30

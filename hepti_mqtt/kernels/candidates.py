@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 from numba import float32, int32
 
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Addresses, Call, Calls, operands
 from hepti_mqtt.kernels.elementary import ONE, ZERO, exp_of_negative, from_bits
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.program import Compute
 
 _MINUS_INF: Final = np.float32(-np.inf)
 _BLOCK: Final = 64  # values with one test of their maximum

@@ -24,14 +24,14 @@ from llvmlite import ir
 from numba import float32, int8, uint8, uint16
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.plan import Range
+from hepti_mqtt.core.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 from hepti_mqtt.kernels.base import Array, Arrays, Check, Kernel, Slots, Weights, rowwise
 from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands
 from hepti_mqtt.kernels.cpu import HALF_IN_HARDWARE
 from hepti_mqtt.kernels.elementary import HALF, ZERO, bits_of, from_bits, from_half
 from hepti_mqtt.kernels.jit import JIT, TABLE, emitter, exact, fills, kernel, lowered, reads
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.plan import Range
-from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, Compute, SlotSpec, Work
 
 if sys.byteorder != "little":
     raise ImportError("Hepti's wire formats are little-endian and this machine is not; no such machine is supported")

@@ -26,6 +26,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, Work
 from hepti_mqtt.kernels.base import (
     REFERENCE_ACTIVATIONS,
     Array,
@@ -76,7 +77,6 @@ from hepti_mqtt.kernels.windows import (
     patches_of_bands,
     units_of,
 )
-from hepti_mqtt.program import Compute, Work
 
 # Tiles of a block, and channels of a piece of transformed weights [16, PIECE, NR].
 TILES: Final = 192

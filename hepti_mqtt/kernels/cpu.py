@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import llvmlite.binding as llvm
 import numba
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 OVERRIDE: Final = "HEPTI_KERNELS_ISA"
 DOT_OVERRIDE: Final = "HEPTI_KERNELS_DOT"

@@ -21,6 +21,8 @@ import numpy as np
 from numba import float32, uint8
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, Work
+from hepti_mqtt.core.storage import BLOCK, BLOCK_STORAGES, Product
 from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Arrays, Check, Kernel, Slots, Weights, row_parts
 from hepti_mqtt.kernels.block_product import prepare_tile, sizes, sizes_of_rows
 from hepti_mqtt.kernels.block_tile import BYTEWISE, DIGITS, ROWS, block_tile
@@ -32,8 +34,6 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, TABLE, fills, floats, 
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import MR, NR, activate, activation_of, panel_of_rows, store
 from hepti_mqtt.kernels.weights import PackedMatrix
-from hepti_mqtt.program import Compute, Work
-from hepti_mqtt.storage import BLOCK, BLOCK_STORAGES, Product
 
 # Columns of the table of matrices: address of the first panel, bytes of a panel, address of the first bias, bytes
 # between biases of panels, place of the storage among `BLOCK_STORAGES`.

@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.plan import WeightDtype
 from hepti_mqtt.kernels.calls import Calls, ProductArrays
 from hepti_mqtt.kernels.cpu import TILE, Tile
 from hepti_mqtt.kernels.ir_vectors import emit_sized
@@ -27,7 +28,6 @@ from hepti_mqtt.kernels.quantised_tile import FORMS, GROUP, KINDS, narrow_gemv, 
 from hepti_mqtt.kernels.threads import Workers, parts_of_panels
 from hepti_mqtt.kernels.tile import NONE, TileWriter, activate, panels_at_once, plain_panels, store
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, NarrowMatrix
-from hepti_mqtt.plan import WeightDtype
 
 _NR: Final = TILE.width
 

@@ -18,6 +18,8 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, Work
+from hepti_mqtt.core.storage import BLOCK_STORAGES, Product
 from hepti_mqtt.kernels import block_product, gemv, quantised
 from hepti_mqtt.kernels.base import REFERENCE_ACTIVATIONS, Array, Arrays, Check, Kernel, Slots, Weights
 from hepti_mqtt.kernels.blocks import BlockMatrix
@@ -38,8 +40,6 @@ from hepti_mqtt.kernels.tile import (
     store,
 )
 from hepti_mqtt.kernels.weights import NarrowMatrix, Weight
-from hepti_mqtt.program import Compute, Work
-from hepti_mqtt.storage import BLOCK_STORAGES, Product
 
 # A panel is used for ROWS rows of x, in pieces [DEPTH, NR] that stay in the cache for all tiles. Every piece begins by
 # reading its sums and filling the pipelines: pieces of 512 took up to 2 % longer than pieces of 1024, pieces of 256

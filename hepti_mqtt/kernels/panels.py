@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.storage import BLOCK_STORAGES
 from hepti_mqtt.kernels.blocks import BlockMatrix
 from hepti_mqtt.kernels.jit import helper
 from hepti_mqtt.kernels.weights import PANELS, NarrowMatrix, PackedMatrix
-from hepti_mqtt.storage import BLOCK_STORAGES
 
 Matrix = PackedMatrix | NarrowMatrix | BlockMatrix
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from hepti_mqtt.core.program import Compute, Work
 from hepti_mqtt.kernels import (
     alignment,
     attention,
@@ -24,7 +25,6 @@ from hepti_mqtt.kernels import (
     windows,
 )
 from hepti_mqtt.kernels.base import Kernel, Slots
-from hepti_mqtt.program import Compute, Work
 
 _MODULES: Final = (
     linear, experts, attention, attention_reordered, rowwise, rotary, codecs, stem, conv2d, windows, candidates,

@@ -17,6 +17,7 @@ import numpy as np
 from numba import float32, int32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels.base import (
     Array,
     Arrays,
@@ -35,7 +36,6 @@ from hepti_mqtt.kernels.calls import Call, Calls, Operand, operands, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import root_mean_square, same_shapes
 from hepti_mqtt.kernels.threads import Workers
-from hepti_mqtt.program import Compute
 
 _MOST_TABLES: Final = 8  # one for each theta, head size and longest sequence
 

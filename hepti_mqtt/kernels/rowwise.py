@@ -34,6 +34,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels.base import (
     REFERENCE_ACTIVATIONS,
     Array,
@@ -53,7 +54,6 @@ from hepti_mqtt.kernels.elementary import ZERO
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, exact, fills, floats, helper, kernel, reads
 from hepti_mqtt.kernels.threads import NO_PARTS, Workers
 from hepti_mqtt.kernels.tile import activate, activation_of
-from hepti_mqtt.program import Compute
 
 # Elements of a block that is summed and activated in the first-level cache: a tenth of 32 KB.
 _BLOCK: Final = 1024

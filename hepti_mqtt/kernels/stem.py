@@ -31,6 +31,7 @@ import numpy as np
 from numba import float32, int32, uint8
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, Work
 from hepti_mqtt.kernels.base import (
     Array,
     Arrays,
@@ -51,7 +52,6 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, kernel, reads
 from hepti_mqtt.kernels.rowwise import normalise_row
 from hepti_mqtt.kernels.threads import Workers
 from hepti_mqtt.kernels.words import Words
-from hepti_mqtt.program import Compute, Work
 
 
 @kernel(

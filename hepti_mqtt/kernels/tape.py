@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import LINE_BYTES, Slot, lay_out
 from hepti_mqtt.kernels import threads as pools
 from hepti_mqtt.kernels import transfers
 from hepti_mqtt.kernels.calls import Addresses, Call, Calls, Operand, Scratch, SizedChoice, received, sent
@@ -47,7 +48,6 @@ from hepti_mqtt.kernels.jit import (
 )
 from hepti_mqtt.kernels.threads import Parts, Workers
 from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
-from hepti_mqtt.program import LINE_BYTES, Slot, lay_out
 
 Array = NDArray[Any]
 

@@ -17,14 +17,14 @@ import numpy as np
 from numba import float32, int8, uint16
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.plan import WeightDtype
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 from hepti_mqtt.kernels.blocks import WIDTH, Arrived, BlockBuffer, BlockMatrix, size_of
 from hepti_mqtt.kernels.cpu import DOT, TILE
 from hepti_mqtt.kernels.elementary import bits_of, from_bits
 from hepti_mqtt.kernels.jit import INT, compile_all, compile_first, fills, helper, kernel, reads
 from hepti_mqtt.kernels.pages import aligned_zeros
-from hepti_mqtt.plan import WeightDtype
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, BlockStorage, StoredRows
 
 NR: Final = TILE.width
 

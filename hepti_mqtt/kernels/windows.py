@@ -26,6 +26,7 @@ import numpy as np
 from numba import float32
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Compute, SlotSpec, Work
 from hepti_mqtt.kernels.base import (
     REFERENCE_ACTIVATIONS,
     ROWWISE_GRAIN,
@@ -45,7 +46,6 @@ from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, fills, floats, helper,
 from hepti_mqtt.kernels.threads import Parts, Workers, ranges
 from hepti_mqtt.kernels.tile import NR, activate, activation_of
 from hepti_mqtt.kernels.weights import PackedMatrix
-from hepti_mqtt.program import Compute, SlotSpec, Work
 
 
 class Window(NamedTuple):

@@ -8,13 +8,13 @@ import numpy as np
 from numba import float32, int32, uint8
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.storage import BLOCK_STORAGES
 from hepti_mqtt.kernels.base import Array, Check
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix, places_of
 from hepti_mqtt.kernels.calls import Call, Operand
 from hepti_mqtt.kernels.elementary import ZERO, from_half
 from hepti_mqtt.kernels.jit import INT, INT_ARRAY, TABLE, fills, floats, helper, kernel, octets, reads
 from hepti_mqtt.kernels.weights import BLOCK, NarrowMatrix, PackedMatrix, Weight
-from hepti_mqtt.storage import BLOCK_STORAGES
 
 # Where a word lies: first word and number of words of the range, width of a panel, values or bytes of a panel; then of
 # f32 how far apart values are, of narrow storages their kind.

@@ -11,6 +11,8 @@ from itertools import accumulate, groupby, pairwise
 from math import lcm
 from typing import Any
 
+from hepti_mqtt.core.plan import Range
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.lowering.ops import Call, Norm, Op, Operand, cached
 from hepti_mqtt.lowering.regions import (
     IndexSet,
@@ -24,8 +26,6 @@ from hepti_mqtt.lowering.regions import (
     span,
     union,
 )
-from hepti_mqtt.plan import Range
-from hepti_mqtt.program import WeightRef
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import STORAGES, BlockStorage
 from hepti_mqtt.lowering.ops import NARROW, PANEL, Call, Op, Operand
 from hepti_mqtt.lowering.regions import IndexSet, Region, span
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import STORAGES, BlockStorage
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

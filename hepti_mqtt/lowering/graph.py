@@ -11,13 +11,13 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
+from hepti_mqtt.core.program import SlotDtype, WeightRef, state_name
+from hepti_mqtt.core.storage import STORAGES, BlockStorage
 from hepti_mqtt.lowering import ops, roles
 from hepti_mqtt.lowering.attention import Attention, CachedAttention, Rotate
 from hepti_mqtt.lowering.experts import ExpertsDown, ExpertsUp
 from hepti_mqtt.lowering.ops import Norm, Op
 from hepti_mqtt.lowering.roles import MOMENTS, TASK, TASK_MOMENTS
-from hepti_mqtt.program import SlotDtype, WeightRef, state_name
-from hepti_mqtt.storage import STORAGES, BlockStorage
 
 KEPT_BLOCKS: Final = 5  # of a run of equal blocks: two, the template, two
 TEMPLATE_BLOCK: Final = 2  # place of the template among them

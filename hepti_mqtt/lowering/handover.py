@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hepti_mqtt.core.program import DTYPE_BYTES, Compute, ExchangeKey, Program, Recv, Send, Slot, slots_written
+from hepti_mqtt.core.program import Op as ProgramOp
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX
 from hepti_mqtt.lowering.lower import ForwardWalk, HeldRegion, Lowered
 from hepti_mqtt.lowering.ops import Op
 from hepti_mqtt.lowering.regions import Region, disjoint, format_region, index_count, intersect, subtract, volume
 from hepti_mqtt.lowering.tiles import UncoveredError
-from hepti_mqtt.program import DTYPE_BYTES, Compute, ExchangeKey, Program, Recv, Send, Slot, slots_written
-from hepti_mqtt.program import Op as ProgramOp
 
 
 class HandoverError(ValueError):
@@ -83,7 +83,7 @@ def _is_sender(before: Lowered, after: Lowered, target: str, source: str) -> boo
 
 def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
     """Yield (device, cells): computed whole results of a tensor."""
-    op, _ = before.located(node)
+    op, _ = before.template_of(node)
     if op is None:
         return
     for tile in before.tiles[op.name]:
@@ -94,7 +94,7 @@ def _holdings(before: Lowered, node: int) -> Iterator[tuple[str, Region]]:
 
 def _needed(after: Lowered, node: int, device: str) -> Iterator[Region]:
     """Yield a device's cells of a tensor, in slots that later blocks read."""
-    op, _ = after.located(node)
+    op, _ = after.template_of(node)
     if op is None:
         return
     number, read = after.names.index(device), list(_read_after(after, op, after.names.index(device)))
@@ -177,7 +177,7 @@ class _Handover(ForwardWalk):
 
     def at(self, node: int) -> Op:
         """Return the op that produces a tensor in the shortened graph, and make it the walk's current op."""
-        op, _ = self.after.located(node)
+        op, _ = self.after.template_of(node)
         if op is None:
             raise HandoverError(f"{self.after.nodes[node]} lies within another op")
         self.op = op.relabelled(index=node, layer=self.after.full_graph.ops[node].layer)
@@ -192,7 +192,7 @@ class _Handover(ForwardWalk):
         program = before.full_program(self.name) if nodes else None
         read = {slot for op in program.ops if op.node >= start for slot in program.reads(op)} if program else set()
         for node in nodes:
-            target, (op, copies) = self.at(node), before.located(node)
+            target, (op, copies) = self.at(node), before.template_of(node)
             assert op is not None
             slot_in = before.moved_slots(self.name, op, copies)
             for part, (slot, region) in enumerate(_computed(before, op, self.name)):
@@ -241,7 +241,7 @@ class _Handover(ForwardWalk):
         """Yield the slots of the whole Program that hold cells of the tensors: computed, received or assembled."""
         draft = self.after.compact_builder(self.name)
         for node in nodes:
-            op, copies = self.after.located(node)
+            op, copies = self.after.template_of(node)
             if op is None:
                 continue
             slot_in = self.after.moved_slots(self.name, op, copies)

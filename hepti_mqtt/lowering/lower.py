@@ -10,7 +10,20 @@ from hashlib import sha256
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import (
+    Compute,
+    Keyed,
+    Program,
+    Recv,
+    Send,
+    Slot,
+    SlotDtype,
+    SlotSpec,
+    WeightRef,
+    slots_read,
+)
+from hepti_mqtt.core.program import Op as ProgramOp
 from hepti_mqtt.lowering.graph import TEMPLATE_BLOCK, Graph, Repeat
 from hepti_mqtt.lowering.layouts import PLANNER_INDEX, Piece, Table, checked_pieces
 from hepti_mqtt.lowering.ops import Call, Input, Op, Operand
@@ -29,8 +42,6 @@ from hepti_mqtt.lowering.regions import (
 )
 from hepti_mqtt.lowering.rewrites import fuse_ops
 from hepti_mqtt.lowering.tiles import Tile, Tiles, cover, plan_tiles
-from hepti_mqtt.program import Compute, Keyed, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, slots_read
-from hepti_mqtt.program import Op as ProgramOp
 
 
 class HeldRegion(NamedTuple):
@@ -47,7 +58,7 @@ class ProgramBuilder:
 
     slots: list[SlotSpec] = field(default_factory=list)
     ops: list[tuple[int, int, ProgramOp]] = field(default_factory=list)  #: (turn, block, op)
-    first_buffers: list[Slot] = field(default_factory=list)  #: first slot of each block
+    first_slots: list[Slot] = field(default_factory=list)  #: first slot of each block
     first_ops: list[int] = field(default_factory=list)  #: first op of each block
     #: Regions of each tensor that the device computes or receives.
     held: Mapping[str, list[HeldRegion]] = field(default_factory=dict)
@@ -57,7 +68,7 @@ class ProgramBuilder:
 
     def begin_block(self) -> None:
         """Begin a block."""
-        self.first_buffers.append(len(self.slots))
+        self.first_slots.append(len(self.slots))
         self.first_ops.append(len(self.ops))
 
     def build(self, device: str, graph: Graph) -> Program:
@@ -525,7 +536,7 @@ def expand_ops(draft: ProgramBuilder, graph: Graph, run: Repeat) -> list[Program
 def _moves(draft: ProgramBuilder, graph: Graph, run: Repeat) -> tuple[Slot, Slot, list[Relocation], Relocation]:
     """Return the template's first and last slot, the relocations of its copies, and that of all later blocks."""
     template, last = run.first + TEMPLATE_BLOCK, run.template_count - 1
-    before, low, high = (draft.first_buffers[b] for b in (template - 1, template, template + 1))
+    before, low, high = (draft.first_slots[b] for b in (template - 1, template, template + 1))
     moves = [_move(graph, run, n, before, n * (high - low)) for n in range(1, run.template_count)]
     return low, high, moves, _move(graph, run, last, low, last * (high - low))
 
@@ -541,7 +552,7 @@ def _move(graph: Graph, run: Repeat, n: int, first: Slot, by: int) -> Relocation
 # compute, receive and send the same.
 
 
-KEPT_PARTS: Final = 64  # some hundred KB each
+LOWERED_CACHE_SIZE: Final = 64  # some hundred KB each
 
 
 class DevicePart(Keyed):
@@ -569,7 +580,7 @@ def _tiles_of(device: int, op: Op, tiles: Sequence[Tile]) -> tuple[object, ...]:
     return tuple(parts)
 
 
-@lru_cache(maxsize=KEPT_PARTS)
+@lru_cache(maxsize=LOWERED_CACHE_SIZE)
 def _builder(part: DevicePart) -> ProgramBuilder:
     assert part.walk is not None
     builder, part.walk = part.walk(), None  # the cache keeps the key; without the walk, all devices' tiles may go
@@ -695,7 +706,7 @@ class Lowered:
             refs = () if op.is_view else dict.fromkeys(ref for region in regions for ref in op.weight_refs(region))
             yield tuple(refs), index in template
 
-    def located(self, node: int) -> tuple[Op | None, int]:
+    def template_of(self, node: int) -> tuple[Op | None, int]:
         """Return the op of `graph` that stands for a tensor, and how many blocks after it the tensor lies.
 
         None if another op has fused the tensor's op.
@@ -715,7 +726,7 @@ class Lowered:
     def moved_slots(self, device: str, op: Op, copies: int) -> Callable[[Slot], Slot | None]:
         """Return the map from a device's slots of an op's block to those of its whole Program; None for others."""
         draft, block = self.compact_builder(device), bisect(self.graph.blocks, self.graph.position[op.name]) - 1
-        ends = [*draft.first_buffers, len(draft.slots)]
+        ends = [*draft.first_slots, len(draft.slots)]
         by = 0
         if copies and self.repeat is not None:
             template = self.repeat.first + TEMPLATE_BLOCK

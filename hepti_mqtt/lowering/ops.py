@@ -15,6 +15,9 @@ from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
+from hepti_mqtt.core.plan import Range
+from hepti_mqtt.core.program import Slot, SlotDtype, WeightRef
+from hepti_mqtt.core.storage import STORAGES, BlockStorage
 from hepti_mqtt.lowering.regions import (
     IndexSet,
     Region,
@@ -28,9 +31,6 @@ from hepti_mqtt.lowering.regions import (
     span,
     union,
 )
-from hepti_mqtt.plan import Range
-from hepti_mqtt.program import Slot, SlotDtype, WeightRef
-from hepti_mqtt.storage import STORAGES, BlockStorage
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.plan import DevicePair, Range, Route, WeightDtype, WireDtype
-from hepti_mqtt.program import (
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.plan import DevicePair, Range, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.program import (
     Compute,
     Op,
     Program,
@@ -27,7 +27,7 @@ from hepti_mqtt.program import (
     slots_read,
     slots_written,
 )
-from hepti_mqtt.storage import BLOCK_STORAGES
+from hepti_mqtt.core.storage import BLOCK_STORAGES
 
 _KERNEL: Final = "assemble"
 _Place = tuple[Range, ...]

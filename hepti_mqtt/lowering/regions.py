@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import Final
 
-from hepti_mqtt.plan import Range
+from hepti_mqtt.core.plan import Range
 
 IndexSet = tuple[Range, ...]
 Region = tuple[IndexSet, ...]

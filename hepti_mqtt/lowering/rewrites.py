@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
+from hepti_mqtt.core.plan import WeightDtype
 from hepti_mqtt.lowering.attention import Attention, ReorderedAttention
 from hepti_mqtt.lowering.graph import Graph
 from hepti_mqtt.lowering.layouts import Piece
@@ -25,7 +26,6 @@ from hepti_mqtt.lowering.ops import (
     Op,
 )
 from hepti_mqtt.lowering.regions import IndexSet, index_count
-from hepti_mqtt.plan import WeightDtype
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 

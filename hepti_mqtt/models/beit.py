@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.spec import Pooling, TaskHead
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, zeros
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Pooling, TaskHead
 
 ARCHITECTURES: Final = patches.architectures("Beit")
 PICTURE_CLASSES: Final = {"beit": "Beit"}

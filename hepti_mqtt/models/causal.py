@@ -11,13 +11,13 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import heads, plain, text
 from hepti_mqtt.models.shapes import STEP, TokenBatch
 from hepti_mqtt.models.tensors import HEAD, TensorSource, weight
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
-from hepti_mqtt.program import WeightRef
 
 LOGITS: Final = "lm_head.weight"
 

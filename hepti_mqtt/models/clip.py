@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import causal, heads, patches, plain, sentences, text
@@ -18,8 +20,6 @@ from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Matching, Towers
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem, add_layers
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import TaskHead
 
 
 class _Tower(NamedTuple):

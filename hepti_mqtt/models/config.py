@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.spec import Activation
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.spec import Activation
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu": "gelu",

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec, answered
-from hepti_mqtt.program import WeightRef
 
 EPS: Final = 1e-5
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models import text
 from hepti_mqtt.models.bert import LAYER as BERT_LAYER
 from hepti_mqtt.models.config import JsonConfig

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.models import causal, sentences, text
 from hepti_mqtt.models.causal import graph, reference
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig, KeyTable
@@ -21,7 +22,6 @@ from hepti_mqtt.models.mixture import ROUTER, Experts, expert_tensors, layers_wi
 from hepti_mqtt.models.rope import Rope, read_rope
 from hepti_mqtt.models.tensors import TensorSource, norm, prefixed, table
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec, TextStem
-from hepti_mqtt.spec import TaskHead
 
 MOST_TOKENS: Final = 65_536
 _LAYER: Final = {

@@ -15,7 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Task
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import JOIN, SLICE
 from hepti_mqtt.models import heads, patches, plain, text, vit
@@ -23,8 +25,6 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource
 from hepti_mqtt.models.transformer import Layer, ModelSpec, post_norm, pre_norm
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Task
 
 ARCHITECTURES: Final[Mapping[str, Task]] = {
     "DecoupledBertModel": "embedding",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.ops import Reshape
 from hepti_mqtt.lowering.roles import TASK
@@ -19,7 +20,6 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, norm
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
-from hepti_mqtt.program import WeightRef
 
 TEACHER: Final = "DeiTForImageClassificationWithTeacher"
 ARCHITECTURES: Final = {**patches.architectures("DeiT"), TEACHER: "image_classification"}

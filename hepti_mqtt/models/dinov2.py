@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.models import patches, text
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = patches.architectures("Dinov2", "Dinov2WithRegisters")
 PICTURE_CLASSES: Final = {"dinov2": "Bit", "dinov2_with_registers": "Bit"}

@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Pooling, TaskHead
 from hepti_mqtt.lowering import GraphBuilder, Norm
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import clip, patches, plain
@@ -24,8 +26,6 @@ from hepti_mqtt.models.tensors import TensorSource, prefixed, vector, weight
 from hepti_mqtt.models.towers import IMAGE, TEXT, Towers
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, add_layers
 from hepti_mqtt.models.views import Views, read_views
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Pooling, TaskHead
 
 
 class _Joint(NamedTuple):

@@ -14,7 +14,11 @@ from typing import Any, Final, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.plan import CacheDtype, Quantised, WeightDtype
+from hepti_mqtt.core.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
+from hepti_mqtt.core.spec import RequestShape, Spec, TaskHead, Want
+from hepti_mqtt.core.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage, Product
 from hepti_mqtt.lowering import Graph, GraphBuilder
 from hepti_mqtt.models import (
     albert,
@@ -49,10 +53,6 @@ from hepti_mqtt.models.tensors import HEAD, WORDS, TensorSource, chosen, transpo
 from hepti_mqtt.models.towers import ONE_MODEL, Towers
 from hepti_mqtt.models.transformer import ModelSpec, any_layer
 from hepti_mqtt.models.views import Views
-from hepti_mqtt.plan import CacheDtype, Quantised, WeightDtype
-from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, WeightRef
-from hepti_mqtt.spec import RequestShape, Spec, TaskHead, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, QUANTISED, STORAGES, BlockStorage, Product
 
 Array = npt.NDArray[Any]
 

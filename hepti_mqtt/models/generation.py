@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hepti_mqtt.core.spec import CANDIDATES, Draw
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.spec import CANDIDATES, Draw
 
 FILE: Final = "generation_config.json"
 

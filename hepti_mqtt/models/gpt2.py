@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import causal, heads, plain, sentences, text
 from hepti_mqtt.models.config import JsonConfig, KeyTable
@@ -18,8 +20,6 @@ from hepti_mqtt.models.generation import end_tokens
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, conv1d, norm, prefixed, table, weight
 from hepti_mqtt.models.transformer import ModelSpec, TextStem, needed_rows
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"GPT2LMHeadModel": "generation"}
 TOKENIZER_CLASSES: Final = {"gpt2": "GPT2Tokenizer"}

@@ -7,14 +7,14 @@ from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Pooling
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering.roles import TASK, WORDS
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm, pool, sequence_slices
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense
 from hepti_mqtt.models.transformer import ModelSpec, candidate_count, needed_rows, patch_rows
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import Pooling
 
 # What one kernel makes of all rows of a sequence; other poolings choose rows.
 POOLED: Final = ("mean", "sqrt_mean", "weighted_mean", "max")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.spec import Activation
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import Place, TensorSource, prefixed, table, weight
 from hepti_mqtt.models.transformer import BlockSpec, ModelSpec
-from hepti_mqtt.spec import Activation
 
 PARTS: Final = ("gate", "up", "down")
 ROUTER: Final = "router"

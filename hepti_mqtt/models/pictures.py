@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 
 FILE: Final = "preprocessor_config.json"

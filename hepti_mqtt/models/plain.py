@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hepti_mqtt.core.spec import HeadActivation, Pooling
 from hepti_mqtt.lowering import Norm
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.transformer import DISENTANGLED, LAYERS, Layer, ModelSpec, sees_picture
-from hepti_mqtt.spec import HeadActivation, Pooling
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import FULL, SLIDING, JsonConfig, KeyTable
 
 Kept = Callable[[JsonConfig, int, float], npt.NDArray[np.float64]]  # of each frequency [d / 2], between 0 and 1

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.spec import HeadActivation, Pooling, Projection, TaskHead
 from hepti_mqtt.models.config import JsonConfig, KeyTable
-from hepti_mqtt.spec import HeadActivation, Pooling, Projection, TaskHead
 
 MODULES: Final = "modules.json"
 SETTINGS: Final = "config_sentence_transformers.json"

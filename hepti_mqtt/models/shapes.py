@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.spec import PlainShape, RequestShape, Want
+from hepti_mqtt.core.spec import PlainShape, RequestShape, Want
 
 STEP: Final = 2.0**-20  # of the fixed-point numbers that a request brings
 

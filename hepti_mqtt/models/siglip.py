@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import TASK
 from hepti_mqtt.models import causal, clip, patches, plain
@@ -22,8 +24,6 @@ from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, vector
 from hepti_mqtt.models.towers import IMAGE, TEXT, Matching, Towers
 from hepti_mqtt.models.transformer import ModelSpec, add_layers
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"SiglipTextModel": TEXT, "SiglipVisionModel": IMAGE}
 _SIZES: Final = {

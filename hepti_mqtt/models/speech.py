@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.generation import Moments, TokenRules, speech_rules
-from hepti_mqtt.spec import Activation, PlainShape, RequestShape, TaskHead, Want
 
 ROWS_PER_S: Final = 50
 LEAST_WINDOW, WINDOW_STEP = 10 * ROWS_PER_S, 2 * ROWS_PER_S

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.plan import Range
-from hepti_mqtt.program import Layout, WeightRef
+from hepti_mqtt.core.plan import Range
+from hepti_mqtt.core.program import Layout, WeightRef
 
 WORDS: Final = "stem.word"  # the table of embeddings
 HEAD: Final = "head.decoder.weight"  # the matrix to the logits

@@ -12,7 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import HeadActivation, Task, TaskHead
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.lowering.roles import STEM
 from hepti_mqtt.models import heads, plain, sentences
@@ -20,8 +22,6 @@ from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.shapes import PackedBatch
 from hepti_mqtt.models.tensors import TensorSource, dense, fused, norm, prefixed, table, vector, weight
 from hepti_mqtt.models.transformer import LAYERS, ModelSpec, TextStem, add_layers
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import HeadActivation, Task, TaskHead
 
 
 class Keys(NamedTuple):

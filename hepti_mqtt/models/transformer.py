@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
+from hepti_mqtt.core.plan import CacheDtype
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
+from hepti_mqtt.core.storage import BLOCK_STORAGES, BlockStorage
 from hepti_mqtt.lowering import GraphBuilder, Norm, roles
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, PackedBatch, TextInput, TokenBatch
-from hepti_mqtt.plan import CacheDtype
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import CANDIDATES, Activation, InputSpec, RequestShape, TaskHead
-from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
 
 
 @dataclass(frozen=True, slots=True)

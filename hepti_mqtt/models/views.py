@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig, KeyTable
 from hepti_mqtt.models.pictures import PROCESSOR, filter_number, pixel_scale, processor_file
 

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models import cross_decoder, plain
@@ -24,8 +26,6 @@ from hepti_mqtt.models.shapes import STEP
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec, answered
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table, vector, weight, zeros
 from hepti_mqtt.models.transformer import Layer, pre_norm
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import TaskHead
 
 ARCHITECTURES: Final = {"WhisperForConditionalGeneration": "transcription"}
 READS: Final = frozenset({"is_encoder_decoder"})

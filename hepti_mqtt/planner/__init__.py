@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wire_errors
-from hepti_mqtt.planner.candidates import Candidate, Decision, Recalled
+from hepti_mqtt.planner.candidates import Candidate, Decision, EarlierPlan
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
 from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price, run_seconds
@@ -14,11 +14,11 @@ __all__ = [
     "Candidate",
     "Corrections",
     "Decision",
+    "EarlierPlan",
     "MethodEstimates",
     "Option",
     "Price",
     "Question",
-    "Recalled",
     "SimulatedRequest",
     "SiteEstimates",
     "Situation",

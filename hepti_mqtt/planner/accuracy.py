@@ -15,17 +15,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Send, Slot, WeightRef
+from hepti_mqtt.core.schedule import ProgramRun, RunMachine, make_template
+from hepti_mqtt.core.spec import RequestShape, Spec, Want
+from hepti_mqtt.core.storage import BLOCK_STORAGES, BlockStorage
 from hepti_mqtt.models import random_inputs, representative_shape
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import covering_plans, device_programs
 from hepti_mqtt.planner.candidates import EXACT, Decision, WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.search import decide
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, ExchangeKey, Program, Send, Slot, WeightRef
-from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
-from hepti_mqtt.spec import RequestShape, Spec, Want
-from hepti_mqtt.storage import BLOCK_STORAGES, BlockStorage
+from hepti_mqtt.strategies.plan_programs import device_programs, plans_for_all_weights
 
 SAMPLE_TOKENS: Final = 32
 LEAST_INPUTS: Final = 3
@@ -69,7 +69,7 @@ def wire_errors(spec: Spec, plan: Plan, tensors: Mapping[str, Array]) -> dict[Wi
     """
     if plan.replicas:
         raise ValueError(f"{plan.method} has plans side by side, each with a wire of its own: measure them separately")
-    plan = covering_plans(spec, plan)[0]  # a device without a row of so short a request would exchange nothing
+    plan = plans_for_all_weights(spec, plan)[0]  # a device without a row of so short a request would exchange nothing
     weights = _Weights(tensors)
     largest = dict.fromkeys(NARROW_WIRE_DTYPES, 0.0)
     for want in WANTS:

@@ -11,18 +11,18 @@ from math import inf, log2
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from hepti_mqtt.core.errors import ConfigError, PlanError, UnsupportedModelError
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
+from hepti_mqtt.core.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import QUANTISED, STORAGES
 from hepti_mqtt.cost.memory import ROWS_IN_FLIGHT, resident_bytes, weights_bytes
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, Cluster, Paths, PeerLink
-from hepti_mqtt.errors import ConfigError, PlanError, UnsupportedModelError
 from hepti_mqtt.lowering.passes import narrow_weight
 from hepti_mqtt.models import largest_shape, quantised, weight_dtypes
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, DevicePair, Plan, Route, WireDtype
-from hepti_mqtt.plan_programs import resident_weights
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.shares import DeviceResources, Options
-from hepti_mqtt.storage import QUANTISED, STORAGES
 from hepti_mqtt.strategies import STRATEGIES, Method
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 if TYPE_CHECKING:
     from hepti_mqtt.planner.price import Price, Question, SimulatedRequest
@@ -39,7 +39,7 @@ class Candidate:
     load_bytes: Mapping[str, int] = field(default_factory=dict)
     cached_bytes: Mapping[str, int] = field(default_factory=dict)  #: part of load_bytes from the device's own cache
     hub_bytes: int = 0  #: bytes that no device of the plan has: the planner's machine sends them once
-    fits_beside: bool = True  #: every device has room for the plan next to the active plan
+    fits_next_to_others: bool = True  #: every device has room for the plan next to the active plan
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Decision:
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)
 
 
-class Recalled(NamedTuple):
+class EarlierPlan(NamedTuple):
     """A plan from an earlier start of the planner."""
 
     plan: Plan

@@ -17,15 +17,15 @@ from zlib import crc32
 
 import numpy as np
 
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, site_load
 from hepti_mqtt.cost.memory import matrices, resident_bytes, tile_map_bytes, weights_bytes
 from hepti_mqtt.cost.moves import bytes_to_load, held_matrices
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.planner.candidates import Candidate, Decision
 from hepti_mqtt.planner.estimates import Floats, StrategyKey, strategy_key
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.planner.quantities import Remaining
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Rule:
     held_s: float = 86400.0  #: time for which weights loaded ahead are useful
     # A search during requests, before the first measurement.
     search_s: float = 1.0  #: its time
-    beside_search: float = 1.2  #: factor on a request's time
+    search_slowdown: float = 1.2  #: factor on a request's time
     search_weight: float = 0.3  #: of the last search in the geometric mean
 
 
@@ -91,8 +91,8 @@ class Option:
     load_bytes: int = 0  #: weights that its devices lack
     load_s: float = 0.0  #: time of the load with all of devices and links
     own_s: float = 0.0  #: the same for devices of the active plan only: their load slows down runs
-    beside: bool = True  #: it fits next to the active plan; otherwise requests wait during its load
-    unheard_s: float = 0.0  #: time since the last evidence on a device with a changed slowdown
+    fits_next_to_others: bool = True  #: it fits next to the active plan; otherwise requests wait during its load
+    no_evidence_s: float = 0.0  #: time since the last evidence on a device with a changed slowdown
 
     @property
     def plan(self) -> Plan:
@@ -234,8 +234,8 @@ def _assess(situation: Situation, active: Option, option: Option) -> Assessment:
     elif better >= RULE.sure:
         kind, why = ("go", "it is better") if value_s > 0 else (None, "the gain does not pay for the move")
     elif (why := _why_not_try(situation, option)) == "":
-        if option.unheard_s and gain <= 0:  # a hope only: the present doubt is expected to last as long again
-            requests = min(requests, option.unheard_s / situation.period_s)
+        if option.no_evidence_s and gain <= 0:  # a hope only: the present doubt is expected to last as long again
+            requests = min(requests, option.no_evidence_s / situation.period_s)
         value_s = _value_of_trial(gains * unit_s, requests, cost_s, typical * unit_s)
         kind, why = ("try", "runs will tell") if value_s > 0 else (None, "it is not surely better")
     return Assessment(option, gain, better, requests, cost_s, value_s, kind, why, share)
@@ -277,7 +277,7 @@ def _doubt(active: Plan, other: Plan, count: int) -> Floats | float:
 def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float, share: float) -> float:
     """Return the cost of a move in seconds of requests: activation, load, and late requests after a change ends."""
     cost_s = situation.busy * (RULE.activation_s + option.own_s / (1 - share))
-    if not option.beside:
+    if not option.fits_next_to_others:
         cost_s += _waiting_s(option.load_s, situation.period_s)
     if option.remaining is not None:
         wrong = RULE.late_requests * max(option.before - active.before, 0.0) * unit_s
@@ -288,9 +288,9 @@ def _cost_s(situation: Situation, active: Option, option: Option, unit_s: float,
 def _why_not_try(situation: Situation, option: Option) -> str:
     if not situation.may_try:
         return "it is not surely better"
-    if not option.beside:
+    if not option.fits_next_to_others:
         return "it is not surely better, and does not fit next to the active plan for a trial"
-    if option.unheard_s:
+    if option.no_evidence_s:
         return ""
     if option.method_sd < RULE.known_sd:
         return "it is not surely better, and its method is measured well"
@@ -336,7 +336,7 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True)
-class GoingOn:
+class HandoverVerdict:
     """The rule's numbers for a handover inside a request."""
 
     border: Border
@@ -351,7 +351,7 @@ class GoingOn:
         return f"{self.border}: {less}" + (f"; {self.why}" if self.why else "")
 
 
-def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
+def weigh_handover(active: Option, other: Option, border: Border) -> HandoverVerdict:
     """Return whether to continue a request of plan `active` under `other`; both are priced for the request's shape."""
     each_s = border.each * active.seconds * (1 + _doubt(active.plan, other.plan, len(active.seconds)))
     left, until = border.steps - border.done, border.start - border.done
@@ -360,7 +360,7 @@ def goes_on(active: Option, other: Option, border: Border) -> GoingOn:
     go_s = until * each_s + (left - until + border.again) * border.each * other.seconds + moved_s
     rest_s, probability = float(stay_s.mean()), float((go_s < stay_s).mean())
     goes = left > until and rest_s > RULE.least_rest_s and probability >= RULE.sure
-    return GoingOn(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
+    return HandoverVerdict(border, rest_s, rest_s - float(go_s.mean()), probability, goes)
 
 
 def pays_to_hold(loss_probability: float, load_s: float, *, period_s: float, busy: float) -> bool:
@@ -428,4 +428,4 @@ def _with_loads(question: Question, c: Candidate, held: Sequence[Plan], active: 
             fits = fits and together <= c.price.memory_bytes[device]
     cached = {device: part.cached_bytes for device, part in load.devices.items()}
     nbytes = {device: part.cached_bytes + part.fetched_bytes for device, part in load.devices.items()}
-    return replace(c, load_bytes=nbytes, cached_bytes=cached, hub_bytes=load.hub_bytes, fits_beside=fits)
+    return replace(c, load_bytes=nbytes, cached_bytes=cached, hub_bytes=load.hub_bytes, fits_next_to_others=fits)

@@ -14,8 +14,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
-from hepti_mqtt.plan import DevicePair, Plan
+from hepti_mqtt.core.plan import DevicePair, Plan
+from hepti_mqtt.core.profiles import LOCAL_BYTES_PER_S, FrameCost, Link, PeerLink
 from hepti_mqtt.planner.quantities import (
     ESTIMATOR,
     ChangeAges,
@@ -443,7 +443,7 @@ class SiteEstimates:
         assert remaining is not None
         return YoungestChange(remaining, self._shifted(before))
 
-    def unheard_s(self, names: Collection[str], now: float) -> float:
+    def no_evidence_s(self, names: Collection[str], now: float) -> float:
         """Return the longest time without evidence on a device with a changed slowdown, 0 without such a device."""
         changed = [x for name in names if (x := self._quantities.get(("slowdown", (name,)))) and x.changes]
         return max((now - x.at_s for x in changed), default=0.0)

@@ -8,6 +8,11 @@ from functools import lru_cache, partial
 from math import inf, prod
 from typing import Final, NamedTuple
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.profiles import Cluster, rows_factor
+from hepti_mqtt.core.program import DTYPE_BYTES
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.loads import Mask, TileMap
 from hepti_mqtt.cost.memory import (
     loading_overhead_bytes,
@@ -16,7 +21,6 @@ from hepti_mqtt.cost.memory import (
     resident_bytes,
     tile_map_bytes,
 )
-from hepti_mqtt.cost.profiles import Cluster, rows_factor
 from hepti_mqtt.cost.simulator import (
     ROUNDS,
     DeviceUse,
@@ -28,18 +32,20 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     simulated_request,
 )
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, tensor_sources, usual_product
-from hepti_mqtt.plan import DevicePair, Objective, Plan, Route, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import compact_programs, device_program, lower_plan, resident_counts, searched_program
 from hepti_mqtt.planner.candidates import THOROUGH, WireErrorKey
 from hepti_mqtt.planner.estimates import Corrections
-from hepti_mqtt.program import DTYPE_BYTES
 from hepti_mqtt.protocol.frames import frame_bytes
 from hepti_mqtt.protocol.manifest import TILE, VECTOR_TILE
 from hepti_mqtt.protocol.topics import Topics, publish_bytes
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import (
+    compact_programs,
+    device_program,
+    lower_plan,
+    resident_counts,
+    searched_program,
+)
 
 #: Up to this number of rows an exchange takes as long as for one row: the frame costs more than its bytes.
 _FEW_ROWS: Final = 8

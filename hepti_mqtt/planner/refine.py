@@ -10,17 +10,17 @@ from functools import cache, lru_cache, partial
 from itertools import accumulate, count, pairwise, permutations
 from typing import Final
 
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.plan import Plan, Range, Route, WeightDtype
+from hepti_mqtt.core.profiles import LOCAL_BYTES_PER_S
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.memory import resident_bytes
-from hepti_mqtt.cost.profiles import LOCAL_BYTES_PER_S
-from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.models import largest_shape, representative_shape
-from hepti_mqtt.plan import Plan, Range, Route, WeightDtype
-from hepti_mqtt.plan_programs import make_plan
 from hepti_mqtt.planner.candidates import Candidate, candidate_routes, candidate_wires, device_costs, with_route
 from hepti_mqtt.planner.price import Memory, Question, fits_packet_limit, memory_needs, needed_bytes, plan_alone, price
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import EMBEDDINGS, ROWS, WORDS
+from hepti_mqtt.strategies.plan_programs import make_plan
 
 MEMORY_ROUNDS: Final = 8
 SLIGHT: Final = 1e-3  #: factor on a device's weight for its smallest possible share

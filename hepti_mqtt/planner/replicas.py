@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan
-from hepti_mqtt.plan_programs import make_plan
+from hepti_mqtt.core.errors import ConfigError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, Plan
 from hepti_mqtt.planner.candidates import EXACT, Decision
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.shares import Options
 from hepti_mqtt.strategies import Method
+from hepti_mqtt.strategies.plan_programs import make_plan
 
 FEW: Final = 4  #: with more devices only 2, half as many groups as devices, and single devices are tried
 

@@ -9,19 +9,18 @@ from itertools import chain, islice
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.errors import ConfigError, PacketLimitError, PlanError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.moves import bytes_to_load
-from hepti_mqtt.errors import ConfigError, PacketLimitError, PlanError
 from hepti_mqtt.lowering import Graph
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest
 from hepti_mqtt.planner.candidates import (
     EXACT,
     THOROUGH,
     Candidate,
     Decision,
+    EarlierPlan,
     LowerBound,
-    Recalled,
     as_chain,
     candidate_routes,
     candidate_wires,
@@ -68,6 +67,7 @@ from hepti_mqtt.planner.replicas import replica_plans
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import pixels
 from hepti_mqtt.strategies import STRATEGIES, Method
+from hepti_mqtt.strategies.plan_programs import programs_digest
 
 REFINED: Final = 3  #: candidates to refine
 COMPARED: Final = 6  #: candidates to fit into memory, at least the fastest of each method in an exhaustive search
@@ -439,7 +439,7 @@ def decide_hurried(question: Question, last: Plan | None = None) -> Decision:
     return decide(replace(question, active=last or question.active, accuracy=None, budget=budget))
 
 
-def decide_recalled(question: Question, recalled: Recalled) -> Decision:
+def decide_recalled(question: Question, recalled: EarlierPlan) -> Decision:
     """Return a plan from an earlier start of the planner at its former price, without a simulation.
 
     Raises PlanError if the question does not allow it, and any exception if it is malformed or of another model.

@@ -17,9 +17,9 @@ from zlib import crc32
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Cluster, FrameCost
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, FrameCost
 from hepti_mqtt.cost.simulator import DeviceUse
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.estimates import TYPICAL_FRAME_BYTES, Draws, Floats, strategy_key
 from hepti_mqtt.planner.price import Price

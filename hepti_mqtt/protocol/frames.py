@@ -14,13 +14,13 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import PLANNER, PlanVersion, check_model
-from hepti_mqtt.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
+from hepti_mqtt.core.errors import BadNameError, WireError
+from hepti_mqtt.core.ids import PLANNER, PlanVersion, check_model
+from hepti_mqtt.core.program import DTYPE_BYTES, NUMPY_DTYPE, ExchangeKey, SlotDtype
+from hepti_mqtt.core.spec import Draw, PlainShape, RequestShape, Want
 from hepti_mqtt.protocol.keys import TAG_BYTES, UNKEYED, FrameKey, frame_tag, same_tag
 from hepti_mqtt.protocol.plausible import COUNT, U32, U63, number
 from hepti_mqtt.protocol.topics import check_source
-from hepti_mqtt.spec import Draw, PlainShape, RequestShape, Want
 
 BUFFER_GRANULARITY: Final = 16_384  # buffer sizes are multiples of it, so payloads of similar sizes share buffers
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 8

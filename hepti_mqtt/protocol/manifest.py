@@ -19,10 +19,10 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.errors import HeptiError, WireError
-from hepti_mqtt.ids import check_model
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.storage import BLOCK, STORAGES, StoredRows
+from hepti_mqtt.core.errors import HeptiError, WireError
+from hepti_mqtt.core.ids import check_model
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.storage import BLOCK, STORAGES, StoredRows
 
 TILE: Final = 256
 VECTOR_TILE: Final = TILE * TILE

@@ -17,14 +17,14 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import PlanVersion, Start, check_name
-from hepti_mqtt.plan import KEYS, OPTIONAL_KEYS, Plan
+from hepti_mqtt.core.errors import BadNameError, WireError
+from hepti_mqtt.core.ids import PlanVersion, Start, check_name
+from hepti_mqtt.core.plan import KEYS, OPTIONAL_KEYS, Plan
+from hepti_mqtt.core.spec import PlainShape
 from hepti_mqtt.protocol import keys, plausible
 from hepti_mqtt.protocol.frames import MAGIC, Body, Frame, check_shape, want_number, want_of
 from hepti_mqtt.protocol.frames import decode as decode_frame
 from hepti_mqtt.protocol.plausible import MAX_PEERS, Check, Plain
-from hepti_mqtt.spec import PlainShape
 
 MAX_MESSAGE_BYTES: Final = 1_000_000
 MAX_SELF_BYTES: Final = 65_536  # of a status, caps or heartbeat
@@ -672,7 +672,7 @@ ANSWER: Final = (
 TOKEN: Final = ("index", "token", "text")  # sent for each token before the answer
 LOGPROBS: Final = "logprobs"  # with a token, if requested
 THINKING: Final = "thinking"  # with a token of a reasoning model: the part of its text outside the answer
-TAKEN_BY: Final = "taken_by"  # before the answer: the group that accepted a shared request
+ACCEPTED_BY: Final = "accepted_by"  # before the answer: the group that accepted a shared request
 ANSWER_PLAN: Final = ("id", "strategy", "options", "wire", "weights", "route", "devices")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from hepti_mqtt.ids import PlanVersion, check_model, check_name
+from hepti_mqtt.core.ids import PlanVersion, check_model, check_name
 from hepti_mqtt.protocol.topics import MAX_LAYER
 
 Plain = Mapping[str, Any]

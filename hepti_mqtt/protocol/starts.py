@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final, Literal
 
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.plausible import MAX_TERM
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
-from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, check_model, check_name
+from hepti_mqtt.core.errors import BadNameError, WireError
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER, check_model, check_name
 
 Kind = Literal[
     "status",

@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, WireError
+from hepti_mqtt.core.errors import ModelError, WireError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.plain import softmax
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.messages import LOGPROBS, THINKING
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
+from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.logprobs import described
-from hepti_mqtt.service.questions import Floats, best, labelled, sigmoid, unit
 from hepti_mqtt.service.requests import ModelInput
 from hepti_mqtt.service.speech import transcript
+from hepti_mqtt.service.task_outputs import Floats, best, labelled, sigmoid, unit
 from hepti_mqtt.service.thinking import divide
-from hepti_mqtt.service.written import WrittenText
 
 
 def decode_output(

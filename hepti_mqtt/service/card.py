@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.models.shapes import DecoderInput, TextInput
 
 _HELLO: Final = [{"role": "user", "content": "hello"}]

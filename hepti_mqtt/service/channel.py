@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.errors import NetworkError, PacketLimitError, RemoteError
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError, RemoteError
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
@@ -445,7 +445,7 @@ class RequestChannel:
             return
         for dropped in self._undelivered.put_undelivered(now + RESEND_S, replace(answer, until_s=until_s)):
             client = dropped.reply.key.client
-            self._log.warn_once("unheard", client, f"Dropped answers of client {client}: it is subscribed to none.")
+            self._log.warn_once("undelivered", client, f"Dropped answers of client {client}: it is subscribed to none.")
             self.journal.settle(dropped.requests or ())
 
     # -- any thread -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hepti_mqtt.config.process import RateLimitedLog
-from hepti_mqtt.errors import BadNameError, WireError
+from hepti_mqtt.core.errors import BadNameError, WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.topics import ParsedTopic, Topics

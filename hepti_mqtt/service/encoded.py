@@ -8,7 +8,7 @@ import re
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 
 _URL: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")

@@ -10,15 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
-from hepti_mqtt.errors import BadNameError, RequestError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import BadNameError, RequestError
+from hepti_mqtt.core.ids import check_name
+from hepti_mqtt.core.plan import Objective, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.models import graph, largest_shape
-from hepti_mqtt.plan import Objective, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.candidates import options_error
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.requests import MAX_ITEMS, MAX_REQUEST_BYTES, PINS, REQUEST_KEYS
 from hepti_mqtt.service.texts import is_number, quoted
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES
 
 MAX_DEADLINE_MS: Final = 86_400_000

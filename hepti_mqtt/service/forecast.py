@@ -17,18 +17,18 @@ from math import inf
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from hepti_mqtt.cost.profiles import Cluster, rows_factor
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, rows_factor
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TopicNames, simulate
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import usual_product
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import SimulatedRequest
 from hepti_mqtt.planner.price import TimeParts
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies.method import EMBEDDINGS
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 KEPT: Final = 1024
 MAX_PENDING: Final = 64  # pending forecasts; above this number, the least urgent are dropped

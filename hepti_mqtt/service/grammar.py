@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.generation import TokenRules
 from hepti_mqtt.service.texts import describe, quoted
 

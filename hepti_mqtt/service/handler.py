@@ -17,12 +17,19 @@ import numpy as np
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import RequestPins
-from hepti_mqtt.errors import HeptiError, IdInUseError, PacketLimitError, RemoteError, RequestError, UnknownModelError
-from hepti_mqtt.ids import asked_name, check_name
+from hepti_mqtt.core.errors import (
+    HeptiError,
+    IdInUseError,
+    PacketLimitError,
+    RemoteError,
+    RequestError,
+    UnknownModelError,
+)
+from hepti_mqtt.core.ids import check_name, whole_model
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import ImageInput, TextInput
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.protocol.messages import LOGPROBS, TAKEN_BY, THINKING
+from hepti_mqtt.protocol.messages import ACCEPTED_BY, LOGPROBS, THINKING
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
@@ -32,6 +39,7 @@ from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import answers, requests
 from hepti_mqtt.service.decoder import RawRequest
+from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.envelope import (
     RequestEnvelope,
     bare_text,
@@ -45,10 +53,9 @@ from hepti_mqtt.service.envelope import (
 )
 from hepti_mqtt.service.forecast import Forecasts, shares
 from hepti_mqtt.service.logprobs import described
+from hepti_mqtt.service.picture_prompts import has_pictures, rows_of
 from hepti_mqtt.service.requests import MAX_WAITING_BYTES, MemoryQuota, split_into_batches
-from hepti_mqtt.service.seen import has_pictures, rows_of
 from hepti_mqtt.service.thinking import Thoughts
-from hepti_mqtt.service.written import WrittenText
 
 DEADLINE_S: Final = 600.0  # of a request that names no deadline
 SIMULATED: Final = "simulated"
@@ -152,7 +159,7 @@ class RequestHandler:
         self._models = models
         self._models_by_public_name: dict[str, list[OpenModel]] = {}
         for model in models.values():
-            self._models_by_public_name.setdefault(asked_name(model.name), []).append(model)
+            self._models_by_public_name.setdefault(whole_model(model.name), []).append(model)
         self._forecasts = forecasts
         self._quota = MemoryQuota(MAX_WAITING_BYTES)
         self._lock = threading.Lock()  # guards the cached answers and the overheads
@@ -298,7 +305,7 @@ class RequestHandler:
         """Return the JSON that names the group with the request, None if the client accepts only the answer."""
         if not _context(request).streams:
             return None
-        fields = {"id": request.key.id, TAKEN_BY: group, "final": False}
+        fields = {"id": request.key.id, ACCEPTED_BY: group, "final": False}
         return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
 
     def encode_answer(self, command: AnswerRequest, now: float) -> Reply | None:
@@ -402,7 +409,7 @@ def _plan_fields(plan: Plan, devices: Mapping[str, float]) -> dict[str, Any]:
     """Return the plan's fields in an answer; devices: their shares."""
     return {
         "id": str(plan.version),
-        "epoch": list(plan.version),
+        "version": list(plan.version),
         "strategy": plan.strategy,
         "options": dict(plan.options),
         "wire": plan.wire,

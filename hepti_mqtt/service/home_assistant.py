@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgpack
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import CancelledRequestError, HeptiError, WireError
+from hepti_mqtt.core.errors import CancelledRequestError, HeptiError, WireError
 from hepti_mqtt.protocol.messages import (
     Heartbeat,
     Status,

@@ -14,9 +14,9 @@ import numpy as np
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.state import PRIVATE, write_atomically
-from hepti_mqtt.ids import PlanVersion, asked_name
+from hepti_mqtt.core.ids import PlanVersion, whole_model
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.planner import Recalled
+from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.service.record import minimal_record, read_recalled
 
@@ -27,13 +27,13 @@ FORMAT: Final = 1
 class LastState(NamedTuple):
     """Plans by model, and texts of KV caches on devices, oldest first."""
 
-    plans: Mapping[str, Recalled] = {}
+    plans: Mapping[str, EarlierPlan] = {}
     texts: tuple[HeldText, ...] = ()
 
 
 def save_state(
     directory: Path,
-    plans: Mapping[str, Recalled],
+    plans: Mapping[str, EarlierPlan],
     texts: Iterable[HeldText],
     checkpoints: Mapping[str, Checkpoint],
     log: logging.Logger,
@@ -91,6 +91,6 @@ def _contents(checkpoints: Mapping[str, Checkpoint]) -> dict[str, bytes]:
     """Return a hash of the weights of each model and of the other models of its public name (e.g. its tower)."""
     digests = {name: checkpoint.manifest.digest for name, checkpoint in sorted(checkpoints.items())}
     return {
-        name: hashlib.sha256(b"".join(d for n, d in digests.items() if asked_name(n) == asked_name(name))).digest()
+        name: hashlib.sha256(b"".join(d for n, d in digests.items() if whole_model(n) == whole_model(name))).digest()
         for name in digests
     }

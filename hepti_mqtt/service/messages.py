@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.service.texts import CharacterBudget, describe, quoted
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")

@@ -8,10 +8,10 @@ from typing import Any, Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from hepti_mqtt.metrics import Collected, MetricsServer, device_metrics
 from hepti_mqtt.protocol.messages import Heartbeat
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
+from hepti_mqtt.transport.metrics import Collected, MetricsServer, device_metrics
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 OTHER: Final = "other"  # label of models that the planner does not serve, because clients can invent names

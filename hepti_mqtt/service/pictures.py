@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.models.views import Box, Cut, Views
 from hepti_mqtt.service.boxed_pictures import UnreadablePicture, is_boxed, unboxed

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import RateLimitedLog, requires_extra, return_large_blocks
-from hepti_mqtt.cost.loads import TileMap
-from hepti_mqtt.errors import (
+from hepti_mqtt.core.errors import (
     ConfigError,
     HeptiError,
     NetworkError,
@@ -27,8 +26,9 @@ from hepti_mqtt.errors import (
     RefusedError,
     RemoteError,
 )
-from hepti_mqtt.ids import PlanVersion, Start, asked_name, check_name
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.ids import PlanVersion, Start, check_name, whole_model
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.protocol.keys import KEY_BYTES
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.starts import NameHolder
@@ -55,9 +55,9 @@ from hepti_mqtt.service.handler import OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.heartbeats import HeartbeatInbox
 from hepti_mqtt.service.home_assistant import RANKING, HomeAssistant
 from hepti_mqtt.service.last_state import read_state, save_state
+from hepti_mqtt.service.outcomes import Served
 from hepti_mqtt.service.record import encode_record, read_recalled
 from hepti_mqtt.service.retained import RetainedSweep
-from hepti_mqtt.service.served import Served
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
 from hepti_mqtt.service.solver import MeasuredErrors, solve, start_preloading
 from hepti_mqtt.service.threads import SWITCH_S, FairExecutor, SearchThrottle, Window, run_into
@@ -278,7 +278,7 @@ class _Planner:
     def _home_assistant(self, prefix: str | None) -> HomeAssistant | None:
         if prefix is None:
             return None
-        entry_models = {name: model for name, model in self.models.items() if asked_name(name) == name}
+        entry_models = {name: model for name, model in self.models.items() if whole_model(name) == name}
         heads = {name: model.checkpoint.spec.head for name, model in entry_models.items()}
         ranks = {name for name, head in heads.items() if head.task == "classification" and head.outputs == 1}
         tasks = {name: RANKING if name in ranks else head.task for name, head in heads.items()}

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgpack
 
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Recalled
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import Spec
+from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES
 from hepti_mqtt.runtime.coordinator.interface import PublishPlan
-from hepti_mqtt.spec import Spec
 
 
 def encode_record(
@@ -94,14 +94,14 @@ def encode_record(
     return payload
 
 
-def minimal_record(spec: Spec, recalled: Recalled) -> bytes:
+def minimal_record(spec: Spec, recalled: EarlierPlan) -> bytes:
     """Return a record with only the keys of `read_recalled`."""
     record = {"boot": 0, "active": recalled.plan.to_dict(), "spec": spec.to_dict(), "needs": dict(recalled.needs)}
     payload: bytes = msgpack.packb(record)
     return payload
 
 
-def read_recalled(payload: bytes, model: str, spec: Spec) -> tuple[int, Recalled | None]:
+def read_recalled(payload: bytes, model: str, spec: Spec) -> tuple[int, EarlierPlan | None]:
     """Return the boot of a record's planner (0 if malformed), and its active plan if the record is of `spec`.
 
     Any client may have written the record, so its plan is prepared like any other.
@@ -118,4 +118,4 @@ def read_recalled(payload: bytes, model: str, spec: Spec) -> tuple[int, Recalled
         plausible = all(isfinite(number) and number >= 0 for number in numbers) and set(needs) <= set(plan.devices)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, msgpack.UnpackException):
         return 0, None
-    return boot, Recalled(plan, needs) if plausible and plan.model == model else None
+    return boot, EarlierPlan(plan, needs) if plausible and plan.model == model else None

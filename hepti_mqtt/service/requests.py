@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ContextLengthError, ModelError, OverloadedError, RequestError
+from hepti_mqtt.core.errors import ContextLengthError, ModelError, OverloadedError, RequestError
+from hepti_mqtt.core.spec import RequestShape, Want
 from hepti_mqtt.models import preprocessor, single_sequence
 from hepti_mqtt.models.generation import LIKELIEST, TokenRules
 from hepti_mqtt.models.sentences import DOCUMENT_PROMPTS, MODULES, QUERY_PROMPTS
@@ -25,7 +26,8 @@ from hepti_mqtt.service import sampling
 from hepti_mqtt.service.grammar import call_schema, read_choice, read_format, with_schema
 from hepti_mqtt.service.messages import read_messages, read_tools
 from hepti_mqtt.service.options import MAX_NEW_TOKENS, OPTIONS, checked, naming
-from hepti_mqtt.service.questions import (
+from hepti_mqtt.service.picture_prompts import KEYS, PromptPictures, read_pictures
+from hepti_mqtt.service.task_outputs import (
     Entities,
     Extraction,
     Matched,
@@ -36,10 +38,8 @@ from hepti_mqtt.service.questions import (
     entailment,
     scoring,
 )
-from hepti_mqtt.service.seen import KEYS, PromptPictures, read_pictures
 from hepti_mqtt.service.texts import TextReader, Tokens, describe, quoted
 from hepti_mqtt.service.thinking import OPEN
-from hepti_mqtt.spec import RequestShape, Want
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Limits of a request, each checked before the work that it limits. Documented in docs/reference/requests.md.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import HeptiError, WireError
+from hepti_mqtt.core.errors import HeptiError, WireError
 from hepti_mqtt.protocol.topics import Kind, Topics
 from hepti_mqtt.transport.base import Delivery
 from hepti_mqtt.transport.broker_limits import Echo

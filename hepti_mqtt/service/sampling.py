@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
+from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.options import MAX_STOPS
 from hepti_mqtt.service.texts import describe, quoted
-from hepti_mqtt.service.written import WrittenText
 
 LONGEST_STOP: Final = 200  # characters
 MAX_LIKELY_IN_ALL: Final = 24_000  # in an answer, to fit into the packets that brokers accept

@@ -12,10 +12,10 @@ from platformdirs import user_state_path
 from hepti_mqtt.checkpoint import Checkpoint, model_parts
 from hepti_mqtt.config import Settings
 from hepti_mqtt.config.options import PlannerOptions
-from hepti_mqtt.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import ConfigError, ModelError, PlanError, RequestError, UnsupportedModelError, WireError
+from hepti_mqtt.core.ids import check_name
+from hepti_mqtt.core.plan import CacheDtype, Quantised
 from hepti_mqtt.models import weight_dtypes
-from hepti_mqtt.plan import CacheDtype, Quantised
 from hepti_mqtt.protocol.manifest import Manifest
 from hepti_mqtt.protocol.messages import MAX_MESSAGE_BYTES, Prepare, encode
 from hepti_mqtt.runtime.coordinator.requests import Pins

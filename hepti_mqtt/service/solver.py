@@ -26,8 +26,9 @@ from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES, Plan, Quantised, WeightDtype, WireDtype
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES, Plan, Quantised, WeightDtype, WireDtype
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.planner import (
     Candidate,
     Decision,
@@ -44,7 +45,6 @@ from hepti_mqtt.planner.candidates import WireErrorKey, wire_error_key
 from hepti_mqtt.planner.price import Budget
 from hepti_mqtt.runtime.coordinator.interface import Solve, Solved
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SearchKind
-from hepti_mqtt.spec import Spec
 
 _log = logging.getLogger(__name__)
 _WIRE: Final[Mapping[str, WireDtype]] = {wire: wire for wire in NARROW_WIRE_DTYPES}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.shapes import fixed_point
@@ -23,7 +23,7 @@ from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
 from hepti_mqtt.service.silence import has_pause, is_silent
 from hepti_mqtt.service.texts import is_int
-from hepti_mqtt.service.words import token_times, words_of
+from hepti_mqtt.service.word_times import token_times, words_of
 
 if TYPE_CHECKING:
     from hepti_mqtt.service.requests import ModelInput

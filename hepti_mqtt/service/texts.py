@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ContextLengthError, ModelError, RequestError
+from hepti_mqtt.core.errors import ContextLengthError, ModelError, RequestError
 from hepti_mqtt.models.shapes import TextInput
 from hepti_mqtt.models.transformer import ModelSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from hepti_mqtt.service.written import mark_start
+from hepti_mqtt.service.detokenizer import mark_start
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"

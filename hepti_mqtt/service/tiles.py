@@ -11,8 +11,8 @@ from math import inf
 from typing import Final
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import HeptiError, ModelError, NetworkError, WeightsChangedError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError, ModelError, NetworkError, WeightsChangedError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.topics import Topics
 

@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Power
+from hepti_mqtt.core.plan import Range, apportion
+from hepti_mqtt.core.profiles import Power
 from hepti_mqtt.lowering import Graph, IndexSet, Piece, Rule, Table, region_with, roles, span
 from hepti_mqtt.lowering.ops import GlobalAverage, Op
 from hepti_mqtt.lowering.regions import Region, index_count, union
-from hepti_mqtt.plan import Range, apportion
 from hepti_mqtt.shares.share import Array, DeviceResources, Options, Shares, Speeds, assign_greedily, partition_in_order
 
 PLACED: Final = (roles.MAP, roles.DENSE)

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.cost.profiles import Power
+from hepti_mqtt.core.plan import Range, apportion
+from hepti_mqtt.core.profiles import Power
 from hepti_mqtt.lowering import Graph, roles
 from hepti_mqtt.lowering.ops import Linear, Op
-from hepti_mqtt.plan import Range, apportion
 
 Options = Mapping[str, str]  # of a method's variant
 Speeds = Sequence[float]  # one per device

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from hepti_mqtt.core.plan import Range, apportion
 from hepti_mqtt.lowering import Graph, Piece, Rule, Table, on_device, region_with, roles, span
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.plan import Range, apportion
 from hepti_mqtt.shares import Options
 from hepti_mqtt.shares.maps import (
     TILES,

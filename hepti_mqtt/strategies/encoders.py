@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, get_args
 
+from hepti_mqtt.core.plan import WeightDtype
 from hepti_mqtt.lowering import (
     ROWWISE_ROLES,
     Graph,
@@ -26,7 +27,6 @@ from hepti_mqtt.lowering import (
 )
 from hepti_mqtt.lowering.layouts import reduce_scatter, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from hepti_mqtt.lowering.ops import Op
-from hepti_mqtt.plan import WeightDtype
 from hepti_mqtt.shares import DeviceResources, Options, Shares, Speeds
 from hepti_mqtt.shares.share import PLACEMENTS, assign_sub_blocks, balanced_groups
 from hepti_mqtt.shares.stages import offload_rows

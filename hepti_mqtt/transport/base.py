@@ -14,7 +14,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from hepti_mqtt.errors import CertificateDateError, NetworkError
+from hepti_mqtt.core.errors import CertificateDateError, NetworkError
 from hepti_mqtt.transport.url import BrokerUrl
 
 KEEPALIVE_S: Final = 10
@@ -91,7 +91,7 @@ State = Connected | Disconnected | Subscribed | Refused
 OnMessage = Callable[[str, Any], None]  # topic; payload: bytes, or on the data connection a memoryview
 OnDelivery = Callable[[Delivery], None]
 OnState = Callable[[State], None]
-OnTaken = Callable[[bool], None]  # whether the topic has subscribers
+OnAcknowledged = Callable[[bool], None]  # whether the topic has subscribers
 
 
 class Will(NamedTuple):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from hepti_mqtt.errors import HeptiError, NetworkError, PacketLimitError
+from hepti_mqtt.core.errors import HeptiError, NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import (
     KEEPALIVE_S,
@@ -27,10 +27,10 @@ from hepti_mqtt.transport.base import (
     Counts,
     Delivery,
     Disconnected,
+    OnAcknowledged,
     OnDelivery,
     OnMessage,
     OnState,
-    OnTaken,
     Receipt,
     Refused,
     State,
@@ -77,7 +77,7 @@ class Message(NamedTuple):
     qos: int
     retain: bool
     packet_bytes: int
-    taken: OnTaken | None = None
+    taken: OnAcknowledged | None = None
 
 
 class _First(NamedTuple):
@@ -172,7 +172,7 @@ class BrokerConnection:
             raise error
 
     def publish(
-        self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnTaken | None = None
+        self, topic: str, payload: bytes, qos: int = 0, retain: bool = False, taken: OnAcknowledged | None = None
     ) -> None:
         """Queue a message; the payload must not change afterwards.
 

@@ -19,7 +19,7 @@ from functools import partial
 from math import inf, isqrt
 from typing import Any, Final, NamedTuple, Self
 
-from hepti_mqtt.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
+from hepti_mqtt.core.errors import BROKER_PACKET_SETTINGS, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import MAX_PACKET_BYTES, publish_bytes
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, Receipt, Refused, State, Subscribed
 from hepti_mqtt.transport.broker_connection import BrokerConnection

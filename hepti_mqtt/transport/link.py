@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, RefusedError
+from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError, RefusedError
 from hepti_mqtt.transport.base import KEEPALIVE_S, UNAVAILABLE, VersionRefused, absent
 from hepti_mqtt.transport.client_protocol import Acknowledged, ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import (

@@ -8,8 +8,8 @@ import time
 import uuid
 from typing import Final, NamedTuple, Self
 
-from hepti_mqtt.errors import NetworkError, RefusedError, WireError
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.errors import NetworkError, RefusedError, WireError
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.protocol.messages import QUESTION, Status, decode_status, encode_status
 from hepti_mqtt.protocol.plausible import U32
 from hepti_mqtt.protocol.starts import next_term

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.transport.buffers import Buffers
 from hepti_mqtt.transport.client_protocol import ClientProtocol, Granted, Reader
 from hepti_mqtt.transport.codec import (

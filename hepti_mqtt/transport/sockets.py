@@ -27,7 +27,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.codec import Buffer, Malformed
 
 SEND_BUFFER: Final = 2 << 20  # takes whole payloads; the kernel caps it at net.core.wmem_max

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 DEFAULT_PORTS: Final = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
 FORM: Final = "mqtt[s]://[user:password@]host[:port], or ws[s]://[user:password@]host[:port][/path]"

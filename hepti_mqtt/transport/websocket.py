@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.codec import Buffer, Malformed
 from hepti_mqtt.transport.sockets import BufferedConnection, Connection, TlsConnection
 

@@ -8,8 +8,8 @@ import queue
 import msgpack
 from site_processes import PATIENCE_S, Voice
 
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 

@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 from scripted_site import ROW, SPEC, Site
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.batches import Batch

@@ -10,10 +10,10 @@ import numpy as np
 
 from device_agent.loader import WeightLoader
 from device_agent.tile_cache import TileCache
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.memory import matrices
-from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import PackedMatrix
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid, tile_hash
 from hepti_mqtt.runtime.worker.interface import Load
 from hepti_mqtt.transport.base import Counts

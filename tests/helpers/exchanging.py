@@ -11,8 +11,8 @@ import numpy as np
 
 from device_agent.links import MeshLinks
 from device_agent.network import ErrorLog
-from hepti_mqtt.ids import PLANNER, PlanVersion
-from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.keys import UNKEYED
@@ -130,14 +130,14 @@ class Device:
             self.take(event)
 
     def work(
-        self, run_ids: tuple[int, ...], limit_s: float, goes_on: Callable[[Device], bool] = lambda _: True
+        self, run_ids: tuple[int, ...], limit_s: float, continues: Callable[[Device], bool] = lambda _: True
     ) -> None:
         """Work until some runs are over, or are ended."""
         until = time.monotonic() + PATIENCE_S
         left = set(run_ids)
         while left:
             assert time.monotonic() < until, (self.name, left)
-            if not goes_on(self):
+            if not continues(self):
                 for run_id in left:
                     self.executor.drop(run_id)
             else:
@@ -178,14 +178,14 @@ class Site:
         """End a run everywhere once the first device has taken so many steps; return whether it was under way."""
         first, ended, taken = next(iter(self.devices.values())), threading.Event(), 0
 
-        def goes_on(device: Device) -> bool:
+        def continues(device: Device) -> bool:
             nonlocal taken
             taken += device is first
             if taken > steps:
                 ended.set()
             return not ended.is_set()
 
-        self._together({run_id: inputs}, 0.0, goes_on)
+        self._together({run_id: inputs}, 0.0, continues)
         return ended.is_set()
 
     def go_on(
@@ -201,7 +201,7 @@ class Site:
             device.admit(heir, inputs, heirs[device.name])
             assert device is first or device.executor.hold(run_id, block)
 
-        def goes_on(device: Device) -> bool:
+        def continues(device: Device) -> bool:
             nonlocal taken
             if device is first:
                 taken += 1
@@ -212,12 +212,12 @@ class Site:
                 device.over.append(run_id)
             return True
 
-        self._together({heir: inputs}, 0.0, goes_on)
+        self._together({heir: inputs}, 0.0, continues)
         return self.answer(heir)
 
-    def _together(self, inputs: Mapping[int, np.ndarray], limit_s: float, goes_on: Callable[[Device], bool]) -> None:
+    def _together(self, inputs: Mapping[int, np.ndarray], limit_s: float, continues: Callable[[Device], bool]) -> None:
         threads = [
-            threading.Thread(target=self._work, args=(d, inputs, limit_s, goes_on)) for d in self.devices.values()
+            threading.Thread(target=self._work, args=(d, inputs, limit_s, continues)) for d in self.devices.values()
         ]
         for thread in threads:
             thread.start()
@@ -231,12 +231,12 @@ class Site:
         return np.concatenate([array for _, array in sorted(parts, key=lambda part: part[0])])
 
     def _work(
-        self, device: Device, inputs: Mapping[int, np.ndarray], limit_s: float, goes_on: Callable[[Device], bool]
+        self, device: Device, inputs: Mapping[int, np.ndarray], limit_s: float, continues: Callable[[Device], bool]
     ) -> None:
         try:
             for run_id, array in inputs.items():
                 if run_id not in device.executor:
                     device.admit(run_id, array)
-            device.work(tuple(inputs), limit_s, goes_on)
+            device.work(tuple(inputs), limit_s, continues)
         except BaseException as error:
             self.errors.append(error)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client.connection import AnswerStream
-from hepti_mqtt.errors import HeptiError, NetworkError, RequestError
+from hepti_mqtt.core.errors import HeptiError, NetworkError, RequestError
 
 ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
 

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.core.storage import STORAGES
 
 KIND = {
     "f32": 0,

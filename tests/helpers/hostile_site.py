@@ -29,9 +29,9 @@ from site_processes import PATIENCE_S, SITE, Site, User, Voice, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError, WireError
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import NetworkError, PacketLimitError, WireError
-from hepti_mqtt.ids import Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.topics import Topics
@@ -163,7 +163,7 @@ def _flood(ask: Callable[..., None]) -> None:
 def _prepare(attacker: Attacker, name: str, field_: str, value: int) -> None:
     commands = [(topic, msgpack.unpackb(keys.split(payload)[0])) for topic, payload in attacker.captured["command"]]
     topic, values = next(command for command in commands if command[1][0] == 1)
-    values[2]["epoch"] = [values[2]["epoch"][0], 1_000_000 + attacker.random.randrange(1_000_000)]
+    values[2]["version"] = [values[2]["version"][0], 1_000_000 + attacker.random.randrange(1_000_000)]
     values[3][field_] = value
     attacker.flood(name, topic, msgpack.packb(values))
 

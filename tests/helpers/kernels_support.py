@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import settings
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate, jit, warm_up
 from hepti_mqtt.kernels.cpu import isa
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 
 Array = NDArray[Any]
 DTYPES = {np.dtype(v): k for k, v in NUMPY_DTYPE.items()}

@@ -34,7 +34,7 @@ from checkpoint_changes import (
 from sentence_transformers import SentenceTransformer
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 
 transformers.logging.set_verbosity(50)
 transformers.logging.disable_progress_bar()

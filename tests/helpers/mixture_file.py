@@ -11,7 +11,7 @@ import numpy as np
 from gguf_writer import KIND, text_bytes, value_bytes
 from tokenizers import pre_tokenizers
 
-from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.core.storage import STORAGES
 
 
 class Shape(NamedTuple):

@@ -9,12 +9,12 @@ from small_cnns import Node, cnn, conv, pool, relu
 from together import run_programs
 
 from hepti_mqtt import models
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.lowering import Graph, Lowered
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import base_table
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES, Division
+from hepti_mqtt.strategies.plan_programs import base_table
 
 Line = tuple[str, int, int] | str  # ("conv", channels, size), ("stride", channels, size), "pool", "residual"
 

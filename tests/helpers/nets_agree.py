@@ -16,10 +16,10 @@ from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.models.cnn.nodes import CnnSpec
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.spec import Spec
 from hepti_mqtt.strategies import STRATEGIES, Method
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NETS = [kind for kind in KINDS if isinstance(spec_of_kind(kind), CnnSpec)]
 SMALL = [kind for kind in NETS if kind.startswith("tiny-")]

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from torch_oracle import outputs, scaled
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models import reference
 from hepti_mqtt.models.pictures import FILE, IMAGENET_MEAN, IMAGENET_STD
 from hepti_mqtt.models.shapes import TokenBatch

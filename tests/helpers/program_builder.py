@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hepti_mqtt.program import Compute, Op, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, validate
+from hepti_mqtt.core.program import Compute, Op, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, validate
 
 
 class ProgramBuilder:

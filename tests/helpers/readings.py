@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import PlainShape, RequestShape, TaskHead, Want
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.models import plain
 from hepti_mqtt.models.tensors import TensorSource, dense, norm, table
 from hepti_mqtt.models.transformer import Layer, post_norm
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import PlainShape, RequestShape, TaskHead, Want
 
 FAMILY: Final = "readings"
 ARCHITECTURES: Final[Mapping[str, Any]] = {"Readings": "embedding"}

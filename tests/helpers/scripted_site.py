@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import TaskHead
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec, TextStem
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, decide, price, price_plans, simulate_plan, with_loads
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, decode, decode_work, encode
@@ -33,8 +33,8 @@ from hepti_mqtt.runtime.coordinator.requests import Pins, Request, RequestKey
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.spec import TaskHead
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 
 SPEC = ModelSpec(
     family="bert",

@@ -10,15 +10,15 @@ from device_agent.heartbeat import Meter
 from device_agent.network import ErrorLog, Network, PlaneState, Stop
 from device_agent.probes import Prober
 from device_agent.shell import SessionLoop
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.executor import pack
 from hepti_mqtt.runtime.worker.interface import AnalysePrepare, FrameIn, Load, Loaded, MessageIn, Unload
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
+from hepti_mqtt.strategies.plan_programs import resident_weights
 from hepti_mqtt.transport.base import Connected, Inbox, Subscribed
 
 TOPICS = Topics("home")

@@ -28,7 +28,7 @@ from site_processes import PATIENCE_S, SITE, Site, free_port, poll
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.transport.url import BrokerUrl

@@ -53,8 +53,8 @@ from site_processes import SITE, Site, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import HeptiError
 
 MODEL = "model"
 START_S = 300.0

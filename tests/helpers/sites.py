@@ -9,17 +9,17 @@ import numpy as np
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import Spec, TaskHead
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput, TokenBatch
 from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.models.transformer import ImageStem, ModelSpec, TextStem
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
 from hepti_mqtt.planner import Candidate, Decision, Question, price
-from hepti_mqtt.spec import Spec, TaskHead
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 
 MODEL = "m"
 TOLERANCE = 5e-5  # max |difference| of hidden states and outputs in f32; the values are of the order of 1 to 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.models import spec_from_config
-from hepti_mqtt.spec import Spec
 
 Node = dict[str, Any]
 

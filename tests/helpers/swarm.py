@@ -20,14 +20,14 @@ from heapq import heappop, heappush
 import numpy as np
 
 from hepti_mqtt import __version__
-from hepti_mqtt.cost.profiles import Curve
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Curve
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import single_sequence
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide, price_plans, simulate_plan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import NUMPY_DTYPE, Program, WeightRef
 from hepti_mqtt.kernels import Weight, Workers
-from hepti_mqtt.program import NUMPY_DTYPE, Program, WeightRef
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor, bind, pack
 
 REQUEST = 1

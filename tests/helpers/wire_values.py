@@ -10,14 +10,14 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
-from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE
+from hepti_mqtt.core.spec import PlainShape
 from hepti_mqtt.protocol import plausible
 from hepti_mqtt.protocol.frames import DTYPES, KINDS, Frame
 from hepti_mqtt.protocol.keys import Checked, public_key
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid
 from hepti_mqtt.protocol.messages import CODES, Endpoint, KeptSession, LinkReport, Peer, PeerStats
-from hepti_mqtt.spec import PlainShape
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))
 U63 = st.integers(0, 2**63 - 1)

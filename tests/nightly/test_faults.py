@@ -16,8 +16,8 @@ from site_processes import PATIENCE_S, SITE, Site, User, poll
 from site_run import MODEL, Run, model_directory, run, silences
 
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import RequestError
 
 pytestmark = [needs_mosquitto]
 

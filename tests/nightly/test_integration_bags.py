@@ -14,7 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.client.described import random_input
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.answers import decode_output
@@ -68,7 +68,7 @@ def test_the_tiles_of_a_killed_agent_are_computed_by_the_others_within_the_run(s
         poll(lambda: online() == set(NAMES), "all online")
         before = hepti.infer(KIND, **body, **PINS, timeout_s=PATIENCE_S)
         [pinned] = hepti.plan(KIND)["pinned"]
-        head = pinned["head"]
+        head = pinned["root"]
         other, victim = (name for name in NAMES if name != head)
         watcher = Watcher(site)
         try:

@@ -14,12 +14,12 @@ from site_processes import PATIENCE_S, SITE, Site, running_site
 from device_agent.machine import LOADING_BYTES
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import CacheDtype, Plan
 from hepti_mqtt.cost.memory import session_bytes
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, with_cache
-from hepti_mqtt.plan import CacheDtype, Plan
-from hepti_mqtt.plan_programs import lower_plan, make_plan
 from hepti_mqtt.planner.price import peak_bytes
+from hepti_mqtt.strategies.plan_programs import lower_plan, make_plan
 
 LONGEST = 4096
 IN_FLIGHT = 1  # with it two of the longest texts have room

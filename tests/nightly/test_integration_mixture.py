@@ -17,7 +17,7 @@ from mixture_file import Shape, write_mixture
 from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
 
 LAYERS = int(os.environ.get("LAYERS", "1"))
 BUDGET_MIB = 120 + 108 * LAYERS

@@ -10,7 +10,7 @@ from site_processes import PATIENCE_S, SITE, Site, poll, running_site
 from smollm_prompts import ANSWERS, MOST, smollm
 
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 
 AGENTS = ("a", "b", "c")
 SAID = json.loads(ANSWERS.read_text())["answers"]

@@ -16,7 +16,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import PlanError
+from hepti_mqtt.core.errors import PlanError
 from hepti_mqtt.service.requests import read_input
 
 TOLERANCE = 5e-5

@@ -13,8 +13,8 @@ from site_processes import PATIENCE_S, SITE, Site, foretold, running_site, wait_
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import RefusedError
 from hepti_mqtt.embedded_broker import KINDS
-from hepti_mqtt.errors import RefusedError
 from hepti_mqtt.service.requests import read_input
 
 TOLERANCE = 5e-5

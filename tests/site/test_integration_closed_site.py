@@ -16,7 +16,7 @@ from site_processes import PATIENCE_S, SITE, free_port, poll, wait_for_plans
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import COMMANDS, main
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import RefusedError
+from hepti_mqtt.core.errors import RefusedError
 from hepti_mqtt.transport.url import BrokerUrl
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +94,8 @@ def test_a_command(site: ClosedSite, run: Any, tmp_path: Path, user: str, comman
 def test_exchanges_between_devices_are_encrypted_by_their_own_certificates(site: ClosedSite) -> None:
     row = {"strategy": "row", "options": {"variant": "kv"}, "devices": ["a", "b"], "route": "mesh"}
     with Hepti.connect(str(site.folder.login("alice")), site=SITE) as hepti:
-        version = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["epoch"]
-        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["epoch"] == version] == [[]]
+        version = hepti.infer("tiny", text="hello", **row, timeout_s=PATIENCE_S).plan["version"]
+        assert [p["relayed"] for p in hepti.plan("tiny")["pinned"] if p["version"] == version] == [[]]
         by_device = {d["device"]: d for d in hepti.devices(wait_s=5)}
     assert len(by_device["a"]["endpoint"]["fingerprint"]) == 64
     assert by_device["a"]["endpoint"]["fingerprint"] != by_device["b"]["endpoint"]["fingerprint"]

@@ -14,11 +14,11 @@ from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make, make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.planner.price import peak_bytes
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import make_plan
 
 AGENTS = ("a", "b", "c")
 WORDS = 60_000  # of 32 columns: the table is most of the model

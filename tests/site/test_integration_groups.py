@@ -12,7 +12,7 @@ from site_processes import PATIENCE_S, Site, poll
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.core.errors import NetworkError
 
 CLUSTER, GROUPS, REQUESTS = "cluster", ("left", "right"), 12
 

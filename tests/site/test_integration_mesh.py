@@ -14,9 +14,9 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.client import Answer, Hepti
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = [pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")]
@@ -69,7 +69,7 @@ def test_the_bits_do_not_depend_on_the_way(site: Site, hepti: Hepti, route: str)
     """Shares follow from what devices measured, so each answer is held against its own plan in one process."""
     answer = hepti.infer("tiny", ids=IDS, **ROW, route=route, timeout_s=PATIENCE_S)
     plans = map(Plan.from_dict, hepti.plan("tiny")["pinned"])
-    plan = next(p for p in plans if list(p.version) == list(answer.plan["epoch"]))
+    plan = next(p for p in plans if list(p.version) == list(answer.plan["version"]))
     assert (plan.route, plan.relayed_pairs, set(plan.devices)) == (route, (), set(NAMES))
     assert np.array_equal(answer.hidden, in_one_process(site, plan))
     if route == "mesh":
@@ -122,13 +122,13 @@ def test_connections_that_are_cut_cost_no_answer(site: Site, hepti: Hepti) -> No
     def ask() -> Answer:
         return hepti.infer("tiny", ids=IDS, **ROW, route="mesh", timeout_s=PATIENCE_S)
 
-    before = ask().plan["epoch"]
+    before = ask().plan["version"]
     waiting = [hepti.submit("tiny", ids=IDS, **ROW, route="mesh") for _ in range(20)]
     assert cut(site.running["a"].pid, site.running["b"].pid)
     assert all(agrees(site, future.result(PATIENCE_S)) for future in waiting)
     again = ask()
     assert agrees(site, again)
-    assert again.plan["epoch"] == before, "the connection was back in time"
+    assert again.plan["version"] == before, "the connection was back in time"
     poll(lambda: (heard(hepti, "a") or {}).get("b", {}).get("reconnections"), "a has told that it came back to b")
 
 

@@ -11,7 +11,7 @@ from site_processes import PATIENCE_S, SITE, Site, poll, running_site, wait_for_
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import PacketLimitError
+from hepti_mqtt.core.errors import PacketLimitError
 
 pytestmark = [needs_mosquitto]
 

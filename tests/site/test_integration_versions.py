@@ -13,8 +13,8 @@ from site_processes import PATIENCE_S, SITE, Site, Voice, poll, running_site
 from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import MAGIC
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
@@ -75,10 +75,12 @@ def test_an_agent_refuses_an_older_planner_with_both_versions_and_serves_the_nex
     prepare = messages.decode(next_prepare(older))
     assert isinstance(prepare, messages.Prepare)
     site.stop("planner")
-    boot = prepare.plan["epoch"][0] + 1
+    boot = prepare.plan["version"][0] + 1
     status = json.dumps({"state": "online", "boot": boot}).encode()  # as planners wrote it before 0.2.0
     older.say(TOPICS.planner_status(), status, retain=True)
-    newer = replace(prepare, transaction_id=prepare.transaction_id + 1000, plan={**prepare.plan, "epoch": [boot, 999]})
+    newer = replace(
+        prepare, transaction_id=prepare.transaction_id + 1000, plan={**prepare.plan, "version": [boot, 999]}
+    )
     older.say(TOPICS.command("a"), messages.encode(newer))
     while True:
         payload = older.next(TOPICS.reports("a"))[1]

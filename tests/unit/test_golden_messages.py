@@ -10,8 +10,8 @@ import pytest
 from device_agent.machine import memory_budget
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.config.settings import Settings, parse_size
-from hepti_mqtt.errors import HeptiError, IdInUseError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import HeptiError, IdInUseError
+from hepti_mqtt.core.ids import check_name
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.envelope import parse, request_id, request_pins, split_envelope
 from hepti_mqtt.transport.url import BrokerUrl

@@ -77,11 +77,11 @@ function drawPlan(model) {
   if (model.error) lines.push(h("p", { class: "bad" }, model.error.message));
   if (model.preparing) lines.push(h("p", {}, `Preparing ${methodOf(model.preparing)}: ` + progress(model)));
   if (!plan) return show("plan", lines.length ? lines : wait("No plan is active yet."));
-  const own = site.answers.filter((answer) => answer.model === model.name && answer.plan === plan.epoch.join("."));
+  const own = site.answers.filter((answer) => answer.model === model.name && answer.plan === plan.version.join("."));
   const measured = median(own.map((answer) => answer.latency_ms));
   const predicted = median(own.map((answer) => answer.predicted_ms).filter(known)) ?? model.simulated_ms;
   show("plan", lines, h("p", { class: "method" }, methodOf(plan)), h("p", {}, plan.reason),
-    h("p", { class: "facts" }, `plan ${plan.epoch.join(".")} · root device ${plan.head} · route ${plan.route} · wire ${plan.wire} · weights ${plan.storage} · up to ${model.in_flight} at once`));
+    h("p", { class: "facts" }, `plan ${plan.version.join(".")} · root device ${plan.root} · route ${plan.route} · wire ${plan.wire} · weights ${plan.storage} · up to ${model.in_flight} at once`));
   const most = Math.max(measured ?? 0, predicted ?? 0, 1e-9), length = model.simulated_tokens;
   const shared = onIdleCores(model, plan.devices);
   const of = own.length ? `Medians of the last ${own.length} answers.` : known(length) ? `For ${length} ${length === 1 ? "token" : "tokens"}.` : "";

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import RequestShape, TaskHead
 from hepti_mqtt.lowering import GraphBuilder
 from hepti_mqtt.models import pictures
 from hepti_mqtt.models.cnn import hugging_face, lower, plain, timm, torchvision
@@ -17,8 +19,6 @@ from hepti_mqtt.models.cnn.builder import NodeBuilder
 from hepti_mqtt.models.cnn.nodes import ACTIVATIONS, Activation, CnnSpec, Node, node_from_dict
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import TensorSource
-from hepti_mqtt.program import WeightRef
-from hepti_mqtt.spec import RequestShape, TaskHead
 
 PICTURE_CLASSES: Final = {
     **{"resnet": "ConvNext", "convnext": "ConvNext"},

@@ -7,12 +7,12 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.lowering import GraphBuilder, roles
 from hepti_mqtt.lowering import ops as maps
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Conv, Linear, Node
 from hepti_mqtt.models.tensors import TensorSource, vector
-from hepti_mqtt.spec import RequestShape
 
 _HEAVY: Final = (nodes.Window, nodes.GlobalAverage, nodes.Flatten, Linear)
 

@@ -13,10 +13,10 @@ from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Final
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
+from hepti_mqtt.core.spec import RequestShape, TaskHead
 from hepti_mqtt.models.shapes import ImageInput
 from hepti_mqtt.models.tensors import BatchNorm
-from hepti_mqtt.spec import RequestShape, TaskHead
 
 IMAGE: Final = "image"
 _TAKEN: Final = (IMAGE, "pixels", "rows", "answer")  # by what every graph has around a net

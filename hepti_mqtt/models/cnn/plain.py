@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import IMAGE, CnnSpec, Node
 from hepti_mqtt.models.plain import Array, Tensors, activate, linear, norm
-from hepti_mqtt.spec import RequestShape
 
 
 def reference(spec: CnnSpec, tensors: Tensors, pixels: Array, shape: RequestShape) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import floor
 from typing import Any, Final
 
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.pictures import FILE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models.cnn import mobilenet_v3
 from hepti_mqtt.models.cnn.builder import NodeBuilder, round_channels
 from hepti_mqtt.models.cnn.nodes import Flatten

@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import CancelledRequestError, IdInUseError, OverloadedError
-from hepti_mqtt.ids import asked_name
+from hepti_mqtt.core.errors import CancelledRequestError, IdInUseError, OverloadedError
+from hepti_mqtt.core.ids import whole_model
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -82,7 +82,7 @@ class Admission:
 
     def find_cancelled(self, key: RequestKey, now: float) -> list[tuple[PlanGroup, Request]]:
         """Return the parts of a client's cancelled request; if there are none, refuse the request on arrival."""
-        groups = [group for group in self._groups if asked_name(group.name) == key.model]
+        groups = [group for group in self._groups if whole_model(group.name) == key.model]
         parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:
             self._cancelled[key] = now + CANCELLED_S

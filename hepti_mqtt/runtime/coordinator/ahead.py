@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import root_begins
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import Draw, RequestShape, Spec
 from hepti_mqtt.protocol.frames import DecoderSession, Followed, Frame
 from hepti_mqtt.protocol.messages import RunFailed
 from hepti_mqtt.protocol.topics import publish_bytes
@@ -20,7 +20,7 @@ from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand
 from hepti_mqtt.runtime.coordinator.orders import Orders
 from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
-from hepti_mqtt.spec import Draw, RequestShape, Spec
+from hepti_mqtt.strategies.plan_programs import root_begins
 
 STEPS_AHEAD: Final = 2  # so that a message to a device may take as long as a step
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.errors import RemoteError
+from hepti_mqtt.core.errors import RemoteError
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.protocol.frames import DecoderSession
-from hepti_mqtt.spec import RequestShape, Spec
 
 Array = NDArray[Any]
 

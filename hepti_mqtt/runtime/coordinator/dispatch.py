@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.schedule import route_to_replicas
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import task_count
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Continued, DecoderSession
 from hepti_mqtt.protocol.topics import publish_bytes
@@ -26,8 +27,8 @@ from hepti_mqtt.runtime.coordinator.plans import Ids
 from hepti_mqtt.runtime.coordinator.requests import Request, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import (
     MAX_UNREPORTED_RUNS,
-    BesideRun,
     DeviceAnswers,
+    OtherWork,
     Run,
     RunEvent,
     RunKind,
@@ -36,9 +37,8 @@ from hepti_mqtt.runtime.coordinator.runs import (
 )
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.machinery import StateMachine
-from hepti_mqtt.schedule import route_to_replicas
-from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.task_queue import TaskQueue
+from hepti_mqtt.strategies.plan_programs import task_count
+from hepti_mqtt.strategies.task_queue import TaskQueue
 
 MIN_RUN_S: Final = 1e-6
 PROBE_FACTOR: Final = 6.0  # expected durations of a run until its devices are probed
@@ -268,7 +268,7 @@ class Dispatcher:
         deadline_s = now + min(patience_s, OVERDUE_MAX_S)
         others = [run for run in self._groups.runs() if run.is_computing]
         for run in others:
-            run.beside.alone = False
+            run.other_work.alone = False
         searches = any(other.plans.searching is not None for other in self._groups)
         ids = () if step is None else tuple(part.inputs[len(sessions) : 2 * len(sessions)].tolist())
         group.runs[run_id] = Run(
@@ -279,7 +279,7 @@ class Dispatcher:
             group.cluster(),
             RunTimes(now, expected_s, end_s, probe_at_s, deadline_s, expectation),
             sent,
-            BesideRun(not others and before is None, only_search=searches),
+            OtherWork(not others and before is None, only_search=searches),
             kind,
             self._machine.begin(f"run {run_id}", now),
             DeviceAnswers(ids=ids),

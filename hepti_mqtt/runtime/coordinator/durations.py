@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import MethodEstimates, SiteEstimates, run_seconds
 from hepti_mqtt.planner.estimates import SURPRISED
 from hepti_mqtt.planner.surface import Outlook, interval
@@ -99,7 +99,7 @@ class RunDurations:
         """Learn the slowdown of devices from their compute times, unless weights were loaded during the run."""
         record = next((r for r in self.plans.serving if run.plan_version in r.versions), None)
         plan, shape = run.plan, run.shape
-        if record is None or run.before or run.beside.loads or run.task_queue is not None or len(run.items) > 1:
+        if record is None or run.before or run.other_work.loads or run.task_queue is not None or len(run.items) > 1:
             return
         length = shape.size / max(plan.predicted_tokens, 1)
         if not 0.8 < length < 1.25 or not is_planned_for(self.served.spec, shape):

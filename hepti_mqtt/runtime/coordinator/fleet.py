@@ -11,11 +11,11 @@ from math import exp, inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hepti_mqtt import __version__
+from hepti_mqtt.core.ids import Start
+from hepti_mqtt.core.plan import DevicePair, Plan
+from hepti_mqtt.core.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.loads import LoadRates, Mask
-from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
 from hepti_mqtt.cost.reported import ReportedDevice, reported_cluster
-from hepti_mqtt.ids import Start
-from hepti_mqtt.plan import DevicePair, Plan
 from hepti_mqtt.planner.estimates import SiteEstimates
 from hepti_mqtt.protocol.keys import UNKEYED, Channel, Checked, FrameKey, Seal, agree, frame_key, public_key
 from hepti_mqtt.protocol.messages import (

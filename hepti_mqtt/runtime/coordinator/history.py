@@ -8,8 +8,8 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Decision, Recalled, Verdict
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.planner import Decision, EarlierPlan, Verdict
 from hepti_mqtt.planner.estimates import Means, StrategyKey
 from hepti_mqtt.planner.surface import Priced
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, Search, is_same_division
@@ -81,14 +81,16 @@ class FormerPlans:
     """Former plans that may serve again."""
 
     released: tuple[Plan, ...] = ()  #: last first; devices keep their weights while they have room
-    recalled: Recalled | None = None  #: while no plan serves: the plan that served last, also under an earlier planner
+    recalled: EarlierPlan | None = (
+        None  #: while no plan serves: the plan that served last, also under an earlier planner
+    )
     recall_by_s: float = -inf  #: until then searches wait for that plan and its devices
 
     def note_released(self, plan: Plan) -> None:
         """Record a released plan."""
         self.released = (plan, *(p for p in self.released if not is_same_division(p, plan)))[:MAX_RELEASED]
 
-    def note_lost(self, recalled: Recalled) -> None:
+    def note_lost(self, recalled: EarlierPlan) -> None:
         """Record the active plan that has just lost a device."""
         self.recalled = recalled
 
@@ -102,7 +104,7 @@ class FormerPlans:
         """Let searches wait for the plan of an earlier planner."""
         self.recall_by_s = by_s
 
-    def note_earlier(self, recalled: Recalled | None) -> None:
+    def note_earlier(self, recalled: EarlierPlan | None) -> None:
         """Record the plan of an earlier planner, or end the wait for it if there is none."""
         self.recalled = recalled or self.recalled
         if self.recalled is None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import HeptiError
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.generation import Likely
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Assessment, Candidate, Decision, Question, Recalled
+from hepti_mqtt.planner import Assessment, Candidate, Decision, EarlierPlan, Question
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import Seal
@@ -100,7 +100,7 @@ class PlanRecalled:
     """The plan of a model in the retained record of an earlier planner; None if there is no record."""
 
     model: str
-    recalled: Recalled | None
+    recalled: EarlierPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Solve:
     active: Plan | None
     kind: SearchKind = SearchKind.WHOLE
     plans: tuple[Plan, ...] = ()  #: plans to price in a search of named plans
-    recalled: Recalled | None = None  #: the plan that served before, in a search of that kind
+    recalled: EarlierPlan | None = None  #: the plan that served before, in a search of that kind
 
 
 @dataclass(frozen=True, slots=True)

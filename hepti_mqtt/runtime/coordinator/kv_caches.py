@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.memory import session_rows
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape
 from hepti_mqtt.models.shapes import cache_rows
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol.frames import MAX_SESSION
 from hepti_mqtt.protocol.messages import KeptSession
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord
 
 GB = 1e9

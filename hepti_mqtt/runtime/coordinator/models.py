@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.planner import SiteEstimates
 from hepti_mqtt.runtime.coordinator.durations import RunDurations
 from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
@@ -21,7 +22,6 @@ from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
 from hepti_mqtt.runtime.machinery import TransitionLog
-from hepti_mqtt.spec import RequestShape
 
 MAX_PREBUILT_SHAPES: Final = 8  # shapes for which devices build Programs ahead
 

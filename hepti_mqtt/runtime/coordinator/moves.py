@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.cost.loads import DeviceLoad, SiteLoad, load_seconds
-from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import is_planned_for
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import handover_moves
 from hepti_mqtt.planner.candidates import Candidate
 from hepti_mqtt.planner.decisions import (
     RULE,
     Border,
-    GoingOn,
+    HandoverVerdict,
     Option,
     Situation,
     Verdict,
     decide,
-    goes_on,
     pays_to_hold,
     pays_to_search,
+    weigh_handover,
 )
 from hepti_mqtt.planner.surface import NO_DRAWS, Beliefs, Outlook, Priced, factors_of, outlook
 from hepti_mqtt.runtime.coordinator.fleet import Fleet
 from hepti_mqtt.runtime.coordinator.plans import PlanRecord, is_same_division
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.runs import Run
+from hepti_mqtt.strategies.plan_programs import handover_moves
 
 if TYPE_CHECKING:
     from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -78,7 +78,7 @@ class SearchPace:
 
     def __init__(self) -> None:
         self.search_s = RULE.search_s  #: wall-clock time of a search
-        self.beside_search = RULE.beside_search  #: factor on a request's time during a search
+        self.search_slowdown = RULE.search_slowdown  #: factor on a request's time during a search
 
     def record_search(self, seconds: float) -> None:
         """Take the duration of a whole search during service."""
@@ -86,7 +86,7 @@ class SearchPace:
 
     def record_run(self, ratio: float) -> None:
         """Learn from a run during a search; ratio: its time over the expected time."""
-        self.beside_search = _smoothed(self.beside_search, min(max(ratio, 0.5), 10.0))
+        self.search_slowdown = _smoothed(self.search_slowdown, min(max(ratio, 0.5), 10.0))
 
 
 def _smoothed(mean: float, sample: float) -> float:
@@ -130,7 +130,7 @@ class Moves:
         group.judgement.record(verdict, may_gain, group.durations.lessons, now)
         return verdict
 
-    def go_on(self, group: PlanGroup, run: Run, now: float) -> GoingOn | None:
+    def go_on(self, group: PlanGroup, run: Run, now: float) -> HandoverVerdict | None:
         """Return whether a run of an earlier plan should continue under the active one; None if a device is missing.
 
         The run must have reported progress.
@@ -143,7 +143,7 @@ class Moves:
         # Since that report the run has advanced at the expected pace, or at the pace of the current estimates.
         fastest_s = min(run.times.expected_s, float(np.quantile(before.seconds, 1 - RULE.sure))) / blocks
         block = progress.block + int((now - progress.heard_s) / max(fastest_s, 1e-6))
-        verdict = goes_on(before, after, Border.of_run(blocks, block))
+        verdict = weigh_handover(before, after, Border.of_run(blocks, block))
         if not verdict.goes:
             return verdict
         try:
@@ -154,9 +154,9 @@ class Moves:
         for move in moved:
             sent[move.source] += move.nbytes
         moved_s = max((n / beliefs.cluster.links[d].up_bytes_per_s for d, n in sent.items()), default=0.0)
-        return goes_on(before, after, replace(verdict.border, moved_s=moved_s))
+        return weigh_handover(before, after, replace(verdict.border, moved_s=moved_s))
 
-    def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> GoingOn | None:
+    def go_on_with_text(self, group: PlanGroup, request: Request, now: float) -> HandoverVerdict | None:
         """Return whether a text of an earlier plan should continue under the active one.
 
         None if a device is missing.
@@ -173,7 +173,7 @@ class Moves:
         again = (rows_s + more_rows * min(rows_s / rows, token_s)) / token_s
         is_for_steps = is_planned_for(group.served.spec, generation.shape.decode_step(1))
         each = 1.0 if is_for_steps else token_s / rows_s  # otherwise plans are optimised for the first run
-        return goes_on(before, after, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
+        return weigh_handover(before, after, Border.of_text(tokens, generation.max_new_tokens - tokens, again, each))
 
     def _before_and_active(
         self, group: PlanGroup, version: PlanVersion, beliefs: Beliefs
@@ -232,7 +232,7 @@ class Moves:
             period_s=group.pace.period_s(now),
             busy=self.busy(now),
             search_s=work.search_s,
-            search_factor=work.beside_search,
+            search_factor=work.search_slowdown,
         )
 
     def busy(self, now: float) -> float:
@@ -272,8 +272,8 @@ class Moves:
             load_bytes=sum(part.cached_bytes + part.fetched_bytes for part in load.devices.values()),
             load_s=max(seconds.values(), default=0.0),
             own_s=max((seconds[device] for device in seconds if device in used), default=0.0),
-            beside=candidate.fits_beside,
-            unheard_s=self._fleet.estimates.unheard_s(set(candidate.plan.devices).difference(used), now)
+            fits_next_to_others=candidate.fits_next_to_others,
+            no_evidence_s=self._fleet.estimates.no_evidence_s(set(candidate.plan.devices).difference(used), now)
             if used
             else 0.0,
         )

@@ -7,13 +7,13 @@ from itertools import chain, islice
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.fair_queue import select_batch
 from hepti_mqtt.runtime.coordinator.kv_caches import reserved_rows, rows_of_text
 from hepti_mqtt.runtime.coordinator.models import MAX_PREBUILT_SHAPES, PlanGroup
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
-from hepti_mqtt.spec import RequestShape
 
 MAX_URGENT_SHAPES: Final = 2  # shapes that need a Program before the plan serves
 MAX_SHAPE_NUMBERS: Final = 1024  # sizes and mask rows of a shape in a Prepare, whose size is limited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Continued, DecoderSession, Followed, encode_work
 from hepti_mqtt.protocol.topics import Topics

@@ -15,11 +15,12 @@ from hashlib import blake2b
 from itertools import count
 from typing import Final, Literal, get_args
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.loads import TileMap
-from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import graph
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
 from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.protocol.messages import Ready
@@ -27,7 +28,6 @@ from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SearchKind, SearchRules
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
-from hepti_mqtt.spec import RequestShape, Spec
 
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.models.shapes import cache_rows
 
 LEAST_ROWS: Final = 16  # a shorter prefix saves no time

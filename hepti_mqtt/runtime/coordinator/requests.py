@@ -11,14 +11,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Cluster
+from hepti_mqtt.core.ids import PlanVersion, whole_model
+from hepti_mqtt.core.plan import Objective, Plan, Route, WeightDtype, WireDtype
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion, asked_name
-from hepti_mqtt.plan import Objective, Plan, Route, WeightDtype, WireDtype
 from hepti_mqtt.planner.price import Question
 from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.spec import RequestShape, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RequestKey:
     @property
     def client_request(self) -> RequestKey:
         """Return the key of the client's request, over all models that answer it."""
-        return replace(self, model=asked_name(self.model))
+        return replace(self, model=whole_model(self.model))
 
 
 @dataclass(frozen=True, slots=True)

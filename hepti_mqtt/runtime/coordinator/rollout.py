@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, Literal
 
+from hepti_mqtt.core.errors import HeptiError, RemoteError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.spec import PlainShape
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import HeptiError, RemoteError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question
 from hepti_mqtt.planner.estimates import strategy_key
 from hepti_mqtt.protocol import messages
@@ -40,7 +41,6 @@ from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
 from hepti_mqtt.runtime.machinery import Publish
-from hepti_mqtt.spec import PlainShape
 
 MAX_LOADS_PRICED: Final = 4  # plans that are priced again after an activation, because their weights may be loaded now
 SETTLE_UNSERVED_S: Final = 0.1  # replaces `SETTLE_S` while requests wait without a plan

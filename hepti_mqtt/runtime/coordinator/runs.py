@@ -10,16 +10,16 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from hepti_mqtt.cost.profiles import Cluster
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.coordinator.batches import Array
 from hepti_mqtt.runtime.coordinator.requests import AS_PREDICTED, Expectation, Request, RunStats, WorkItem
 from hepti_mqtt.runtime.machinery import StateTable
-from hepti_mqtt.spec import RequestShape
-from hepti_mqtt.task_queue import TaskQueue
+from hepti_mqtt.strategies.task_queue import TaskQueue
 
 MAX_UNREPORTED_RUNS: Final = 4  # runs of a device that lack only reports, and do not count as concurrent
 
@@ -132,7 +132,7 @@ class RunKind(NamedTuple):
 
 
 @dataclass(slots=True)
-class BesideRun:
+class OtherWork:
     """Other work during a run; the session updates it at each event."""
 
     alone: bool  #: no other run at any time
@@ -161,7 +161,7 @@ class Run:
     cluster: Cluster
     times: RunTimes
     dispatch_bytes: int
-    beside: BesideRun
+    other_work: OtherWork
     kind: RunKind
     state: RunState = "dispatched"  #: the scheduler alone steps it
     answers: DeviceAnswers = field(default_factory=DeviceAnswers)

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from hepti_mqtt.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
+from hepti_mqtt.core.errors import CancelledRequestError, DeadlineError, HeptiError, RemoteError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.runtime.coordinator.admission import CANCELLED, Admission
@@ -285,14 +285,14 @@ class Scheduler:
     def _learn(self, group: PlanGroup, run: Run, end_s: float) -> None:
         """Learn from a run: slowdown of devices, cost of searches, and duration of the plan's method."""
         group.durations.record_reports(run, end_s)
-        seconds, beside = end_s - run.times.dispatched_s, run.beside
-        if not beside.alone or beside.loads:
+        seconds, other = end_s - run.times.dispatched_s, run.other_work
+        if not other.alone or other.loads:
             return
-        if beside.only_search and run.times.expected_s > 0:
+        if other.only_search and run.times.expected_s > 0:
             self._groups.background.record_run(seconds / run.times.expected_s)
         if len(run.items) == 1 and run.kind.is_planned:
             judged_s = group.judgement.judged_s
-            group.durations.record_run(run.plan, run.shape.size, seconds, end_s, judged_s, doubtful=beside.search)
+            group.durations.record_run(run.plan, run.shape.size, seconds, end_s, judged_s, doubtful=other.search)
 
     def _step(self, run: Run, event: RunEvent, now: float) -> None:
         run.state = self._machine.step(f"run {run.run_id}", run.state, event, now)
@@ -392,7 +392,7 @@ class Scheduler:
             run.output, run.early_stats = output, stats
             self._step(run, "answer", now)
         self._ahead.note_answered(run.run_id)
-        if run.beside.alone:
+        if run.other_work.alone:
             group.durations.step_pace(run.plan).record(run.shape.size, now - run.times.dispatched_s)
         run.places = tuple(
             len(g.steps) if g and not i.request.finished else None for i, g in zip(run.items, generations, strict=True)

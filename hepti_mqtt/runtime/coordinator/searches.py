@@ -12,8 +12,8 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Decision, Verdict
 from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.runtime.coordinator.fleet import Fleet

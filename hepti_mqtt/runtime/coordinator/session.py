@@ -15,11 +15,11 @@ from itertools import product
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.reported import implausible_caps, sanitize_heartbeat
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Recalled
-from hepti_mqtt.planner.decisions import GoingOn
+from hepti_mqtt.planner import EarlierPlan
+from hepti_mqtt.planner.decisions import HandoverVerdict
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.keys import Checked
 from hepti_mqtt.protocol.topics import Topics
@@ -320,9 +320,9 @@ class CoordinatorSession:
         is_loading = bool(self._loading_devices())
         searching = any(group.plans.searching is not None for group in self.groups)
         for run in self.groups.runs():
-            run.beside.loads |= is_loading  # on any device, because the hub sends its tiles
-            run.beside.search |= searching
-            run.beside.only_search &= searching
+            run.other_work.loads |= is_loading  # on any device, because the hub sends its tiles
+            run.other_work.search |= searching
+            run.other_work.only_search &= searching
 
     def _handle_change(self, device: str, change: str | None, now: float) -> list[CoordinatorCommand]:
         if change == "joined":
@@ -371,7 +371,7 @@ class CoordinatorSession:
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | lost_boot
-                    former = Recalled(record.plan, record.decision.chosen.price.needs, boots)
+                    former = EarlierPlan(record.plan, record.decision.chosen.price.needs, boots)
                     group.former_plans.note_lost(former)
                 released = self._rollout.drop_replica(group, record, device, now, why)
                 if released is None:
@@ -386,7 +386,7 @@ class CoordinatorSession:
             if member.farewell == messages.STOPPED:
                 group.former_plans.excuse(device)
         if lost_runs and says_so and self.fleet.record_setback(device, now):
-            out.append(LogEvent("put_aside", f"too many runs failed because {device} left"))
+            out.append(LogEvent("excluded", f"too many runs failed because {device} left"))
         return out
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -433,15 +433,15 @@ class CoordinatorSession:
                 return self._scheduler.caches.restore(group, plan, device, message.sessions)
         return []
 
-    def last_plans(self) -> dict[str, Recalled]:
+    def last_plans(self) -> dict[str, EarlierPlan]:
         """Return the plan of each model that serves or last served."""
-        out = dict[str, Recalled]()
+        out = dict[str, EarlierPlan]()
         for group in self.groups.defaults():
             record, former = group.plans.active, group.former_plans.recalled
             if record is not None:
-                out[group.name] = Recalled(record.plan, record.decision.chosen.price.needs)
+                out[group.name] = EarlierPlan(record.plan, record.decision.chosen.price.needs)
             elif former is not None:
-                out[group.name] = Recalled(former.plan, former.needs)
+                out[group.name] = EarlierPlan(former.plan, former.needs)
         return out
 
     def held_texts(self) -> list[HeldText]:
@@ -491,7 +491,7 @@ class CoordinatorSession:
         group = self.groups.default(message.model)
         blocks = group.served.block_count(run.shape)
         part = 1.0 if run.progress is None else min((run.progress.block + LATE_BLOCKS) / blocks, 1.0)
-        if run.beside.loads or now - run.times.dispatched_s <= LATE_FACTOR * run.times.expected_s * part:
+        if run.other_work.loads or now - run.times.dispatched_s <= LATE_FACTOR * run.times.expected_s * part:
             return []  # a load slows down runs, and the rule has counted its cost
         run.lateness.is_late = True
         self.fleet.estimates.record_overdue(run.plan.devices, now)
@@ -524,7 +524,7 @@ class CoordinatorSession:
 
     @staticmethod
     def _record_going_on(
-        group: PlanGroup, subject: str, before: PlanVersion, verdict: GoingOn, is_first: bool, now: float
+        group: PlanGroup, subject: str, before: PlanVersion, verdict: HandoverVerdict, is_first: bool, now: float
     ) -> Iterator[CoordinatorCommand]:
         """Record the first verdict on a run or text, and a move to the active plan, in the story."""
         text = f"{subject} {'goes on' if verdict.goes else 'ends under its plan'}; {verdict}"
@@ -572,7 +572,7 @@ class CoordinatorSession:
         """Yield the commands for late runs, expired requests and expired crash limits."""
         yield from self._rollout.tick(group, heard_s)
         for run in list(group.runs.values()):
-            if not run.beside.loads and heard_s - run.times.dispatched_s > LATE_FACTOR * run.times.expected_s:
+            if not run.other_work.loads and heard_s - run.times.dispatched_s > LATE_FACTOR * run.times.expected_s:
                 self.fleet.estimates.record_overdue(run.plan.devices, now)
             if heard_s > run.times.deadline_s and not run.broker_was_lost:
                 yield LogEvent("overdue", f"A run of {run.plan.model} is overdue; retrying it")

@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.spec import Draw, RequestShape, Want
 from hepti_mqtt.models.generation import LIKELIEST, Candidates, Likely, TokenRules
 from hepti_mqtt.models.shapes import next_rows
 from hepti_mqtt.protocol.frames import DecoderSession
@@ -16,7 +17,6 @@ from hepti_mqtt.runtime.coordinator.batches import Array, Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses, StepPace
 from hepti_mqtt.runtime.coordinator.pictured import PicturedPrompt
 from hepti_mqtt.runtime.coordinator.prefixes import Prefix
-from hepti_mqtt.spec import Draw, RequestShape, Want
 
 MOST_UNDECIDED: Final = 0.25  # if candidates leave a larger share of tokens open, runs answer with all logits
 

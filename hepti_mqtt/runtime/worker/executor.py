@@ -16,13 +16,8 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
-from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
-from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
-from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
-from hepti_mqtt.program import (
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import (
     NUMPY_DTYPE,
     Compute,
     ExchangeKey,
@@ -34,10 +29,23 @@ from hepti_mqtt.program import (
     WeightRef,
     slots_written,
 )
+from hepti_mqtt.core.schedule import (
+    DropReason,
+    ProgramRun,
+    RunMachine,
+    RunTemplate,
+    is_direct,
+    make_template,
+    stretches_of,
+)
+from hepti_mqtt.core.storage import StoredRows, Tiles
+from hepti_mqtt.kernels import KERNELS, Weight, Workers, allocate
+from hepti_mqtt.kernels.calls import Call, Calls, operand, received, sent
+from hepti_mqtt.kernels.jit import JIT
+from hepti_mqtt.kernels.tape import AWAITED, UNSENT, Tape
+from hepti_mqtt.kernels.transfers import NO_PEERS, Peers
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.runtime.worker.transfers import KnownTransfer, Sockets, StretchTransfers
-from hepti_mqtt.schedule import DropReason, ProgramRun, RunMachine, RunTemplate, is_direct, make_template, stretches_of
-from hepti_mqtt.storage import StoredRows, Tiles
 
 Array = NDArray[Any]
 DeliveryResult = Literal["filled"] | DropReason

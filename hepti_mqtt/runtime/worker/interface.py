@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hepti_mqtt.errors import HeptiError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.kernels import Weight
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.keys import Seal
@@ -18,7 +19,6 @@ from hepti_mqtt.runtime.machinery import Publish
 from hepti_mqtt.runtime.worker.executor import BoundProgram
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 from hepti_mqtt.runtime.worker.residents import Place, ProgramKey, ResidentPlan
-from hepti_mqtt.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE, SlotSpec
 from hepti_mqtt.models.shapes import cache_rows
-from hepti_mqtt.program import NUMPY_DTYPE, SlotSpec
 from hepti_mqtt.protocol.messages import KeptSession
 
 Array = npt.NDArray[Any]

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from hepti_mqtt.errors import HeptiError, PlanError
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.lowering.handover import HandoverError
-from hepti_mqtt.plan_programs import continued_program, device_program
 from hepti_mqtt.protocol.frames import DecoderSession, Frame
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.worker.executor import bind
 from hepti_mqtt.runtime.worker.interface import AnalysePrepare, BuildProgram, PrepareAnalysed, ProgramBuilt
 from hepti_mqtt.runtime.worker.residents import Continuation, PlanKey, ProgramKey, ResidentPlan, analyse_prepare
-from hepti_mqtt.spec import RequestShape
+from hepti_mqtt.strategies.plan_programs import device_program, handover_program
 
 
 def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
@@ -26,7 +26,7 @@ def build(order: BuildProgram, device: str, workers: Workers) -> ProgramBuilt:
     spec, plan, shape = order.spec, order.plan, order.shape
     try:
         if isinstance(shape, Continuation):
-            rest = continued_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
+            rest = handover_program(spec, shape.before, shape.after, shape.shape, shape.block, device)
             return ProgramBuilt(order.number, bind(rest.program, order.weights, workers, rest.taken))
         return ProgramBuilt(order.number, bind(device_program(spec, plan, shape, device), order.weights, workers))
     except HandoverError as error:

@@ -16,6 +16,11 @@ from math import isfinite
 from typing import Final, Literal, get_args
 
 from hepti_mqtt import __version__
+from hepti_mqtt.core.errors import BadNameError, PlanError, WireError
+from hepti_mqtt.core.ids import PlanVersion, check_name
+from hepti_mqtt.core.plan import Plan, WeightDtype, WireDtype
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.cost.memory import (
     KEPT_PROGRAMS,
     loading_overhead_bytes,
@@ -26,21 +31,16 @@ from hepti_mqtt.cost.memory import (
     tile_map_bytes,
     weights_bytes,
 )
-from hepti_mqtt.errors import BadNameError, PlanError, WireError
-from hepti_mqtt.ids import PlanVersion, check_name
 from hepti_mqtt.kernels import Weight
 from hepti_mqtt.models import largest_shape, spec_from_dict
-from hepti_mqtt.plan import Plan, WeightDtype, WireDtype
-from hepti_mqtt.plan_programs import programs_digest, resident_counts, resident_weights, sources_of
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey
 from hepti_mqtt.protocol.messages import Peer, Prepare
 from hepti_mqtt.protocol.plausible import MAX_REASON, check, check_spec
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, TransitionLog
 from hepti_mqtt.runtime.worker.executor import BoundProgram
-from hepti_mqtt.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import programs_digest, resident_counts, resident_weights, sources_of
 
 KEPT_SHAPES: Final = 64  # cached shapes: most decoding steps have the same shape
 
@@ -404,7 +404,7 @@ class ResidentPlans:
 
     def __init__(self, device: str, counters: Counter[str]) -> None:
         self._device = device
-        self.story = TransitionLog(f"epochs of {device}")
+        self.story = TransitionLog(f"plans of {device}")
         self._machine = StateMachine(RESIDENT_STATES, self.story, counters)
         self._residents: dict[PlanKey, ResidentPlan] = {}
         self._released: list[ResidentPlan] = []

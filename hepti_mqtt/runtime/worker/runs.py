@@ -10,11 +10,12 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import NUMPY_DTYPE, SlotDtype, publish_targets, state_name
+from hepti_mqtt.core.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.models.generation import drawn_token
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import NUMPY_DTYPE, SlotDtype, publish_targets, state_name
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import (
     Continued,
@@ -51,8 +52,7 @@ from hepti_mqtt.runtime.worker.residents import (
     ResidentPlans,
     shape_of,
 )
-from hepti_mqtt.spec import PlainShape, RequestShape, Spec
-from hepti_mqtt.task_queue import initial_task
+from hepti_mqtt.strategies.task_queue import initial_task
 
 EARLY_BYTES: Final = 64 << 20  # limit of all early frames
 EARLY_S: Final = 10.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.errors import HeptiError, PlanError, WireError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.memory import weights_bytes
-from hepti_mqtt.errors import HeptiError, PlanError, WireError
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Peer, Prepare
@@ -409,7 +409,7 @@ class WorkerSession:
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"the plan to continue run {message.run_id} cannot be read ({error!r})") from error
         if resident is None:
-            self.counters["dead_epoch"] += 1
+            self.counters["dead_plan"] += 1
             return []
         return self.runs.leave(resident, message, after, now)
 
@@ -417,7 +417,7 @@ class WorkerSession:
         out = self._release_unconfirmed(self.plans.unconfirmed(message.model, message.plan_version), "outlived", now)
         resident = self.plans.get(message.model, message.plan_version)
         if resident is None:
-            self.counters["dead_epoch"] += 1
+            self.counters["dead_plan"] += 1
         elif resident.ready:
             self.plans.step(resident, "activate", now)
         return out
@@ -427,7 +427,7 @@ class WorkerSession:
         for model, plan_version in keys:
             text = f"{self.device} released plan {plan_version} of {model}: after a reconnection it could not tell "
             text += "whether the plan was still in use"
-            out += [LogTrouble("epochs_forgotten", text), self._failed(0, (model, plan_version), "forgotten", text)]
+            out += [LogTrouble("plans_forgotten", text), self._failed(0, (model, plan_version), "forgotten", text)]
         return [*out, *self._release(keys, event, now)]
 
     def _release(self, keys: Collection[PlanKey], event: EndEvent, now: float, why: str = "") -> list[Command]:
@@ -479,7 +479,7 @@ class WorkerSession:
     def _frame(self, frame: Frame, now: float) -> list[Command]:
         resident = self.plans.get(frame.model, frame.plan_version)
         if resident is None or not resident.ready:
-            self.counters["dead_epoch"] += 1
+            self.counters["dead_plan"] += 1
             return []
         if not frame.has_tag(resident.frame_key):
             self.counters["forged"] += 1

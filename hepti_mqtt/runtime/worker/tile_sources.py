@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.cost.loads import Mask
-from hepti_mqtt.ids import PLANNER
 
 ANSWER_S: Final = 2.0  # timeout of requests to a peer; then other sources are used
 PLANNER_ANSWER_S: Final = 3.0  # timeout of requests to the planner; then one is repeated

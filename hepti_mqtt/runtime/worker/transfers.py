@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hepti_mqtt.core.program import Recv, Send, Slot
 from hepti_mqtt.kernels.calls import Scratch
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.transfers import LARGEST
-from hepti_mqtt.program import Recv, Send, Slot
 from hepti_mqtt.protocol.frames import HEADER_BYTES, HEADER_PREFIX_BYTES, run_id_bytes
 from hepti_mqtt.protocol.keys import UNKEYED, FrameKey, header_tags
 

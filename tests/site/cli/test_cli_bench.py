@@ -15,8 +15,8 @@ from site_processes import SITE, Site, poll
 from hepti_mqtt.checkpoint import make_model, spec_of_kind
 from hepti_mqtt.cli import bench
 from hepti_mqtt.cli.main import main
+from hepti_mqtt.core.errors import ConfigError, PlanError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError, PlanError
 
 SPEC = spec_of_kind("minilm")
 TURNS = argparse.Namespace(rounds=2, repeat=2, seed=0, timeout=10.0, wire="f32")

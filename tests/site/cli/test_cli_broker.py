@@ -175,7 +175,7 @@ def test_a_good_broker_without_a_site_that_limits_packets(capsys):
 
 def test_no_broker(capsys, monkeypatch):
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
-    monkeypatch.setattr("hepti_mqtt.discovery.look", list)  # nothing is announced
+    monkeypatch.setattr("hepti_mqtt.client.discovery.look", list)  # nothing is announced
     code, findings = doctor(capsys)
     assert code == 2
     assert "HEPTI_BROKER" in findings["broker"]["advice"]

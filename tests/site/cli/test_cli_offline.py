@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import yaml
 
-from hepti_mqtt import errors
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli import infer
 from hepti_mqtt.cli.infer import check, request_body
 from hepti_mqtt.cli.main import COMMANDS, build, main
 from hepti_mqtt.client.described import reference
 from hepti_mqtt.config.sites import boards
-from hepti_mqtt.errors import ConfigError, HeptiError, NetworkError, WireError
+from hepti_mqtt.core import errors
+from hepti_mqtt.core.errors import ConfigError, HeptiError, NetworkError, WireError
 from hepti_mqtt.models import spec_from_dict
 
 ROOT = Path(__file__).resolve().parents[3]

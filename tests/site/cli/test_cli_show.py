@@ -17,9 +17,9 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.cli.show import print_judgement, print_peer_traffic, print_plan_history
-from hepti_mqtt.errors import ConfigError, WireError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import ConfigError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 
 
 class Client:
@@ -203,7 +203,7 @@ def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"active": {"strategy": "magic"}}, {"active": {"epoch": [1]}}, {"spec": {"family": "new"}}], ids=str
+    "changed", [{"active": {"strategy": "magic"}}, {"active": {"version": [1]}}, {"spec": {"family": "new"}}], ids=str
 )
 def test_a_plan_of_another_version_is_told_so(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explained(monkeypatch, changed) == WireError.exit_code

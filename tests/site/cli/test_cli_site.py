@@ -20,8 +20,8 @@ from site_processes import PATIENCE_S, SITE, Site, Voice, free_port, poll, runni
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError
 from hepti_mqtt.protocol.topics import Topics
 
 METRICS_PORT = free_port()
@@ -75,7 +75,7 @@ def ask(run: Any) -> Any:
 def test_infer_has_every_field_that_is_promised(ask: Any) -> None:
     result = ask("infer", "tiny", "--tokens", "24", "--repeat", "10", "--check")
     assert result["model"] == "tiny"
-    assert {"id", "epoch", "strategy", "wire", "route", "devices"} <= set(result["plan"])
+    assert {"id", "version", "strategy", "wire", "route", "devices"} <= set(result["plan"])
     assert sum(result["plan"]["devices"].values()) == pytest.approx(1.0)
     assert result["tokens"] == 24
     assert len(result["output"]["embedding"]) == 32
@@ -187,7 +187,7 @@ def test_plan(ask: Any, run: Any, tmp_path: Path) -> None:
     pinned = ask("infer", "tiny", "--tokens", "16", "--strategy", "megatron", "--devices", "a,b")["plan"]
     result = ask("plan", "tiny", "--svg", str(tmp_path / "x.svg"), "--layout-svg", str(tmp_path / "y.svg"))
     assert result["active"] == own, "what a request has pinned is its own"
-    assert pinned["epoch"] in [plan["epoch"] for plan in result["pinned"]]
+    assert pinned["version"] in [plan["version"] for plan in result["pinned"]]
     assert result["work"] == {"factor": 1.0, "roles": {}}
     assert all("<svg" in (tmp_path / name).read_text("utf-8") for name in ("x.svg", "y.svg"))
     assert result["candidates"]

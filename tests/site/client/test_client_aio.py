@@ -9,8 +9,8 @@ import pytest
 from client_support import A_PLAN, PATIENCE_S, Planner
 
 from hepti_mqtt.client import AsyncHepti, Hepti
+from hepti_mqtt.core.errors import DeadlineError, NetworkError, PlanError, RequestError, UnknownModelError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import DeadlineError, NetworkError, PlanError, RequestError, UnknownModelError
 
 NO_PLAN = {"ok": False, "error": {"code": "no_plan", "message": "no device is online"}}
 

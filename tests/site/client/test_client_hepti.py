@@ -12,14 +12,14 @@ from limited_broker import mosquitto_with
 from site_processes import poll
 
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import (
+from hepti_mqtt.core.errors import (
     ConfigError,
     DeadlineError,
     NetworkError,
     PlanError,
     UnknownModelError,
 )
+from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.transport.base import Connected
 
 
@@ -153,7 +153,7 @@ def test_wait_ready_waits_for_a_plan_of_the_planner_that_is_there(hepti, planner
     timer.start()
     assert hepti.wait_ready("m", PATIENCE_S)["active"] == A_PLAN
     timer.join()
-    second = {**A_PLAN, "epoch": [1, 2]}
+    second = {**A_PLAN, "version": [1, 2]}
     timer = threading.Timer(0.05, lambda: planner.record(active=second, unused={"b": "put aside"}))
     timer.start()
     shown = hepti.wait_ready("m", PATIENCE_S, lambda record: "b" in record["unused"])

@@ -15,8 +15,8 @@ from site_processes import PATIENCE_S, poll
 
 from hepti_mqtt.closed_site.folder import SiteFolder
 from hepti_mqtt.closed_site.roles import ROLES, acl_text
-from hepti_mqtt.errors import CertificateDateError, NetworkError, RefusedError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER
+from hepti_mqtt.core.errors import CertificateDateError, NetworkError, RefusedError
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER
 from hepti_mqtt.protocol.topics import Kind, Topics
 from hepti_mqtt.transport.base import Disconnected, Will
 from hepti_mqtt.transport.name_claim import claim

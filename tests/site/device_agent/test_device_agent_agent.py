@@ -18,8 +18,8 @@ from device_agent.config import AgentConfig
 from device_agent.machine import core_capacities, free_memory, usable_cores
 from hepti_mqtt import __version__
 from hepti_mqtt.config.process import StopRequested, StopSignals
-from hepti_mqtt.errors import BadNameError, ConfigError, NetworkError
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.errors import BadNameError, ConfigError, NetworkError
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.transport.url import BrokerUrl
 

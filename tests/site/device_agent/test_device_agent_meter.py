@@ -28,16 +28,16 @@ from device_agent.machine import (
 from device_agent.network import ErrorLog, Network
 from device_agent.probes import Prober
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Send, SlotSpec, WeightRef
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import works
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Compute, Send, SlotSpec, WeightRef
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.topics import Topics
+from hepti_mqtt.strategies.plan_programs import device_programs
 from hepti_mqtt.transport.base import Inbox
 from hepti_mqtt.transport.url import BrokerUrl
 

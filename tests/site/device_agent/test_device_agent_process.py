@@ -18,9 +18,9 @@ from device_agent.machine import LOADING_BYTES
 from hepti_mqtt import __version__
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.config.process import StopSignals
+from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.transport.broker_limits import WANTED_BYTES

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from broker_kinds import needs_mosquitto
 
+from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.embedded_broker import EmbeddedBroker, broker, find_mosquitto, start_broker
-from hepti_mqtt.errors import ConfigError, NetworkError
 
 PATIENCE_S = 20.0
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 CASE = CASES[0]
 SEERS = {"seer": CASE, "gemma": CASES[2]}

@@ -16,7 +16,7 @@ from site_processes import PATIENCE_S, Site, free_port, poll, running_site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 
 TEMPLATE = "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% endfor %}the"
 

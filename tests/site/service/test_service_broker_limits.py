@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from site_processes import Voice
 
-from hepti_mqtt.errors import ConfigError, NetworkError
+from hepti_mqtt.core.errors import ConfigError, NetworkError
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site

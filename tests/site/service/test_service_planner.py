@@ -17,10 +17,10 @@ from site_processes import PATIENCE_S, Voice
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.errors import ConfigError, ModelError, OverloadedError
-from hepti_mqtt.ids import PlanVersion, Start
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Recalled
+from hepti_mqtt.core.errors import ConfigError, ModelError, OverloadedError
+from hepti_mqtt.core.ids import PlanVersion, Start
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
@@ -211,7 +211,7 @@ def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
 
 def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, checkpoints, tmp_path):
     directory, models, log = state_directory("idle", tmp_path), {"bert": checkpoints["bert"]}, logging.getLogger("test")
-    plans = {"bert": Recalled(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
+    plans = {"bert": EarlierPlan(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
     save_state(directory, plans, (), models, log)
     ear = listen("idle")
     stop, outcome = run("idle")

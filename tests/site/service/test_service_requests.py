@@ -21,16 +21,16 @@ from service_support import encoded, noise, run
 from tokenizers import normalizers, pre_tokenizers
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.shapes import ImageBatch, TokenBatch
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service import envelope as env
 from hepti_mqtt.service import requests
 from hepti_mqtt.service import texts as service_texts
 from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.requests import MAX_SEQUENCES, ModelInput, read_input, split_into_batches
 from hepti_mqtt.service.texts import MAX_CHARACTERS, CharacterBudget
-from hepti_mqtt.service.written import WrittenText
 
 LIMIT = 20
 

@@ -17,7 +17,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import Answer, Hepti
-from hepti_mqtt.errors import ConfigError, PlanError, RequestError
+from hepti_mqtt.core.errors import ConfigError, PlanError, RequestError
 from hepti_mqtt.models.generation import Sampling, TokenRules
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.requests import read_input

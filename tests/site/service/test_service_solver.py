@@ -16,13 +16,13 @@ from sites import FAMILIES, plan
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.cli.show import print_plan
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.errors import HeptiError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import HeptiError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Assessment, Option, Question, Verdict, decide
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Status
@@ -212,12 +212,12 @@ def test_what_the_rule_wants_is_priced_once_more_and_nothing_is_searched_for() -
     assert set(solved.decision.chosen.load_bytes) == set(wanted.devices)
     held = solve(replace(command, question=replace(search.question, residents=(wanted,)))).decision.chosen.load_bytes
     assert set(held.values()) == {0}, "devices have all of it"
-    assert solved.decision.chosen.fits_beside
+    assert solved.decision.chosen.fits_next_to_others
     cluster = search.question.cluster
     most = max(*last.chosen.price.needs.values(), *solved.decision.chosen.price.needs.values())
     tight = {n: replace(d, memory_bytes=1.01 * most) for n, d in cluster.devices.items()}
     lacks = solve(replace(command, question=replace(search.question, cluster=replace(cluster, devices=tight))))
-    assert not lacks.decision.chosen.fits_beside, "there is room for one of them alone"
+    assert not lacks.decision.chosen.fits_next_to_others, "there is room for one of them alone"
 
 
 SPEC = FAMILIES["bert-embedding"]

@@ -12,9 +12,9 @@ from broker_kinds import needs_mosquitto
 from closed_broker import Someone
 from limited_broker import mosquitto_with
 
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError
 from hepti_mqtt.embedded_broker import start_broker
 from hepti_mqtt.embedded_broker.broker import SETTINGS
-from hepti_mqtt.errors import NetworkError, PacketLimitError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.broker_limits import (
     QueueCapacity,

@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
+from hepti_mqtt.core.errors import NetworkError, RefusedError
 from hepti_mqtt.embedded_broker import start_broker
-from hepti_mqtt.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
 from hepti_mqtt.transport.url import BrokerUrl

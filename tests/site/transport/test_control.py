@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from broker_kinds import needs_mosquitto
 
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.sockets import local

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from picky import HANG_UP, LEAVE, TAKE, Picky
 
-from hepti_mqtt.errors import NetworkError, PacketLimitError
+from hepti_mqtt.core.errors import NetworkError, PacketLimitError
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused
 from hepti_mqtt.transport.broker_connection import HANG_UPS, BrokerConnection, DataConnection
 from hepti_mqtt.transport.codec import publish_head

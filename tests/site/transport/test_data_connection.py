@@ -10,7 +10,7 @@ import uuid
 import numpy as np
 import pytest
 
-from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.core.errors import NetworkError, RefusedError
 from hepti_mqtt.protocol.topics import publish_bytes
 from hepti_mqtt.transport.base import KEEPALIVE_S, Connected, Disconnected
 from hepti_mqtt.transport.broker_connection import DataConnection

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe, topic
 
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.transport.endpoint import STALL_S
 from hepti_mqtt.transport.peer import Address, Dropped, Lost, Refused
 

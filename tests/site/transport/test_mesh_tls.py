@@ -10,7 +10,7 @@ import pytest
 from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe, topic
 
 from hepti_mqtt.closed_site.certificates import make_self_signed
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.peer import Address, Joined, Refused
 from hepti_mqtt.transport.sockets import MeshTls
 

@@ -9,7 +9,7 @@ import pytest
 from broker_kinds import needs_mosquitto
 from relay import Relay
 
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.transport.url import BrokerUrl
 
 

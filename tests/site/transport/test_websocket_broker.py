@@ -17,8 +17,8 @@ from site_processes import PATIENCE_S, Site
 
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.client import Hepti
+from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.embedded_broker.broker import configuration
-from hepti_mqtt.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models import reference
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.service.answers import decode_output

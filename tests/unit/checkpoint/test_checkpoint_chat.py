@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint.chat import ChatTemplate, open_template
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "chat.json").read_text("utf-8"))
 TOKENIZER = Tokenizer.from_str(json.dumps(GOLDEN["tokenizer"]))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 
 _PARTS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 _KINDS = {np.dtype("<f4"): 0, np.dtype("<i1"): 1, np.dtype("<i2"): 2, np.dtype("<f2"): 4}

@@ -11,7 +11,7 @@ from gguf_writer import FP4
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 
 PACKING = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 

@@ -12,13 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import UnsupportedModelError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.storage import STORAGES
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_program
 from hepti_mqtt.runtime.worker.executor import run_local
-from hepti_mqtt.storage import STORAGES
+from hepti_mqtt.strategies.plan_programs import device_program
 
 ALONE = Plan("model", PlanVersion(1, 1), "single", ("here",), "here")
 ERRORS = {"q8": 0.01, "q4": 0.15}

@@ -10,14 +10,12 @@ import sys
 import types
 import zipfile
 
-import checkpoint_changes as changes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError
-from hepti_mqtt.service.requests import read_input
+from hepti_mqtt.core.errors import ModelError
 
 STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "float64": "DoubleStorage", "int64": "LongStorage"}
 
@@ -99,6 +97,9 @@ def opened(path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 def test_it_is_the_same_model_as_in_safetensors(made, bert, stored, torch, dtype):
+    (bert / "onnx").mkdir()
+    for other in ("onnx/model.onnx", "sparse_linear.pt"):  # of the same repository, for other programs
+        (bert / other).write_text("...")
     _, want = opened(made["tiny-bert"])
     position_ids = {"bert.embeddings.position_ids": np.arange(40)}
     save(bert / "pytorch_model.bin", {**{k: v.astype(dtype) for k, v in stored.items()}, **position_ids}, torch)
@@ -107,38 +108,6 @@ def test_it_is_the_same_model_as_in_safetensors(made, bert, stored, torch, dtype
     for name, value in want.items():
         np.testing.assert_array_equal(tensors[name], value.astype(dtype).astype(np.float32))
     assert opened(bert)[0] == manifest
-
-
-def test_bge_m3_as_it_is_published_is_read_with_8192_tokens(tmp_path, torch):
-    """No safetensors, ONNX in a folder, two more matrices that the dense vector does not need."""
-    files = changes.base("tiny-xlm-roberta", tmp_path / "base")
-    stored = load_file(tmp_path / "base" / "model.safetensors")
-    name = next(n for n in stored if "position_embeddings" in n)
-    stored[name] = np.resize(stored[name], (8194, stored[name].shape[1]))
-    files[changes.CONFIG] |= {"max_position_embeddings": 8194, "pad_token_id": 1, "type_vocab_size": 1}
-    stored = {n: t[:1] if "token_type_embeddings" in n else t for n, t in stored.items()}
-    files[changes.BERT] = {"max_seq_length": 8192, "do_lower_case": False}
-    files[changes.OPTIONS]["model_max_length"] = 8192
-    kinds = [(0, "", "Transformer"), (1, "1_Pooling", "Pooling"), (2, "2_Normalize", "Normalize")]
-    files[changes.MODULES] = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, path, kind in kinds
-    ]
-    files[changes.POOLING] = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True}
-    files[changes.POOLING]["pooling_mode_mean_tokens"] = False
-    files["onnx/model.onnx"] = files["colbert_linear.pt"] = files["sparse_linear.pt"] = "..."
-    path = tmp_path / "bge-m3"
-    for file, data in files.items():
-        (path / file).parent.mkdir(parents=True, exist_ok=True)
-        (path / file).write_text(data if isinstance(data, str) else json.dumps(data))
-    save(path / "pytorch_model.bin", stored, torch)
-    with Checkpoint.open(path) as checkpoint:
-        assert checkpoint.spec.input_spec.longest == 8192
-        long = read_input(checkpoint, {"text": "light " * 9000, "truncate": True})
-        assert long.shape.tokens == 8192
-        with pytest.raises(RequestError) as caught:
-            read_input(checkpoint, {"text": "light " * 9000})
-    assert "8192" in str(caught.value)
 
 
 def test_shards_views_and_nested_dictionaries_are_read(made, bert, stored, torch):
@@ -173,21 +142,14 @@ def test_what_is_no_tensor_is_refused_and_never_called(bert, stored, torch):
         assert "pytorch_model.bin" in str(caught.value) or "lacks" in str(caught.value)
 
 
-def outside(state, torch):
-    return {**state, "bert.pooler.dense.bias": Tensor(Storage("s", np.zeros(8, np.float32)), 0, (32,))}
-
-
-def strided(state, torch):
-    return {**state, "bert.pooler.dense.weight": Tensor(Storage("s", np.zeros(2048, np.float32)), 0, (32, 32), (1, 32))}
-
-
-def negative(state, torch):
-    return {**state, "bert.pooler.dense.bias": Tensor(Storage("s", np.zeros(64, np.float32)), -8, (32,))}
-
-
-@pytest.mark.parametrize("change", [outside, strided, negative])
-def test_tensors_that_lie_elsewhere_are_refused(bert, stored, torch, change):
-    save(bert / "pytorch_model.bin", change(stored, torch), torch)
+@pytest.mark.parametrize(
+    ("name", "size", "parts"),
+    [("bias", 8, (0, (32,))), ("weight", 2048, (0, (32, 32), (1, 32))), ("bias", 64, (-8, (32,)))],
+    ids=["outside", "strided", "negative"],
+)
+def test_tensors_that_lie_elsewhere_are_refused(bert, stored, torch, name, size, parts):
+    tensor = Tensor(Storage("s", np.zeros(size, np.float32)), *parts)
+    save(bert / "pytorch_model.bin", {**stored, f"bert.pooler.dense.{name}": tensor}, torch)
     with pytest.raises(ModelError):
         Checkpoint.open(bert)
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hepti_mqtt.cli import demo
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 
 PATIENCE_S = 60
 WITH_A_CHILD = """

@@ -12,7 +12,7 @@ from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output
 from hepti_mqtt.cli.infer import format_result, request_body
 from hepti_mqtt.cli.main import build
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.service.sound import pcm_of
 
 

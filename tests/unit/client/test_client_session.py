@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hepti_mqtt import errors
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
@@ -22,7 +21,8 @@ from hepti_mqtt.client import session as module
 from hepti_mqtt.client.body import encode_picture, request_body
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
-from hepti_mqtt.errors import (
+from hepti_mqtt.core import errors
+from hepti_mqtt.core.errors import (
     BadNameError,
     IdInUseError,
     OverloadedError,
@@ -115,7 +115,7 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
         return session.handle_message(T.planner_status(group), encode_status(Status(state, boot)), now)
 
     def taken(request, group):
-        payload = json.dumps({"id": request, "taken_by": group, "final": False}).encode()
+        payload = json.dumps({"id": request, "accepted_by": group, "final": False}).encode()
         assert session.handle_message(T.response("m", "me", request), payload, 0.5) == []
 
     asked = session.add_request("m", "q1", {}, "token", 0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from hepti_mqtt.closed_site.certificates import DAYS, make_authority, make_certificate
 from hepti_mqtt.closed_site.folder import SiteFolder
-from hepti_mqtt.errors import BadNameError, ConfigError
+from hepti_mqtt.core.errors import BadNameError, ConfigError
 from hepti_mqtt.transport.base import validity
 from hepti_mqtt.transport.url import BrokerUrl
 

@@ -16,7 +16,7 @@ from hepti_mqtt.cli.main import build, main
 from hepti_mqtt.config import MAX_FILE_BYTES, Settings, load_yaml
 from hepti_mqtt.config.options import PinOptions, PlannerOptions, index_range, non_negative_int, positive_int, tcp_port
 from hepti_mqtt.config.settings import parse_size
-from hepti_mqtt.errors import BadNameError, ConfigError
+from hepti_mqtt.core.errors import BadNameError, ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
 
 NOWHERE = ["--broker", "mqtt://127.0.0.1:1"]

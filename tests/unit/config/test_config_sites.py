@@ -9,14 +9,14 @@ import pytest
 
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config.sites import boards, find_site, load_site
-from hepti_mqtt.cost.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Link, PeerLink
+from hepti_mqtt.core.storage import PRODUCTS
 from hepti_mqtt.cost.reported import profile_from_caps
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import quantised, representative_shape
 from hepti_mqtt.planner import Question, decide
-from hepti_mqtt.storage import PRODUCTS
 
 SITES = Path(__file__).parents[3] / "configs" / "sites"
 #: What an agent measured of itself: one core of a server with AVX-512.

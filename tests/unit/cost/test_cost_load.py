@@ -8,12 +8,11 @@ import pytest
 from sites import FAMILIES, METHODS, plan, request
 from small_cnns import cnn, conv, pool, relu
 
-from hepti_mqtt import plan_programs
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.explain import task_owners, task_summary, timeline_svg
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import (
     RequestTimes,
     SimulatedRequest,
@@ -23,11 +22,11 @@ from hepti_mqtt.cost.simulator import (
     simulate_throughput,
     steady_state,
 )
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.cnn.nodes import CnnSpec
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide, price
+from hepti_mqtt.strategies import plan_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NAMING = TopicNames("home", "m")
 SPEC = FAMILIES["vit-classifier"]
@@ -77,14 +76,6 @@ def test_a_pipeline_takes_the_next_request_while_the_last_one_is_on_its_way():
     assert full.latency_s >= one
     by_turns = loaded(wanted, cluster, in_flight=1).requests_per_s
     assert 0.999 / one < by_turns < 1 / one, "the next one waits for the reports of the last, an answer does not"
-
-
-def test_one_device_gains_nothing_but_the_time_of_its_frames():
-    cluster, wanted = site(1), requested("single", 1)
-    one = alone(wanted, cluster).seconds
-    simulation = loaded(wanted, cluster)
-    assert 1.0 <= simulation.requests_per_s * one < 1.1
-    assert simulation.latency_s == pytest.approx(2 * one, rel=0.1)
 
 
 def test_the_sequences_of_a_request_are_micro_batches():
@@ -171,7 +162,7 @@ def test_requests_that_share_devices_are_all_answered(kind):
             assert tasks(simulation).count(f"task {task}") >= 4 * in_flight
 
 
-@pytest.mark.parametrize("gap_ms", range(1, 12, 2))
+@pytest.mark.parametrize("gap_ms", range(1, 12, 4))
 def test_the_message_without_tasks_ends_a_run_in_any_state_of_the_device(gap_ms):
     for speeds in (SLOW, (0.02, 1.0), (1.0, 1.0, 1.0, 0.01, 0.01)):
         simulation = played("tiny-convnet", speeds, 6, 3, gap_s=gap_ms * 1e-3)
@@ -195,22 +186,6 @@ def test_a_narrow_map_has_no_tasks_without_work(window, bag):
     assert plan_programs.task_count(spec, plan(spec, LEASED, (1.0,))) == bag
     simulation = played(spec, SLOW, 1, 1)
     assert {f"task {n}" for n in range(bag)} == set(tasks(simulation))
-
-
-def test_explained_are_the_devices_that_took_each_task():
-    simulation = played("tiny-convnet", SLOW, 1, 1)
-    assert task_summary(simulation.events, "d1") == "task 1 (given up)"
-    done = [e for e in simulation.events if e.lane == "task" and "(" not in e.label]
-    places = [f"task {n}" for n in range(8)]
-    taken = task_owners(simulation.events, [*places, "head"], "d0")
-    assert taken == (
-        *(f"{n}: {next(e.device for e in done if e.label == place)}" for n, place in enumerate(places)),
-        "head: d0",
-    )
-    seconds = simulation.runs[0].answered_s
-    picture = timeline_svg(simulation.events, tuple(simulation.devices), seconds, "x")
-    assert "<title>task 1 (given up)" in picture
-    assert picture.count(">task</text>") == len(SLOW)
 
 
 def slower_from(device, since_s, factor):

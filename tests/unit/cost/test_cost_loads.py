@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.loads import LoadRates, TileMap, load_seconds, site_load
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid
 
 SHAPES = {"embeddings": ((300, 512), False), "query": ((512, 600), True), "bias": ((600,), False)}

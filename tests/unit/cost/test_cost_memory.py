@@ -10,8 +10,8 @@ from hepti_mqtt.cost.memory import resident_bytes, scratch_bytes, weights_bytes
 from hepti_mqtt.models import graph, largest_shape, with_cache, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import HEAD, WORDS
-from hepti_mqtt.plan_programs import device_program, resident_counts, resident_weights
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_program, resident_counts, resident_weights
 
 SPEC = spec_of_kind("tiny-llama")
 ROWS, LONGEST = 16, 96

@@ -8,10 +8,10 @@ import pytest
 from sites import plan
 
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.moves import bytes_to_load
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import resident_weights
+from hepti_mqtt.strategies.plan_programs import resident_weights
 
 SPEC = spec_of_kind("bert-large", 2)
 HEADS = ("row", {"variant": "heads"})

@@ -8,13 +8,13 @@ import pytest
 from sites import EVERY_FAMILY, METHODS, plan, request
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.cost.explain import computed_and_distinct, flops, plan_work_factor, work_factor
+from hepti_mqtt.cost.explain import computed_and_distinct, plan_work_factor, work_factor
 from hepti_mqtt.lowering import Graph, GraphBuilder, IndexSet, Lowered, Table, roles, span, split_along
 from hepti_mqtt.models import graph
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan_programs import lower_plan
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.method import HEADS
+from hepti_mqtt.strategies.plan_programs import lower_plan
 
 DEVICES = 4
 TOKENS = (16,)
@@ -129,12 +129,9 @@ def test_every_method_does_the_work_that_is_written_down(method):
 
 # Of encoders that BERT's layers do not stand for: what everyone computes of keys and values, rotated or not, is less
 # where heads share them and where windows leave rows out.
-VOLTAGE = {
-    "tiny-mpnet": 1.6, "tiny-modernbert": 1.4208, "tiny-nomic": 1.6, "tiny-qwen3": 1.1551, "tiny-gemma3": 1.1998,
-    "tiny-deberta": 1.4898,
-}  # fmt: skip
+VOLTAGE = {"tiny-modernbert": 1.4208, "tiny-gemma3": 1.1998, "tiny-deberta": 1.4898}
 # Two heads of keys and values, which four devices with own heads of queries each compute for themselves.
-SHARED = {"tiny-qwen3": 1.1034, "tiny-gemma3": 1.1199}
+SHARED = {"tiny-gemma3": 1.1199}
 
 
 @pytest.mark.parametrize("kind", VOLTAGE)
@@ -165,14 +162,6 @@ def test_a_forgotten_line_is_seen_by_name():
     assert work.total > 1.3
     assert f"qkv {work.roles['qkv']:.2f}" in work.text()
     assert work.to_dict() == {"factor": round(work.total, 4), "roles": {"qkv": round(work.roles["qkv"], 4)}}
-
-
-def test_equal_layers_that_are_worked_out_once_count_as_often_as_they_are_there():
-    lowered = lower_plan(*of(("block", {})))
-    whole = Lowered(lowered.full_graph, replace(lowered.table, uniform=False), lowered.names)
-    assert lowered.repeat is not None
-    assert whole.repeat is None
-    assert flops(lowered) == flops(whole)
 
 
 def halves(rows: IndexSet, other: IndexSet) -> tuple[Graph, Table]:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hepti_mqtt.cli.main import build
-from hepti_mqtt.errors import ConfigError, RefusedError
+from hepti_mqtt.core.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).parents[3]
 HEALTHY = {"condition": "service_healthy"}

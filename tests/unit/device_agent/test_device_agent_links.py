@@ -17,8 +17,8 @@ from device_agent.config import AgentConfig, listen_address, local_address_towar
 from device_agent.links import APART_S, REMEMBERED_RUNS, IdleProbes, MeshLinks, open_links
 from device_agent.network import ErrorLog
 from device_agent.probes import FIRST_LARGE, LARGE_BYTES, LARGE_EVERY_S, SMALL_BYTES, PeerProbes
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import Frame, TensorArrival
 from hepti_mqtt.protocol.messages import Endpoint, Heartbeat, Peer, encode_heartbeat

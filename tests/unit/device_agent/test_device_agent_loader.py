@@ -27,13 +27,13 @@ from device_agent.loader import (
     WeightLoader,
 )
 from device_agent.tile_cache import TileCache
+from hepti_mqtt.core.errors import ModelError, PlanError, WireError
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes
-from hepti_mqtt.errors import ModelError, PlanError, WireError
-from hepti_mqtt.ids import PLANNER, PlanVersion
 from hepti_mqtt.kernels import arrays_of, loading_bytes
 from hepti_mqtt.kernels.weights import NR
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.runtime.worker.interface import Loaded, LoadFailed, LoadProgress, Unload
 from hepti_mqtt.runtime.worker.tile_sources import PLANNER_ANSWER_S

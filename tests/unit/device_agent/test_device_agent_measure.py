@@ -18,10 +18,10 @@ from device_agent.background import MISMATCH_RATIO, MISMATCH_S, REMEASURE_S, Bac
 from device_agent.budget import Budget
 from device_agent.machine import UNKNOWN_BYTES, last_level_cache_bytes
 from device_agent.measure import load_or_measure, measure, monotone
+from hepti_mqtt.core.errors import HeptiError
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.cost.reported import profile_from_caps
-from hepti_mqtt.errors import HeptiError
 from hepti_mqtt.kernels import Workers, warm_up, works
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef, Work
 from hepti_mqtt.protocol.messages import Caps, decode_caps, encode_caps
 from hepti_mqtt.transport.sockets import mesh_possible
 

@@ -16,8 +16,8 @@ from device_agent.network import (
     PlannerStatus,
 )
 from device_agent.probes import Prober
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages

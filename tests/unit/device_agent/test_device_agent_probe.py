@@ -18,7 +18,7 @@ from device_agent.probes import (
     SMALL_BYTES,
     Prober,
 )
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import frames
 
 

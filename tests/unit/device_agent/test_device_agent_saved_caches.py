@@ -12,7 +12,7 @@ import pytest
 
 from device_agent import saved_caches
 from device_agent.saved_caches import SavedCaches
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.runtime.worker.kv_caches import KeptCache
 
 LOG = logging.getLogger("test")

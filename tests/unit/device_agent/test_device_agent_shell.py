@@ -18,14 +18,14 @@ from device_agent.loader import RequestAgain
 from device_agent.network import OwnStatus, PlaneState, PlannerStatus, Stop, Subscriptions
 from device_agent.shell import MAX_REPEATED
 from hepti_mqtt import __version__, models
-from hepti_mqtt.errors import ConfigError, RefusedError, RemoteError, WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import ConfigError, RefusedError, RemoteError, WireError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import resident_weights
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.plausible import PROGRAMS_BYTES
 from hepti_mqtt.runtime.worker.interface import FrameIn, LogTrouble, MessageIn, Unload
+from hepti_mqtt.strategies.plan_programs import resident_weights
 from hepti_mqtt.transport.base import Connected, Disconnected, Refused
 
 
@@ -272,7 +272,7 @@ def test_plans_from_before_a_reconnection_go_when_a_newer_one_is_activated(devic
     assert unloaded(d) == []
     d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.version)))
     assert unloaded(d) == [(PLAN.model, PLAN.version)]
-    assert d.complaints.counters["epochs_forgotten"] == 1
+    assert d.complaints.counters["plans_forgotten"] == 1
 
 
 def test_single_forged_statuses_are_contradicted(device):

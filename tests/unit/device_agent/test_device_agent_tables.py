@@ -11,15 +11,15 @@ from sites import plan
 
 from device_agent.loader import LoadJob
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.spec import Spec
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.cost.memory import loading_overhead_bytes, matrices, tile_map_bytes
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import full_ref, quantised, tensor_sources
-from hepti_mqtt.plan_programs import resident_counts, resident_weights
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry, grid
 from hepti_mqtt.runtime.worker.interface import Load
 from hepti_mqtt.runtime.worker.tile_sources import TileSources
-from hepti_mqtt.spec import Spec
+from hepti_mqtt.strategies.plan_programs import resident_counts, resident_weights
 
 
 def manifest_of(spec: Spec) -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.embedded_broker.broker import SETTINGS, closed_configuration, configuration, password_lines
-from hepti_mqtt.errors import ConfigError
 
 BROKER = Path(__file__).parents[3] / "broker"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from hepti_mqtt.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError, RequestError
+from hepti_mqtt.core.errors import DeadlineError, HeptiError, NetworkError, OverloadedError, PlanError, RequestError
 from hepti_mqtt.gateway import bodies
 from hepti_mqtt.gateway import site as site_module
 from hepti_mqtt.gateway.app import OPERATIONS, create_app

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client.connection import AnswerStream
-from hepti_mqtt.errors import OverloadedError
+from hepti_mqtt.core.errors import OverloadedError
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import Site
 

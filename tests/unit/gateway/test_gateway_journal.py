@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hepti_mqtt.errors import DeadlineError, RequestError
+from hepti_mqtt.core.errors import DeadlineError, RequestError
 from hepti_mqtt.gateway.journal import ERRORS, HOUR_S, Journal
 
 NOW_S = 1e9

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.gateway.bodies import checked
 from hepti_mqtt.gateway.routes import RecordingBody, transcriptions
 from hepti_mqtt.gateway.site import Site

@@ -11,7 +11,7 @@ from gateway_client import WRITTEN, Client
 from starlette.testclient import TestClient
 
 from hepti_mqtt.client.connection import AnswerStream
-from hepti_mqtt.errors import DeadlineError, HeptiError, PlanError, RemoteError
+from hepti_mqtt.core.errors import DeadlineError, HeptiError, PlanError, RemoteError
 from hepti_mqtt.gateway import site as site_module
 from hepti_mqtt.gateway.app import create_app
 from hepti_mqtt.gateway.site import Site

@@ -18,7 +18,7 @@ from wyoming.error import Error
 from wyoming.info import Describe, Info
 from wyoming.ping import Ping, Pong
 
-from hepti_mqtt.errors import DeadlineError, HeptiError
+from hepti_mqtt.core.errors import DeadlineError, HeptiError
 from hepti_mqtt.gateway import wyoming
 from hepti_mqtt.gateway.site import Spoken
 from hepti_mqtt.gateway.wyoming import Event, Wyoming, encode_event, read_event

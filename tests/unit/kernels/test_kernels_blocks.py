@@ -7,10 +7,10 @@ import pytest
 from gguf_writer import quantised
 from kernels_support import checked, pool
 
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.core.storage import BLOCK_STORAGES, STORAGES, StoredRows
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.kernels.blocks import WIDTH, BlockMatrix
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, StoredRows
 
 RNG = np.random.default_rng(5)
 

@@ -15,12 +15,12 @@ import pytest
 from kernels_support import RNG, checked, poisoned, pool
 from sites import FAMILIES, METHODS
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan, WeightDtype
+from hepti_mqtt.core.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
 from hepti_mqtt.kernels import KERNELS, allocate
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan, WeightDtype
-from hepti_mqtt.plan_programs import device_programs, make_plan
-from hepti_mqtt.program import NUMPY_DTYPE, Compute, SlotSpec, WeightRef
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 
 ROWS = SlotSpec((5, 12))
 GAMMA = WeightRef("gamma", (0, 1), (0, 12), "plain")

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.core.program import Work
 from hepti_mqtt.kernels.conv2d import DEPTH, LEAST_CHANNELS, PIECE, TILES
 from hepti_mqtt.kernels.conv_tile import PIXELS
 from hepti_mqtt.kernels.jit import JIT
 from hepti_mqtt.kernels.tile import ACTIVATIONS
-from hepti_mqtt.program import Work
 
 WINDOWS = {
     "height": st.integers(0, 9),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array, spec
 
-from hepti_mqtt.program import Work
+from hepti_mqtt.core.program import Work
 
 
 @st.composite

@@ -7,9 +7,9 @@ import pytest
 from gguf_writer import quantised
 from kernels_support import checked, pool
 
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.core.storage import STORAGES, StoredRows
 from hepti_mqtt.kernels import KERNELS, allocate
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
-from hepti_mqtt.storage import STORAGES, StoredRows
 
 RNG = np.random.default_rng(3)
 EXPERTS, CHOSEN, H, F = 5, 2, 64, 96

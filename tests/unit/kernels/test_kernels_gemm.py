@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import Case, array
 
+from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.kernels import NarrowMatrix, allocate, gemv
 from hepti_mqtt.kernels.cpu import DOTS, TILE, dot
 from hepti_mqtt.kernels.jit import JIT
@@ -17,7 +18,6 @@ from hepti_mqtt.kernels.linear import DEPTH, ROWS, SHALLOW
 from hepti_mqtt.kernels.quantised import quantise_rows
 from hepti_mqtt.kernels.tile import ACTIVATIONS, NR
 from hepti_mqtt.kernels.weights import BLOCK, PANELS, blocks
-from hepti_mqtt.program import WeightRef
 
 STORAGES = ("f32", "f16", "w8a32", "w8a8")
 ALL = pytest.mark.parametrize("storage", STORAGES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.kernels import cpu
 from hepti_mqtt.kernels.cpu import DOT_OVERRIDE, OVERRIDE, TILES, dot, isa, require_known
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from kernels_support import pool
 from numba import float32
 
+from hepti_mqtt.core.program import lay_out
 from hepti_mqtt.kernels import jit
 from hepti_mqtt.kernels.calls import Addresses, Call, Operand, scratch
 from hepti_mqtt.kernels.jit import FLOAT, INT, INT_ARRAY, compile_first, fills, floats, kernel, reads
 from hepti_mqtt.kernels.tape import Tape
 from hepti_mqtt.kernels.threads import ranges
-from hepti_mqtt.program import lay_out
 
 F4 = np.dtype("f4")
 

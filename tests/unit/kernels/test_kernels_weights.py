@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels_support import array, pool
 
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
 from hepti_mqtt.cost.memory import matrices, weights_bytes
 from hepti_mqtt.kernels import KERNELS, allocate, arrays_of, is_part, part, twin, weight_bytes
 from hepti_mqtt.kernels.weights import BLOCK, PANELS
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
 
 RANGE = st.tuples(st.integers(0, 90), st.integers(0, 90)).map(lambda r: (min(r), max(r)))
 

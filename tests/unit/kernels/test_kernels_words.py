@@ -7,9 +7,9 @@ import pytest
 from gguf_writer import quantised
 from kernels_support import RNG, array, checked, pool
 
+from hepti_mqtt.core.program import Compute, SlotSpec, WeightRef
+from hepti_mqtt.core.storage import BLOCK_STORAGES, STORAGES, StoredRows
 from hepti_mqtt.kernels import allocate
-from hepti_mqtt.program import Compute, SlotSpec, WeightRef
-from hepti_mqtt.storage import BLOCK_STORAGES, STORAGES, StoredRows
 
 H = 512
 WORDS, VOCABULARY, FIRST = 150, 200, 30

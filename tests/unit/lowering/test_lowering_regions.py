@@ -86,26 +86,6 @@ def bands_of(op, rows):
     return op.kernel_call((rows, COLUMNS, rg.span(0, 5)), ()).attrs["bands"]
 
 
-def test_what_two_bands_see_may_lie_apart_touch_or_overlap():
-    op = conv()
-    assert bands_of(op, ((0, 2), (9, 11))) == ((0, 3, 1, 0, 0), (3, 6, 0, 1, 9))
-    assert bands_of(op, ((0, 2), (4, 5))) == ((0, 3, 1, 0, 0), (3, 6, 0, 0, 4))  # rows 0..3 and 3..6
-    assert bands_of(op, ((0, 2), (3, 5))) == ((0, 3, 1, 0, 0), (2, 6, 0, 0, 3))  # rows 0..3 and 2..6
-    assert bands_of(conv(size=1, pad=2), ((0, 1), (4, 6))) == ((0, 0, 2, 0, 0), (0, 2, 0, 0, 4))  # all beyond the map
-
-
-def test_rows_stay_together_and_columns_and_channels_do_not():
-    region = ((0, 2), (9, 11)), ((0, 1), (2, 3)), ((0, 2), (3, 5))
-    parts = conv().kernel_regions(region)
-    assert parts == tuple((region[0], (x,), (c,)) for x, c in product(region[1], region[2]))
-
-
-def test_one_range_has_no_bands():
-    attrs = conv().kernel_call((rg.span(0, 2), COLUMNS, rg.span(0, 5)), ()).attrs
-    assert "bands" not in attrs
-    assert attrs["pad"] == (1, 0, 0, 0)
-
-
 @given(
     size=st.integers(1, 4),
     stride=st.integers(1, 3),

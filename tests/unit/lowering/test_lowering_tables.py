@@ -12,9 +12,11 @@ import pytest
 from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 from together import run_programs
 
-from hepti_mqtt import models, plan_programs
+from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan, apportion
+from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
     GraphBuilder,
@@ -29,12 +31,10 @@ from hepti_mqtt.lowering import (
 from hepti_mqtt.lowering.ops import LayerNorm, Linear, Moments, Op, OpaqueOp
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan, apportion
-from hepti_mqtt.plan_programs import device_program as program_of
-from hepti_mqtt.plan_programs import lower_plan as lowered_of
-from hepti_mqtt.plan_programs import make_plan, searched_program
-from hepti_mqtt.program import validate
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_program as program_of
+from hepti_mqtt.strategies.plan_programs import lower_plan as lowered_of
+from hepti_mqtt.strategies.plan_programs import make_plan
 
 FRAME = {roles.INPUT: on_device(PLANNER_INDEX), roles.STEM: on_device(0), roles.TASK: on_device(0)}
 
@@ -187,21 +187,3 @@ def test_rows_that_do_not_ascend_are_refused(rows):
     x = net.input("x", (4, 2), "f32")
     with pytest.raises(ValueError, match="ascend"):
         net.rows("rows", x, roles.TASK, rows)
-
-
-@pytest.mark.parametrize("kind", ["tiny-vgg", "tiny-resnet"])
-def test_a_part_that_two_plans_have_in_common_is_lowered_once_and_the_same(kind):
-    """Where a border between the last two devices moves, the first one does what it did."""
-    spec = spec_of_kind(kind)
-    shape = models.largest_shape(spec)
-    template = Plan("m", PlanVersion(1, 1), "map_rows", ("a", "b", "c", "d"), "a")
-    one = make_plan(spec, template, "map_rows", {"cut": "none"}, (1, 1, 1, 1))
-    largest = max(one.ranges, key=lambda kind: one.ranges[kind][-1][1] if kind.startswith("rows") else 0)
-    *first, (start, border), (_, stop) = one.ranges[largest]
-    other = replace(one, ranges={**one.ranges, largest: (*first, (start, border - 1), (border - 1, stop))})
-    compact = [[searched_program(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
-    assert compact == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
-    plan_programs._lowered.cache_clear()
-    assert compact == [[program_of(spec, p, shape, device) for device in "abcd"] for p in (one, other)]
-    assert compact[0][0] is compact[1][0]
-    assert compact[0][3] != compact[1][3]

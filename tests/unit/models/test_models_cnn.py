@@ -5,22 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sites import TOLERANCE, plan, request, tensors
-from small_cnns import cnn, conv, dense, pool
+from small_cnns import cnn, conv, dense
 from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.checkpoint.safetensors_file import WeightsFile
-from hepti_mqtt.errors import ModelError
-from hepti_mqtt.lowering import roles
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models.cnn import nodes
 from hepti_mqtt.models.cnn.nodes import node_from_dict
 from hepti_mqtt.models.shapes import ImageBatch
-from hepti_mqtt.plan_programs import device_programs
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 NORM = dict.fromkeys(("weight", "bias", "mean", "variance"), "n")
-
-
 WRONG_FIELDS = {
     "kernel": (3, [3, 3, 3]),
     "stride": ([0, 0],),
@@ -33,8 +30,6 @@ WRONG_FIELDS = {
     "weight": (1,),
     "norm": ("bn1", {**NORM, "eps": "small"}),
 }
-
-
 PRE = "preprocessor_config.json"
 
 
@@ -87,18 +82,6 @@ def test_every_node_travels_as_plain_data():
     assert set(listed) == set(nodes.NODE_TYPES)
     for node in listed.values():
         assert node_from_dict(node.to_dict()) == node
-
-
-def test_layers_are_parted_where_one_map_alone_is_read():
-    spec = spec_of_kind("resnet18")
-    graph = models.graph(spec, models.largest_shape(spec))
-    layers = {op.name: op.layer for op in graph.ops}
-    assert layers["layer1.0.conv1"] == layers["layer1.0.conv2"] == layers["layer1.0.sum.relu"]
-    assert layers["layer1.1.conv1"] == layers["layer1.0.sum.relu"] + 1
-    assert graph.layer_count() == 12  # two of the stem, eight blocks, mean and classifier
-    assert [op.role for op in graph.ops if op.name.startswith("layer1.0.")] == [
-        roles.MAP_SUM, roles.MAP, roles.MAP_SUM, roles.MAP_SUM, roles.MAP,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -185,28 +168,10 @@ def test_a_name_that_is_taken_is_told(name):
         cnn(6, conv(), conv(name=name), conv(inputs=[name]))
 
 
-@pytest.mark.parametrize(("kind", "given"), [("tiny-resnet", "tiny-vgg"), ("tiny-vgg", "tiny-bert")])
-def test_weights_of_another_architecture_are_told(kind, given, tmp_path):
-    path = make_model(kind, tmp_path / "m")
-    other = make_model(given, tmp_path / "other")
-    (other / "model.safetensors").rename(path / "model.safetensors")
-    with pytest.raises(ModelError):
-        Checkpoint.open(path)
-
-
 def test_several_pictures_are_rows_of_the_answer():
     spec = spec_of_kind("tiny-yolo")
     assert spec.output_shape(ImageBatch(2)) == (2 * 25, 14)
     assert spec_of_kind("tiny-vgg").output_shape(ImageBatch(3)) == (3, 7)
-
-
-def test_the_hidden_state_before_a_flattening_is_the_map():
-    spec = cnn(6, conv(), pool(2, 2, 2))
-    held, (shape, inputs) = tensors(spec), request(spec, (1,))
-    shape = shape.with_want("hidden")
-    assert spec.output_shape(shape) == (9, 4)
-    got = run_programs(device_programs(spec, plan(spec, ("single", {}), (1.0,)), shape), held, inputs)
-    np.testing.assert_allclose(got, models.reference(spec, held, inputs, shape)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from sites import EVERY_FAMILY, TOLERANCE, everyone, tensors
 from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
-from hepti_mqtt.errors import PlanError
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.spec import PlainShape
 from hepti_mqtt.models import families
 from hepti_mqtt.models.shapes import CHUNK_ROWS, OVERLAP_ROWS, ImageBatch, TokenBatch, next_rows
 from hepti_mqtt.planner import decide
@@ -20,7 +21,6 @@ from hepti_mqtt.runtime.coordinator.batches import Batch, split_into_micro_batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.worker.residents import shape_of
 from hepti_mqtt.service.requests import ModelInput, split_into_batches
-from hepti_mqtt.spec import PlainShape
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
@@ -73,8 +73,6 @@ def test_a_forged_shape_of_another_family_is_refused(name: str, plain: PlainShap
 
 
 SPEC = ReadingsSpec(layers=2)
-
-
 ASKED = (Series(((9, 4),)), Series(((3, 2), (5, 0))), Series(((6, 1),), "hidden"))
 
 

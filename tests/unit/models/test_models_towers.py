@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, model_parts
-from hepti_mqtt.errors import ModelError
+from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models import models_of, spec_from_config
 
 

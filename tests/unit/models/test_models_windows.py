@@ -9,9 +9,9 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS
-from hepti_mqtt.errors import ModelError, UnsupportedModelError
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.program import Recv
+from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
+from hepti_mqtt.core.program import Recv
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 LENGTHS = (127, 128, 129, 256)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan, apportion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan, apportion
 
 
 def test_round_trip_through_msgpack():
@@ -30,7 +30,7 @@ def test_round_trip_through_msgpack():
     assert Plan.from_dict(msgpack.unpackb(msgpack.packb(plan.to_dict()))) == plan
 
 
-@pytest.mark.parametrize("data", [{}, {"epoch": [1]}, {"epoch": "x"}])
+@pytest.mark.parametrize("data", [{}, {"version": [1]}, {"version": "x"}])
 def test_other_data_is_refused(data):
     with pytest.raises((KeyError, TypeError, ValueError)):
         Plan.from_dict(data)
@@ -42,7 +42,7 @@ def test_other_data_is_refused(data):
         {"weights": []},
         {"ranges": 5},
         {"ranges": {"rows": [[float("inf"), 1]]}},
-        {"epoch": [1, float("inf")]},
+        {"version": [1, float("inf")]},
         {"replicas": ["x"]},
         {"layouts": ["row"]},
         {"layouts": {"row": float("inf")}},

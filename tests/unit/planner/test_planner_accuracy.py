@@ -12,17 +12,17 @@ from together import bound, run_together
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.config.options import MAX_WEIGHT_ERROR
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import NARROW_WIRE_DTYPES
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import NARROW_WIRE_DTYPES
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.planner import Question, decide_within_accuracy, weight_error, wire_errors
-from hepti_mqtt.planner.candidates import FAR, MARGIN, candidate_wires
+from hepti_mqtt.planner.candidates import MARGIN
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.service.solver import MeasuredErrors, solve
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -135,18 +135,6 @@ def test_an_error_does_not_depend_on_a_device_that_has_next_to_nothing():
     assert wire_errors(SPEC, least, TENSORS) == wire_errors(SPEC, alike, TENSORS)
 
 
-def test_one_device_has_no_wire_and_what_is_far_off_is_not_measured_under_every_method():
-    fixed = plan(SPEC, ("block", {}), (1.0, 1.0))
-    question = question_for(accuracy=1e-3)
-    assert candidate_wires(question, plan(SPEC, ("single", {}), (1.0,))) == ("f32",)
-    assert candidate_wires(question, fixed) == ("i8", "f16", "f32"), "nothing is known yet"
-    far = {("row/kv", 2, "i8"): 1.01 * FAR * 1e-3 / MARGIN, ("row/kv", 2, "f16"): 0.99 * FAR * 1e-3 / MARGIN}
-    assert candidate_wires(replace(question, errors=far), fixed) == ("f16", "f32")
-    assert candidate_wires(replace(question, errors=far), plan(SPEC, ("row", {"variant": "kv"}), (1.0, 1.0))) == (
-        "f32",
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "method"), [("tiny-gpt2", ("decoder", {})), ("tiny-whisper", ("row", {"variant": "kv"}))]
 )
@@ -176,8 +164,9 @@ def with_outliers(held):
     return tensors_with_outliers
 
 
-@pytest.mark.parametrize("dtype", ["f16", "w8a32", "w8a8"])
-@pytest.mark.parametrize("family", ["bert-embedding", "vit-classifier"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("bert-embedding", "w8a8"), ("vit-classifier", "f16"), ("vit-classifier", "w8a32")]
+)
 def test_the_error_of_narrow_weights_is_that_of_the_kernels(family, dtype):
     spec = EVERY_FAMILY[family]
     held, alone = tensors(spec), plan(spec, ("single", {}), (1.0,))
@@ -189,15 +178,6 @@ def test_the_error_of_narrow_weights_is_that_of_the_kernels(family, dtype):
     )
     error = np.linalg.norm(narrow - exact) / np.linalg.norm(exact)
     assert error / 3 < measured < error * 3 + 1e-6
-
-
-def test_outliers_cost_int8_its_accuracy_and_f16_not():
-    usual = {dtype: weight_error(SPEC, TENSORS, dtype) for dtype in ("f16", "w8a8")}
-    odd = {dtype: weight_error(SPEC, with_outliers(TENSORS), dtype) for dtype in ("f16", "w8a8")}
-    assert odd["w8a8"] > MAX_WEIGHT_ERROR > usual["w8a8"]
-    assert odd["f16"] < 1e-2
-    huge = {name: array * 1e6 if array.ndim == 2 else array for name, array in TENSORS.items()}
-    assert weight_error(SPEC, huge, "f16") == float("inf")
 
 
 def test_narrow_weights_that_move_answers_too_far_are_refused_unless_that_is_accepted(tmp_path):

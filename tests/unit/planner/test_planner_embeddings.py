@@ -9,16 +9,16 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.storage import QUANTISED
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import quantised, with_storages
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.tensors import HEAD, WORDS
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.price import needed_bytes, plan_alone
-from hepti_mqtt.storage import QUANTISED
 from hepti_mqtt.strategies.method import EMBEDDINGS
 
 TINY = spec_of_kind("tiny-mistral")

@@ -11,9 +11,9 @@ from swarm import profile_curve
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.config.settings import find_bundled_config
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import quantised
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.planner import Question, decide, price
@@ -55,7 +55,6 @@ def ways(plan):
     [
         ((20, 20, 20, 20), 940, 4 << 30, "row"),
         ((20, 20, 20, 20), 100, 4 << 30, "row"),
-        ((40, 20, 20), 240, 4 << 30, "row"),
         ((20, 20, 20, 20), 940, 400 << 20, "block"),  # all weights fit on each device, but barely
         ((20, 20, 20, 20), 940, 250 << 20, "block"),  # they do not fit
         ((40, 20, 10), 9400, 4 << 30, "block"),  # they would gain next to nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,17 @@ from sites import FAMILIES
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.config import settings
 from hepti_mqtt.config.sites import load_site
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.core.errors import ConfigError, PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, simulate
-from hepti_mqtt.errors import ConfigError, PlanError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import largest_shape, representative_shape
 from hepti_mqtt.models.cnn.nodes import Activation, Flatten, Linear
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs
-from hepti_mqtt.planner import Decision, Question, decide
+from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.planner.candidates import as_chain
 from hepti_mqtt.planner.estimates import Corrections
-from hepti_mqtt.planner.refine import Draft, hill_climb, price_draft
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 SPEC = replace(FAMILIES["bert-embedding"], layers=4)
 ROOM = 1 << 30
@@ -59,7 +57,6 @@ def test_most_throughput_comes_near_the_sum_of_the_devices(speeds, least):
     best = decision.chosen.price.load
     assert best is not None
     assert best.requests_per_s >= least * per_s(1)
-    assert "requests/s" in decision.reason
     assert decision.chosen.price.cost[0] <= 1.05 * min(c.price.cost[0] for c in decision.ranking if c.price.feasible)
     assert {"replicas", "pipeline", "single"} <= {c.plan.strategy for c in decision.ranking}
 
@@ -106,7 +103,6 @@ def test_least_memory_is_the_least_share_of_any_budget():
     decision = decide(question((1, 1), spec=wide, objective="memory"))
     shares = [c.price.memory_share for c in decision.ranking]
     assert shares[0] == min(shares) < next(c.price.memory_share for c in decision.ranking if c.name == "single")
-    assert "memory" in decision.reason
 
 
 def test_a_replica_of_several_devices_is_planned_by_itself():
@@ -231,48 +227,18 @@ def test_however_often_shares_are_changed_a_plan_has_parts_of_a_whole():
     assert sum(chosen.plan.shares["speeds"]) == pytest.approx(1.0)
 
 
-def test_single_rows_of_small_maps_are_tried_at_other_devices():
-    """One weight per device cannot say that a device has three rows of 8 and half of 32."""
-    query = question_of(
-        "tiny-vgg", load_site(MIXED), strategy="map_rows", options={"cut": "none"}, devices=("hub", "pi1")
-    )
-    chosen = decide(query).chosen
-    by_speed = replace(chosen.plan, ranges={**chosen.plan.ranges, "rows 32": ((0, 4), (4, 32))})
-    slow = price_draft(query, Draft(by_speed, chosen.shares))
-    assert hill_climb(query, slow).price.seconds < slow.price.seconds
-    assert hill_climb(query, chosen).price.seconds <= chosen.price.seconds
-
-
-MODEL = "bert-large"
-
-
-def mixed_question(rate: float, **pins) -> Question:
-    site, each = load_site(settings.find_bundled_config("sites", Path("mixed-four-roomy"))), rate * 1e6 / 8
-    links = {n: replace(link, up_bytes_per_s=each, down_bytes_per_s=each) for n, link in site.links.items()}
-    cluster = replace(site, links=links, broker_bytes_per_s=each, peer_links={})
-    spec = spec_of_kind(MODEL)
-    return Question(
-        TopicNames("home", MODEL), spec, cluster, representative_shape(spec, 128), PlanVersion(1, 1), wire="f16", **pins
-    )
-
-
-@cache
-def best(rate: float, strategy: str, variant: str = "") -> Decision:
-    return decide(mixed_question(rate, strategy=strategy, options={"variant": variant} if variant else {}))
-
-
 @pytest.mark.parametrize(("rate", "gain"), [(940, 1.4), (100, 1.3)])
 def test_rows_behind_one_devices_attention_gain_on_a_mixed_site(rate: float, gain: float) -> None:
-    alone, split = best(rate, "single"), best(rate, "row", "mlp")
-    assert alone.chosen.plan.devices == ("pc",)
-    assert split.chosen.plan.root == "pc"
-    assert len(split.chosen.plan.devices) > 2
-    assert alone.chosen.price.seconds / split.chosen.price.seconds >= gain
-
-
-def test_slower_links_leave_the_helpers_fewer_rows() -> None:
-    kept = [best(rate, "row", "mlp").chosen.plan.shares["rows"][0] for rate in (940, 100)]
-    assert kept[0] < kept[1]
+    site, each = load_site(settings.find_bundled_config("sites", Path("mixed-four-roomy"))), rate * 1e6 / 8
+    links = {n: replace(link, up_bytes_per_s=each, down_bytes_per_s=each) for n, link in site.links.items()}
+    query = question_of("bert-large", replace(site, links=links, broker_bytes_per_s=each, peer_links={}), wire="f16")
+    query = replace(query, shape=representative_shape(query.spec, 128))
+    alone = decide(replace(query, strategy="single")).chosen
+    split = decide(replace(query, strategy="row", options={"variant": "mlp"})).chosen
+    assert alone.plan.devices == ("pc",)
+    assert split.plan.root == "pc"
+    assert len(split.plan.devices) > 2
+    assert alone.price.seconds / split.price.seconds >= gain
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.task_queue import TaskQueue
+from hepti_mqtt.strategies.task_queue import TaskQueue
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program_builder import ProgramBuilder
 
-from hepti_mqtt.program import Recv, slots_written
-from hepti_mqtt.schedule import ProgramRun, RunMachine, make_template
+from hepti_mqtt.core.program import Recv, slots_written
+from hepti_mqtt.core.schedule import ProgramRun, RunMachine, make_template
 
 
 def both(b: ProgramBuilder) -> int:

@@ -10,7 +10,7 @@ from sites import FAMILIES, request, tensors
 from swarm import Swarm
 
 from hepti_mqtt import models
-from hepti_mqtt.cost.profiles import Link
+from hepti_mqtt.core.profiles import Link
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.requests import Pins

@@ -12,7 +12,7 @@ from swarm import Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.requests import Pins

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from sites import EVERY_FAMILY, TOLERANCE, plan, request, tensors
 
 from hepti_mqtt import models
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link, PeerLink
+from hepti_mqtt.core.program import Compute, Recv
 from hepti_mqtt.cost.simulator import FrameArrival, SimulatedRequest, TopicNames, send_bytes, simulate_requests
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers, works
 from hepti_mqtt.models.shapes import ImageInput
-from hepti_mqtt.plan_programs import device_programs, resident_weights
-from hepti_mqtt.program import Compute, Recv
 from hepti_mqtt.protocol import frames, messages
 from hepti_mqtt.protocol.frames import DecoderSession, encode_work
 from hepti_mqtt.protocol.messages import Endpoint, Peer
@@ -40,6 +39,7 @@ from hepti_mqtt.runtime.worker.interface import (
 from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.session import WorkerSession
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, resident_weights
 
 NAMING = TopicNames("home", "m")
 VERSION = PlanVersion(1, 1)

@@ -10,8 +10,8 @@ from sites import FAMILIES, TOLERANCE, plan, request, tensors
 from hepti_mqtt import models
 from hepti_mqtt.cost.memory import live_bytes
 from hepti_mqtt.kernels import Workers
-from hepti_mqtt.plan_programs import device_program
 from hepti_mqtt.runtime.worker.executor import Executor, bind, run_local
+from hepti_mqtt.strategies.plan_programs import device_program
 
 X = np.arange(4, dtype=np.float32).reshape(2, 2)
 

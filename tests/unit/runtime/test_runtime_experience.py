@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 from scripted_site import Site
 
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind
+from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 
 TOKENS = 8
 PREDICTED_S = {"row": 0.1, "single": 0.15}
@@ -53,7 +53,7 @@ class Timed(Site):
         ranking = self.decider(command.question).ranking
         if command.plans:
             ranking = tuple(c for c in ranking if c.plan.strategy == command.plans[0].strategy)
-        ranking = tuple(replace(c, fits_beside=self.room) for c in ranking)
+        ranking = tuple(replace(c, fits_next_to_others=self.room) for c in ranking)
         digest = programs_digest(command.question.spec, ranking[0].plan)
         decision = Decision(ranking[0], ranking, "", command.question.cluster, digest)
         active = None

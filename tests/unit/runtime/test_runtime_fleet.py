@@ -8,10 +8,10 @@ import pytest
 from scripted_site import LOST_S, Site, caps, everyone, heartbeat, settled
 
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.loads import LoadRates, TileMap
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.manifest import Manifest, TensorEntry
 from hepti_mqtt.protocol.messages import Endpoint, Status

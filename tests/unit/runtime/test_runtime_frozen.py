@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from scripted_site import Site, everyone, heartbeat, preparing, settled
 
+from hepti_mqtt.core.errors import OverloadedError
 from hepti_mqtt.cost.loads import LoadRates
-from hepti_mqtt.errors import OverloadedError
 from hepti_mqtt.planner import Decision, Question, decide
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.runtime.coordinator import interface

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_site import SPEC, everyone
 
-from hepti_mqtt.errors import DeadlineError, PlanError, RemoteError
+from hepti_mqtt.core.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.planner import Decision, Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface

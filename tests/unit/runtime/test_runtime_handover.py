@@ -10,7 +10,7 @@ from sites import FAMILIES, TOLERANCE, always, plan, request, tensors
 from swarm import MODEL, Swarm, plan_of
 
 from hepti_mqtt import models
-from hepti_mqtt.errors import DeadlineError
+from hepti_mqtt.core.errors import DeadlineError
 from hepti_mqtt.planner import decisions
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.runtime.coordinator import interface, moves
@@ -81,11 +81,11 @@ class Changing(Swarm):
 @pytest.fixture(autouse=True)
 def _worth_it(monkeypatch):
     """Both plans cost nothing here, so let the rule say what it says of plans that differ."""
-    monkeypatch.setattr(moves, "goes_on", lambda a, b, border: goes(border))
+    monkeypatch.setattr(moves, "weigh_handover", lambda a, b, border: goes(border))
 
 
 def goes(border):
-    return decisions.GoingOn(border, 10.0, 5.0, 1.0, border.start < border.steps - 1)
+    return decisions.HandoverVerdict(border, 10.0, 5.0, 1.0, border.start < border.steps - 1)
 
 
 MESH = [replace(each, route="mesh") for each in (THREE, UNEVEN)]
@@ -104,7 +104,7 @@ def test_a_run_goes_on_under_the_next_plan_and_the_answer_is_the_same(first, aft
 
 
 def test_a_device_that_is_past_the_border_says_so_and_the_run_begins_again(monkeypatch):
-    monkeypatch.setattr(moves, "goes_on", lambda a, b, border: goes(replace(border, start=1)))
+    monkeypatch.setattr(moves, "weigh_handover", lambda a, b, border: goes(replace(border, start=1)))
     site = Changing()
     site.change(block=3)
     site.finish()

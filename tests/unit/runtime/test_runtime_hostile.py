@@ -9,7 +9,7 @@ import pytest
 from mutations import MUTATIONS
 from scripted_site import KeyedSite, caps, everyone, heartbeat, private_of
 
-from hepti_mqtt.ids import PlanVersion, Start
+from hepti_mqtt.core.ids import PlanVersion, Start
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.frames import Frame, encode
 from hepti_mqtt.protocol.messages import Status

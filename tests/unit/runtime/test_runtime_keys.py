@@ -7,7 +7,7 @@ from itertools import count
 
 from scripted_site import SECRET, KeyedSite, private_of
 
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.protocol import keys
 from hepti_mqtt.protocol.keys import UNKEYED, Channel, FrameKey
 

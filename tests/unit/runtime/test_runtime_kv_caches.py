@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.program import SlotSpec
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.program import SlotSpec
 from hepti_mqtt.runtime.worker.kv_caches import DecoderSessions, SessionKey, SessionLostError, SessionRun
 
 PLAN = ("m", PlanVersion(1, 1))

@@ -9,14 +9,14 @@ import pytest
 from scripted_site import CURVES, Site, caps, everyone, heartbeat, settled
 
 from hepti_mqtt.client.described import cluster_of_devices
-from hepti_mqtt.cost.profiles import Cluster, default_frame_cost
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import make_plan, programs_digest
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, default_frame_cost
 from hepti_mqtt.planner import Candidate, Decision, Question, price
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import Endpoint, LinkReport, Status
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.fleet import FIRST_PROBES_S, Fleet
+from hepti_mqtt.strategies.plan_programs import make_plan, programs_digest
 
 
 def test_packet_limits_limit_only_plans_on_their_devices() -> None:

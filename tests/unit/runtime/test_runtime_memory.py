@@ -9,9 +9,9 @@ from together import bound, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.kernels import tape
-from hepti_mqtt.plan_programs import device_programs
 from hepti_mqtt.runtime.worker import executor
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs
 
 FENCE_BYTES, FENCE = 128, 0xA5
 

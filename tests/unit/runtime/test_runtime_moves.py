@@ -41,4 +41,4 @@ def test_what_background_work_takes_is_learned() -> None:
     for _ in range(20):
         pace.record_search(3.0)
         pace.record_run(1.6)
-    assert (pace.search_s, pace.beside_search) == pytest.approx((3.0, 1.6), rel=0.05)
+    assert (pace.search_s, pace.search_slowdown) == pytest.approx((3.0, 1.6), rel=0.05)

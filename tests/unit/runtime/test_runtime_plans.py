@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_site import LOST_S, ROW, SPEC, Site, everyone, settled
 
-from hepti_mqtt.errors import OverloadedError, PlanError
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import programs_digest
+from hepti_mqtt.core.errors import OverloadedError, PlanError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_S
@@ -33,6 +32,7 @@ from hepti_mqtt.runtime.machinery import (
     TransitionLog,
 )
 from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES
+from hepti_mqtt.strategies.plan_programs import programs_digest
 
 
 def overdue(site: Site) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_site import ROW, Site, settled
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.messages import EndSessions, KeptSession, KeptSessions
 from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, Publish

@@ -11,10 +11,10 @@ import pytest
 from scripted_site import ROW, SPEC, Site, everyone, settled
 from sites import FAMILIES
 
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.cost.loads import LoadRates
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Recalled
+from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.requests import Pins
@@ -32,7 +32,7 @@ def record_of(site: Site, spec: Any = SPEC) -> bytes:
     return encode_record((spec, Path("/models/m")), OLD, shown)
 
 
-def restarted(recalled: Recalled | None, *devices: str, pins: Pins | None = None) -> Site:
+def restarted(recalled: EarlierPlan | None, *devices: str, pins: Pins | None = None) -> Site:
     """Return a planner that starts where devices are, and has heard the record of the one before."""
     site = Site(searches=False, pins=pins, recalls=True)
     site.join(*devices)
@@ -46,7 +46,7 @@ def restarted(recalled: Recalled | None, *devices: str, pins: Pins | None = None
     return site
 
 
-def recalled_from(site: Site) -> Recalled:
+def recalled_from(site: Site) -> EarlierPlan:
     boot, recalled = read_recalled(record_of(site), "m", SPEC)
     assert boot == OLD
     assert recalled is not None
@@ -121,8 +121,8 @@ def test_without_a_usable_recalled_plan_a_search_begins(why: str) -> None:
     assert not site.errors
 
 
-def replace_plan(record: Recalled, **changes: object) -> Recalled:
-    return Recalled(replace(record.plan, **changes), record.needs)  # type: ignore[arg-type]
+def replace_plan(record: EarlierPlan, **changes: object) -> EarlierPlan:
+    return EarlierPlan(replace(record.plan, **changes), record.needs)  # type: ignore[arg-type]
 
 
 def test_only_a_valid_record_of_the_same_model_is_recalled() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_site import ROW, SPEC, Site, everyone, settled
 
-from hepti_mqtt.errors import DeadlineError, IdInUseError, PlanError, RemoteError
+from hepti_mqtt.core.errors import DeadlineError, IdInUseError, PlanError, RemoteError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import Frame, decode_work
 from hepti_mqtt.runtime.coordinator import interface

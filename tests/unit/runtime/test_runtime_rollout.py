@@ -9,10 +9,10 @@ import pytest
 from scripted_site import Site, caps, everyone, preparing, settled
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import ModelError, PlanError, RemoteError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import ModelError, PlanError, RemoteError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import spec_from_dict
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Decision, Question, decide, price_plans
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.runtime.coordinator import interface

@@ -7,9 +7,10 @@ import pytest
 from scripted_site import SPEC, Site, everyone, settled
 from sites import FAMILIES, MODEL, request
 
-from hepti_mqtt.errors import DeadlineError, OverloadedError, RemoteError
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import DeadlineError, OverloadedError, RemoteError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.schedule import route_to_replicas
 from hepti_mqtt.protocol import messages
 from hepti_mqtt.protocol.frames import decode_work
 from hepti_mqtt.runtime.coordinator import admission as module
@@ -19,7 +20,6 @@ from hepti_mqtt.runtime.coordinator.dispatch import Assignment, ReplicaLoad, nex
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching, FairQueue
 from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey, WorkItem
 from hepti_mqtt.runtime.coordinator.scheduler import MAX_ATTEMPTS
-from hepti_mqtt.schedule import route_to_replicas
 
 TOGETHER = Batching(16)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scripted_site import Site, caps, everyone, heartbeat
 
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.plan import Plan
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.planner import Assessment, Candidate, Verdict, decide, simulate_plan, with_loads
 from hepti_mqtt.planner.decisions import Kind, Option
 from hepti_mqtt.protocol.messages import Endpoint, Status

@@ -16,8 +16,8 @@ from swarm import ALONE, SECRET, Swarm, plan_of
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.errors import DeadlineError, RemoteError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import DeadlineError, RemoteError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.planner import Question
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.messages import Endpoint, Peer, Prepare

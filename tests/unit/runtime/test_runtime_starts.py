@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_site import caps, heartbeat
 
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.protocol.messages import Status
 from hepti_mqtt.protocol.starts import NameHolder, next_term
 from hepti_mqtt.runtime.coordinator.fleet import Fleet

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.runtime.worker.tile_sources import (
     ANSWER_S,
     BUSY_WINDOW,

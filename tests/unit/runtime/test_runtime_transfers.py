@@ -18,10 +18,10 @@ from together import bound, run_together
 from hepti_mqtt import models
 from hepti_mqtt.kernels import Workers, transfers
 from hepti_mqtt.kernels.jit import JIT
-from hepti_mqtt.plan_programs import continued_program, device_programs
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.keys import FrameKey
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, handover_program
 from hepti_mqtt.transport.sockets import mesh_possible
 
 pytestmark = pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
@@ -178,7 +178,7 @@ def test_a_run_goes_on_in_other_programs_from_a_block_on(name, often):
     pools = {device: Workers(1) for device in before.devices}
     parts = device_programs(spec, before, shape)
     block = len(models.graph(spec, shape).blocks) - 3
-    handed = {d: continued_program(spec, before, after, shape, block, d) for d in before.devices}
+    handed = {d: handover_program(spec, before, after, shape, block, d) for d in before.devices}
     bound_programs = {d: bound({d: part}, tensors(spec), pools[d])[d] for d, part in parts.items()}
     heirs = {
         d: replace(bound({d: each.program}, tensors(spec), pools[d])[d], taken=each.taken) for d, each in handed.items()

@@ -17,15 +17,15 @@ from sites import EVERY_FAMILY, FAMILIES, plan, tensors
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, spec_of_kind
+from hepti_mqtt.core.errors import PlanError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.spec import PlainShape, Spec
 from hepti_mqtt.cost.memory import KEPT_PROGRAMS, matrices, programs_bytes, weights_bytes
-from hepti_mqtt.errors import PlanError, WireError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.kernels import Workers
 from hepti_mqtt.models import largest_shape, spec_from_config
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_program, resident_weights
-from hepti_mqtt.program import WeightRef
 from hepti_mqtt.protocol import frames, messages, plausible
 from hepti_mqtt.protocol.frames import BUFFER_GRANULARITY, Frame
 from hepti_mqtt.protocol.topics import Topics
@@ -55,7 +55,7 @@ from hepti_mqtt.runtime.worker.programs import analyse, build
 from hepti_mqtt.runtime.worker.residents import RESIDENT_STATES, analyse_prepare, check_prepare, shape_of
 from hepti_mqtt.runtime.worker.runs import EARLY_S, EarlyFrames
 from hepti_mqtt.runtime.worker.session import MAX_BEING_ANALYSED, WorkerSession
-from hepti_mqtt.spec import PlainShape, Spec
+from hepti_mqtt.strategies.plan_programs import device_program, resident_weights
 
 SPEC = FAMILIES["bert-embedding"]
 TENSORS = tensors(SPEC)
@@ -287,7 +287,7 @@ def test_no_run_starts_before_its_plan_is_ready(state: str) -> None:
     device.ask(shape(3))
     assert device.last == []
     device.tell(messages.Activate(1, *ONE))
-    assert device.session.counters["dead_epoch"] == 1
+    assert device.session.counters["dead_plan"] == 1
     assert device.state(ONE) == state
 
 
@@ -529,7 +529,7 @@ def test_a_plan_that_is_released_during_its_analysis_is_dropped(event: WorkerEve
 
 def test_plans_that_cannot_be_read_or_lowered_are_refused() -> None:
     with pytest.raises(WireError):
-        received(messages.Prepare(1, {"epoch": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
+        received(messages.Prepare(1, {"version": [1, 1]}, SPEC.to_dict(), bytes(32), 1))
     odd = prepare(fixed=HALVES)
     (failed,) = ups(answer(replace(odd, plan={**odd.plan, "strategy": "magic"})))
     assert (failed.transaction_id, failed.code) == (1, "no_plan")

@@ -15,19 +15,18 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, WireError
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
-from hepti_mqtt.runtime.coordinator.runs import BesideRun, Run, RunKind, RunTimes
+from hepti_mqtt.runtime.coordinator.runs import OtherWork, Run, RunKind, RunTimes
 from hepti_mqtt.service import channel as journal_module
 from hepti_mqtt.service import channel as post_module
 from hepti_mqtt.service import handler as desk_module
@@ -46,6 +45,7 @@ from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.forecast import Forecasts
 from hepti_mqtt.service.handler import ClientRequest, OpenModel, Reply, RequestHandler
 from hepti_mqtt.service.requests import MAX_REQUEST_BYTES, read_input
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 from hepti_mqtt.transport.base import Delivery, Receipt
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -90,7 +90,7 @@ def plan_for(checkpoint, number=1):
 
 def ran(items, shape, plan, begun_s=100.0):
     """Return a run of two devices with their reports."""
-    run = Run(1, items, shape, plan, CLUSTER, RunTimes(begun_s), 100, BesideRun(alone=True), RunKind((1, 32)))
+    run = Run(1, items, shape, plan, CLUSTER, RunTimes(begun_s), 100, OtherWork(alone=True), RunKind((1, 32)))
     run.answers.reports = {"a": (2000, 500, 70), "b": (1000, 1500, 30)}
     return run
 
@@ -163,7 +163,7 @@ def test_an_answer_tells_everything(desk, checkpoints, forecasts):
     assert data["predicted_ms"] == pytest.approx(exact_s(checkpoint, plan, shape) * 1e3)
     assert data["result"]["results"][0]["embedding"] == [1.0] * 32
     assert (reply.topic, data["id"], data["ok"]) == (TOPICS.response("bert", "me", "q1"), "q1", True)
-    assert (data["plan"]["id"], data["plan"]["epoch"]) == ("9.1", [9, 1])
+    assert (data["plan"]["id"], data["plan"]["version"]) == ("9.1", [9, 1])
     assert (data["tokens"], data["batched_with"], data["forecast"]) == (shape.size, 0, "simulated")
     assert (data["compute_ms"], data["wait_ms"]) == ({"a": 2.0, "b": 1.0}, {"a": 0.5, "b": 1.5})
     assert (data["bytes_on_wire"], data["predicted_bytes"]) == (200, exact_bytes(checkpoint, plan, shape))

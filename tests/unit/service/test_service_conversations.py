@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ContextLengthError, RequestError
+from hepti_mqtt.core.errors import ContextLengthError, RequestError
 from hepti_mqtt.service.requests import ModelInput, read_input
 
 WORDS = "{% for one in messages %}{{ one.role + ' ' + one.content + ' ' }}{% endfor %}"

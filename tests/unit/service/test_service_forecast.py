@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 from swarm import profile_curve
 
-from hepti_mqtt.cost.profiles import Cluster, DeviceProfile, Link
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan
 from hepti_mqtt.planner import SimulatedRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
 from hepti_mqtt.service.forecast import PAUSE_S, UNPAUSED_S, Forecast, Forecasts, shares
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 
 _PROFILE = DeviceProfile("any", profile_curve(1e9), 1e9, 1e9)
 CLUSTER = Cluster({"a": _PROFILE, "b": _PROFILE}, {"a": Link(), "b": Link()})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.models.generation import TokenRules
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.service.answers import decode_output

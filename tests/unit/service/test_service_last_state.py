@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import largest_shape
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.planner import Recalled
+from hepti_mqtt.planner import EarlierPlan
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.service import last_state
 from hepti_mqtt.service.last_state import FILE, LastState, read_state, save_state
@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Check
 def saved(directory: Path, models: dict[str, Checkpoint]) -> None:
     longest = largest_shape(models["tiny"].spec).session_rows
     texts = [HeldText((PlanVersion(4, 2), n), np.arange(-3, 9 + n, dtype=np.int32), longest, "tiny") for n in (5, 3)]
-    save_state(directory, {"tiny": Recalled(PLAN, {"a": 9})}, texts, models, LOG)
+    save_state(directory, {"tiny": EarlierPlan(PLAN, {"a": 9})}, texts, models, LOG)
 
 
 def described(state: LastState) -> tuple[object, ...]:
@@ -47,9 +47,9 @@ def test_texts_and_plans_stay_until_they_are_replaced(tmp_path: Path, checkpoint
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
     for _start in range(2):  # the first one failed before it had a plan
         plans, texts = described(read_state(tmp_path, models, LOG))
-        assert plans == {"tiny": Recalled(PLAN, {"a": 9})}
+        assert plans == {"tiny": EarlierPlan(PLAN, {"a": 9})}
         assert texts == [((PlanVersion(4, 2), n), list(range(-3, 9 + n)), "tiny") for n in (5, 3)]
-    save_state(tmp_path, {"tiny": Recalled(PLAN, {"a": 9})}, (), models, LOG)
+    save_state(tmp_path, {"tiny": EarlierPlan(PLAN, {"a": 9})}, (), models, LOG)
     assert described(read_state(tmp_path, models, LOG)) == (plans, [])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.service.messages import MAX_MESSAGES, read_messages, read_tools
 
 HELLO = {"role": "user", "content": "hello"}

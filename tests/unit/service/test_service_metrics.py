@@ -14,11 +14,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_site import everyone, settled
 
-from hepti_mqtt.errors import NetworkError
-from hepti_mqtt.metrics import serve_device
+from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.protocol.messages import Heartbeat, PeerStats
 from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.service.metrics import OTHER, PlannerMetrics
+from hepti_mqtt.transport.metrics import serve_device
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 COUNTERS = {"control_published": 3, "data_received_bytes": 500, "data_lost": 1, "compute_us": 2_500_000, "late": 4}

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from hepti_mqtt.client.body import RequestKeys
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.service.options import OPTIONS, checked, reference_rows
 from hepti_mqtt.service.requests import REQUEST_KEYS
 

@@ -17,7 +17,7 @@ from PIL import Image
 from service_support import encoded, noise, run
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.service import boxed_pictures, pictures
 from hepti_mqtt.service.requests import read_input
 

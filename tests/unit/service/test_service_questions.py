@@ -13,7 +13,7 @@ from question_cases import ANSWERS, CASES, MODULES, cross_encoder, put
 from service_support import run
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, RequestError
+from hepti_mqtt.core.errors import ModelError, RequestError
 from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.requests import read_input
 from hepti_mqtt.service.texts import longest_first

@@ -9,9 +9,9 @@ import pytest
 from picture_cases import CASES, TOKENS, encoded
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import reference
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest, RequestArrived, RequestCancelled
 from hepti_mqtt.runtime.coordinator.plans import ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins

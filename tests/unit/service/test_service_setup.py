@@ -10,7 +10,7 @@ import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
-from hepti_mqtt.errors import CertificateDateError, ConfigError, ModelError, UnsupportedModelError
+from hepti_mqtt.core.errors import CertificateDateError, ConfigError, ModelError, UnsupportedModelError
 from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import RequestError
+from hepti_mqtt.core.errors import RequestError
 from hepti_mqtt.models.mel import RATE
 from hepti_mqtt.runtime.coordinator.texts import TextSoFar
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import HeptiError, ModelError, RequestError
+from hepti_mqtt.core.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
 from hepti_mqtt.models.mel import log_mel
 from hepti_mqtt.models.shapes import STEP

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sites import FAMILIES
 
-from hepti_mqtt.cost.profiles import Cluster, Curve, DeviceProfile, Link
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames
-from hepti_mqtt.ids import PlanVersion
 from hepti_mqtt.models import representative_shape
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.planner import Question, decide
 from hepti_mqtt.runtime.coordinator.interface import Solve
 from hepti_mqtt.runtime.coordinator.search_kinds import SearchKind

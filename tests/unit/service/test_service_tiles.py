@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
-from hepti_mqtt.errors import ModelError, NetworkError, WeightsChangedError
+from hepti_mqtt.core.errors import ModelError, NetworkError, WeightsChangedError
 from hepti_mqtt.protocol.frames import decode
 from hepti_mqtt.protocol.manifest import Manifest, tile_hash
 from hepti_mqtt.protocol.topics import Topics

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model, model_parts
-from hepti_mqtt.errors import NetworkError, RequestError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import NetworkError, RequestError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models import reference
-from hepti_mqtt.plan import Plan
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.service.decoder import RawRequest

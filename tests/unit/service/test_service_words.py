@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from word_cases import ANSWERS, TEXTS, bytes_tokenizer
 
-from hepti_mqtt.service.words import TokenTimes, split_words, token_times, words_of
+from hepti_mqtt.service.word_times import TokenTimes, split_words, token_times, words_of
 
 REFERENCE = json.loads(ANSWERS.read_text())
 END = 1000

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hepti_mqtt.models.generation import Likely
+from hepti_mqtt.service.detokenizer import WrittenText
 from hepti_mqtt.service.logprobs import described, piece
-from hepti_mqtt.service.written import WrittenText
 
 
 def byte_level():

@@ -5,26 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hepti_mqtt.checkpoint import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
-from hepti_mqtt.models import full_ref, tensor_sources, weight_dtypes, with_storages
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
-from hepti_mqtt.program import Compute
-from hepti_mqtt.storage import BLOCK
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute
+from hepti_mqtt.models import tensor_sources, weight_dtypes, with_storages
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights
 
 SPEC = spec_of_kind("smollm2-135m")
 STORED = {s.name: "q4_1" for s in tensor_sources(SPEC) if s.layout == "packed"} | {"head.decoder.weight": "q8_0"}
-
-
-def test_shares_divide_matrices_between_blocks() -> None:
-    spec = with_storages(SPEC, STORED)
-    devices = ("a", "b", "c")
-    plan = make_plan(spec, Plan("m", PlanVersion(1, 1), "decoder", devices, "a"), "decoder", {}, (1.0, 0.37, 0.71))
-    for device in devices:
-        refs = resident_weights(spec, plan, device)
-        in_blocks = [ref for ref in refs if ref.weight_dtype != "f32"]
-        assert {ref.tensor for ref in refs if ref.layout == "packed"} == {ref.tensor for ref in in_blocks}
-        assert all(end % BLOCK == 0 for ref in in_blocks for end in ref.rows)
 
 
 def test_columns_before_blocks_of_256_are_divided_by_these() -> None:
@@ -37,13 +25,6 @@ def test_columns_before_blocks_of_256_are_divided_by_these() -> None:
         refs = [ref for ref in resident_weights(spec, plan, device) if ref.weight_dtype == "q4_k"]
         assert {ref.tensor for ref in refs} == {*large}
         assert all(end % 256 == 0 for ref in refs for end in ref.rows)
-
-
-def test_tied_embeddings_are_the_columns_of_the_head() -> None:
-    spec = with_storages(SPEC, STORED)
-    assert full_ref(spec, "stem.word") == full_ref(spec, "head.decoder.weight")
-    untied = with_storages(replace(SPEC, head=replace(SPEC.head, tied=False)), STORED)
-    assert full_ref(untied, "stem.word").layout == "plain"
 
 
 def test_what_kernels_do_not_multiply_by_becomes_f32() -> None:

@@ -17,13 +17,13 @@ from together import bound, run_programs, run_together
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
+from hepti_mqtt.core.errors import PlanError
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, slots_written, validate
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
-from hepti_mqtt.errors import PlanError
-from hepti_mqtt.ids import PLANNER
 from hepti_mqtt.models.shapes import TextInput, TokenBatch
-from hepti_mqtt.plan_programs import device_programs, resident_weights, sources_of
-from hepti_mqtt.program import Compute, Program, Recv, Send, publish_targets, slots_written, validate
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, resident_weights, sources_of
 
 SITES = {
     "two": (1.0, 1.0),
@@ -82,18 +82,6 @@ def test_equals_the_reference_and_the_predicted_bytes_on_a_faulty_network(method
         assert counted == sent_bytes(TopicNames("home", "m"), spec, shape, device_programs(spec, active, shape))
 
 
-@pytest.mark.parametrize("count", [3, 5, 7])
-def test_an_odd_number_of_unequal_devices_shares_two_heads(count):
-    """Each board is stronger than the one before; the planner chooses."""
-    spec = replace(FAMILIES["bert-embedding"], heads=2, layers=2)
-    swarm = Swarm(spec, tensors(spec), {f"d{i}": (1e8 * (1 + i), 1 << 30) for i in range(count)}, seed=count)
-    shape, inputs = request(spec, (13,))
-    swarm.submit("one", shape, inputs)
-    swarm.run(60, until=lambda: bool(swarm.answers or swarm.errors))
-    [(got, _)] = swarm.answers["one"]
-    np.testing.assert_allclose(got, models.reference(spec, tensors(spec), inputs, shape)[1], atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_same_plan_and_batch_same_bits_whatever_the_order_of_arrival(method):
     spec, held = FAMILIES["bert-embedding"], tensors(FAMILIES["bert-embedding"])
@@ -147,10 +135,9 @@ def test_programs_fit_together(family, method, weights, lengths, want, head):
 
 
 @pytest.mark.parametrize("method", methods_for(5), ids=lambda m: "-".join([m[0], *m[1].values()]))
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0, 9.0), (0.4, 9.0, 0.0, 2.0, 3.0)], ids=str)
-def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method, weights):
+def test_more_devices_than_the_longest_text_has_tokens_hold_and_hear_all_that_a_request_needs(method):
     spec = replace(FAMILIES["bert-embedding"], max_tokens=3)
-    chosen = plan(spec, method, weights, head=2)
+    chosen = plan(spec, method, (0.4, 9.0, 0.0, 2.0, 3.0), head=2)
     for length, want in itertools.product((1, 2, 3), ("task", "hidden")):
         for device, program in device_programs(spec, chosen, request(spec, (length,), want)[0]).items():
             assert set(program.weights()) <= set(resident_weights(spec, chosen, device))
@@ -236,7 +223,7 @@ def test_other_families_equal_the_reference(kind, name):
             np.testing.assert_allclose(got, hidden if want == "hidden" else output, atol=TOLERANCE, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-convnet", "tiny-resnet"])
+@pytest.mark.parametrize("kind", ["tiny-debert", "tiny-resnet"])
 def test_the_planner_chooses_for_a_site_with_faults_and_counts_its_bytes(kind):
     """Priced, planned, loaded, run on a network with duplicates, and counted exactly."""
     spec = SPECS[kind]
@@ -300,15 +287,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_all_of_a_run_is_needed_for_its_answer(family, method):
-    spec = FAMILIES[family]
-    weights = (1.0, 3.0, 0.5) if STRATEGIES[method[0]].max_devices is None else (1.0,)
-    want = ("task", "hidden")[(list(FAMILIES).index(family) + METHODS.index(method)) % 2]
-    shape, _ = request(spec, (9, 4), want)
-    assert not unneeded(device_programs(spec, plan(spec, method, weights), shape))
-
-
 def at_once(program: Program) -> Counter[str]:
     """Return how many frames more than one go to each peer with nothing computed or received between them."""
     published, run, came = Counter[str](), set[str](), set[int]()
@@ -340,10 +318,11 @@ def test_keys_and_values_queries_and_parts_for_one_peer_are_one_frame(family: st
 
 
 def agrees(family, method, weights, place, **network):
-    """Check a run of a batch by its place against the reference, with frames in any order."""
+    """Check a run of a batch by its place against the reference, with frames in any order; every op is needed."""
     spec, held = FAMILIES[family], tensors(FAMILIES[family])
     shape, inputs = request(spec, list(BATCHES.values())[place % 4], "hidden" if place % 2 else "task")
     parts = device_programs(spec, plan(spec, method, weights), shape)
+    assert not unneeded(parts)
     expected = models.reference(spec, held, inputs, shape)[0 if place % 2 else 1]
     np.testing.assert_allclose(run_together(bound(parts, held), inputs, place, **network), expected, atol=TOLERANCE)
 

@@ -11,22 +11,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sites import always, plan, tensors
 from swarm import Swarm
+from test_strategies_generation import greedy
 from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.storage import STORAGES, StoredRows
 from hepti_mqtt.models import tensors as names
 from hepti_mqtt.models.generation import LIKELIEST
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.models.transformer import ModelSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights, root_begins
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.texts import Generation
-from hepti_mqtt.storage import STORAGES, StoredRows
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights, root_begins
 
 KINDS = {kind: spec_of_kind(f"tiny-{kind}") for kind in ("gpt2", "llama", "mistral", "gemma3-text", "qwen3-text")}
 
@@ -117,13 +118,4 @@ def test_texts_of_several_users_with_guesses_are_those_of_one_device(kind: str, 
     assert not swarm.errors
     assert not root_begins(spec, divided_plan, shape), "each device reads the tokens"
     for name, prompt in enumerate(prompts):
-        assert swarm.answers[name][0][0].tolist() == alone(spec, prompt, 12)
-
-
-def alone(spec: ModelSpec, prompt: tuple[int, ...], most: int) -> list[int]:
-    """Return the text by whole passes of the reference."""
-    text: list[int] = []
-    for _ in range(most):
-        shape, inputs = models.single_sequence(spec, np.array([*prompt, *text], np.int32))
-        text.append(int(models.reference(spec, tensors(spec), inputs, shape)[1].argmax()))
-    return text
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12, spec)[0]

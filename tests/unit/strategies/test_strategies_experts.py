@@ -12,10 +12,10 @@ from together import run_programs
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model, spec_of_kind
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.kernels.registry import works
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs, resident_weights
-from hepti_mqtt.program import Compute
+from hepti_mqtt.strategies.plan_programs import device_programs, resident_weights
 
 MIXTURES = [f"tiny-{name}" for name in ("qwen3-moe", "qwen3-moe-mixed", "mixtral", "olmoe", "granite-moe", "gpt-oss")]
 WEIGHTS = [(1.0,), (1.0, 2.0), (2.0, 1.0, 0.0, 3.0)]

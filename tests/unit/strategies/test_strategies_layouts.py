@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from sites import everyone, plan, tensors
 from swarm import Swarm, plan_of
+from test_strategies_generation import greedy
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.plan_programs import device_programs, programs_digest, resident_weights
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.guesses import Guesses
 from hepti_mqtt.runtime.coordinator.texts import Generation
+from hepti_mqtt.strategies.plan_programs import device_programs, programs_digest, resident_weights
 
 SPEC = spec_of_kind("tiny-llama")
 CHUNK = 16
@@ -35,14 +36,6 @@ def in_layouts(layouts, rows):
         return replace(decision, chosen=replace(decision.chosen, plan=laid_out), digest=digest)
 
     return decider
-
-
-def greedy(prompt, most):
-    ids = list(prompt)
-    for _ in range(most):
-        shape, inputs = models.single_sequence(SPEC, np.array(ids, np.int32))
-        ids.append(int(models.reference(SPEC, tensors(SPEC), inputs, shape)[1].argmax()))
-    return ids[len(prompt) :]
 
 
 def begin(swarm, name, prompt, most, guesses=None):
@@ -83,7 +76,7 @@ def test_texts_are_the_same_whatever_layouts_their_runs_have(layouts, rows, monk
     swarm.kill("d1")
     finish(swarm, *prompts)
     for name, prompt in prompts.items():
-        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12), name
+        assert swarm.answers[name][0][0].tolist() == greedy(prompt, 12, SPEC)[0], name
     assert plan_of(swarm).devices == ("d0", "d2")
 
 

@@ -16,19 +16,19 @@ from together import run_programs
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.checkpoint.make import spec_of_kind
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute
 from hepti_mqtt.models.generation import TokenRules, Verdict
 from hepti_mqtt.models.speech import SpeechRun, SpeechSpec
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.plan_programs import device_programs, make_plan, resident_weights
 from hepti_mqtt.planner.accuracy import weight_error
-from hepti_mqtt.program import Compute
 from hepti_mqtt.runtime.coordinator.batches import Batch
 from hepti_mqtt.runtime.coordinator.texts import Generation
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
-from hepti_mqtt.service.words import token_times
+from hepti_mqtt.service.word_times import token_times
 from hepti_mqtt.shares import DeviceResources
 from hepti_mqtt.strategies import STRATEGIES
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan, resident_weights
 
 SPEC = spec_of_kind("tiny-whisper")
 READS = SPEC.input_spec
@@ -119,16 +119,6 @@ def test_a_text_is_that_of_whole_passes(method):
     assert max(generation.text.scores) < 0
 
 
-def test_states_are_those_of_one_pass_whatever_is_said_of_tokens():
-    rules = replace(RULES, silent=SPEC.head.outputs - 1, judge=unhappy())
-    shape = READS.run(len(PROMPT), ROWS, "hidden")
-    swarm = site(always(plan(SPEC, ("single", {}), (1.0,))), 1)
-    swarm.begin("r", Batch(shape, inputs(PROMPT)), Generation(PROMPT, 0, shape, rules, FRAMES))
-    finish(swarm)
-    expected, _ = models.reference(SPEC, tensors(SPEC), inputs(PROMPT), shape)
-    np.testing.assert_allclose(swarm.answers["r"][0][0], expected, atol=TOLERANCE)
-
-
 def unhappy(*worths: float):
     """Return a judge that always asks for another text, and finds them worth these numbers in turn."""
     left = list(worths)
@@ -170,21 +160,6 @@ def test_a_choice_of_the_model_ends_the_prompt(opening):
         _, logits = models.reference(SPEC, tensors(SPEC), inputs(whole), READS.run(len(whole), ROWS))
         text.append(rules.choose(logits, text)[0])
     assert swarm.tokens["r"] == list(enumerate(text))
-
-
-def test_steps_are_taken_back_with_the_texts_behind_them():
-    verdicts = [Verdict(True, (0.0,)), Verdict(False, (1.0,))]
-    rules = TokenRules(temperatures=(0.0, 1.0), choices=(1, 2), judge=lambda *_: verdicts.pop(0))
-    generation = Transcription(PROMPT, 2, READS.run(len(PROMPT), ROWS), rules, FRAMES)
-    some = np.random.default_rng(0).standard_normal((6, 1, SPEC.head.outputs)).astype(np.float32)
-    for logits in some[:4]:
-        generation.append_tokens(logits)
-    assert [(step.text.attempt, step.place) for step in generation.steps] == [(0, -1), (0, 0), (0, 1), (1, 0)]
-    first = list(generation.steps[1].text.tokens)
-    generation.rewind(2)
-    assert (generation.text.tokens, generation.published_tokens, generation.tried) == (first[:1], tuple(first), [])
-    generation.rewind(0)
-    assert (generation.text.tokens, generation.prompt) == ([], PROMPT)
 
 
 @pytest.mark.parametrize(("latency_s", "parts"), [(2.5e-4, 4), (0.05, 1)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sites import always, everyone, plan, tensors
 from swarm import MODEL, Swarm
+from test_strategies_generation import greedy
 
 from hepti_mqtt import models
 from hepti_mqtt.checkpoint.make import spec_of_kind
@@ -32,16 +33,6 @@ def prompts(spec: object, count: int = USERS) -> list[np.ndarray]:
     return [rng.integers(0, spec.text.vocab, int(rng.integers(1, 12))).astype(np.int32) for _ in range(count)]
 
 
-def alone(spec: object, prompt: np.ndarray, most: int, rules: TokenRules = LIKELIEST) -> list[int]:
-    """Return the text by whole passes of the reference."""
-    text: list[int] = []
-    for _ in range(most):
-        shape, inputs = models.single_sequence(spec, np.array([*prompt, *text], np.int32))
-        logits = models.reference(spec, tensors(spec), inputs, shape)[1]
-        text.append(rules.choose(logits, text, rules.temperatures[0])[0])
-    return text
-
-
 def finish(swarm: Swarm, names: list[object]) -> None:
     swarm.run(300, until=lambda: all(n in swarm.answers or n in swarm.errors for n in names))
     assert not any(name in swarm.errors for name in names), (swarm.errors, [n.text for n in swarm.notes])
@@ -61,7 +52,7 @@ def test_texts_of_eight_users_are_those_of_each_alone(kind, method, weights):
     for name, prompt in enumerate(prompts(swarm.spec)):
         most, seed = int(rng.integers(3, 14)), int(rng.integers(2))
         rules = TokenRules(temperatures=(1.5,), seed=name) if seed else LIKELIEST
-        texts[name] = alone(swarm.spec, prompt, most, rules)
+        texts[name], _ = greedy(prompt, most, swarm.spec, rules)
         shape, inputs = models.single_sequence(swarm.spec, prompt, tokens=len(prompt) + most)
         shape = shape.with_want("task" if name == 5 else "candidates")
         generation = Generation(tuple(prompt.tolist()), most, shape, rules, vocab=swarm.spec.head.outputs)
@@ -94,7 +85,7 @@ def test_texts_go_on_when_something_is_lost(fault):
         prompts_asked.pop()
     finish(swarm, list(range(len(prompts_asked))))
     for name, prompt in enumerate(prompts_asked):
-        assert swarm.tokens[name] == list(enumerate(alone(swarm.spec, prompt, 16))), name
+        assert swarm.tokens[name] == list(enumerate(greedy(prompt, 16, swarm.spec)[0])), name
     begun = sum(len(prompt) > 8 for prompt in prompts_asked)
     long = [sum(s.shape.tokens > 8 for s in swarm.answers[name][0][1]) for name in range(len(prompts_asked))]
     again = {"a device": 5, "two sessions": 2, "a user leaves": 0}[fault]

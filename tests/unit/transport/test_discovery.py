@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hepti_mqtt import discovery
 from hepti_mqtt.cli.main import main
-from hepti_mqtt.discovery import (
+from hepti_mqtt.client import discovery
+from hepti_mqtt.client.discovery import (
     BROKERS,
     SITES,
     SPEECH,
@@ -24,7 +24,7 @@ from hepti_mqtt.discovery import (
     read_announcement,
     registered,
 )
-from hepti_mqtt.errors import ConfigError
+from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
 
 LOOPBACK = ("127.0.0.1",)
@@ -109,7 +109,7 @@ def test_a_broker_is_announced_with_the_address_of_its_listener(monkeypatch: pyt
         services.append(service)
         yield True
 
-    monkeypatch.setattr("hepti_mqtt.discovery.registered", registers)
+    monkeypatch.setattr("hepti_mqtt.client.discovery.registered", registers)
     for address in ("0.0.0.0", "192.0.2.7", "127.0.0.1"):
         with announced_broker(address, 1883):
             pass

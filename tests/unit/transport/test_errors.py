@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from hepti_mqtt.errors import CertificateDateError
+from hepti_mqtt.core.errors import CertificateDateError
 from hepti_mqtt.transport import base as transport
 from hepti_mqtt.transport.url import BrokerUrl
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hepti_mqtt.errors import NetworkError, RefusedError
+from hepti_mqtt.core.errors import NetworkError, RefusedError
 from hepti_mqtt.transport.base import SAY_S, wait_for_broker
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_values import MANIFESTS, MESSAGES, frame_fields, frames, message_values
 
-from hepti_mqtt.errors import WireError
+from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.protocol import frames as frame_format
 from hepti_mqtt.protocol import messages as wire
 from hepti_mqtt.protocol.frames import Frame

@@ -15,9 +15,10 @@ from hypothesis.extra import numpy as hnp
 from wire_values import U63, frame_fields
 from wire_values import frames as any_frame
 
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER, PlanVersion
-from hepti_mqtt.program import NUMPY_DTYPE
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER, PlanVersion
+from hepti_mqtt.core.program import NUMPY_DTYPE
+from hepti_mqtt.core.spec import Draw, PlainShape
 from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import (
     DTYPES,
@@ -35,7 +36,6 @@ from hepti_mqtt.protocol.frames import (
     work_bytes,
 )
 from hepti_mqtt.protocol.keys import UNKEYED, Checked, FrameKey
-from hepti_mqtt.spec import Draw, PlainShape
 from hepti_mqtt.transport.buffers import Buffers
 
 TOP = 2**63 - 1

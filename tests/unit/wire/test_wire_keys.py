@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.protocol import keys, messages
 from hepti_mqtt.protocol.keys import REPLAY_WINDOW, Channel
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.program import NUMPY_DTYPE, WeightRef
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.program import NUMPY_DTYPE, WeightRef
+from hepti_mqtt.core.storage import STORAGES
 from hepti_mqtt.protocol.manifest import (
     TILE,
     VECTOR_TILE,
@@ -22,7 +23,6 @@ from hepti_mqtt.protocol.manifest import (
     tile_array,
     tile_hash,
 )
-from hepti_mqtt.storage import STORAGES
 
 
 def cut(name, array, transposed=False):

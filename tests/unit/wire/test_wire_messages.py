@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from wire_values import MESSAGES
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import WireError
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.errors import WireError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.spec import PlainShape
 from hepti_mqtt.protocol import messages as wire
 from hepti_mqtt.protocol.frames import Frame
 from hepti_mqtt.protocol.frames import encode as encode_frame
 from hepti_mqtt.protocol.plausible import FIELDS, MAX_TEXT, Number, check, limits_table
-from hepti_mqtt.spec import PlainShape
 
 
 def test_a_report_with_the_frames_magic_is_a_frame():

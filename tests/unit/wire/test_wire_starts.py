@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.ids import Start
+from hepti_mqtt.core.ids import Start
 from hepti_mqtt.protocol.messages import QUESTION, Status
 from hepti_mqtt.protocol.plausible import MAX_TERM
 from hepti_mqtt.protocol.starts import INSIST_S, NameHolder, next_term

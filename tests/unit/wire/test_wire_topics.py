@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hepti_mqtt.errors import BadNameError, WireError
-from hepti_mqtt.ids import ALL_DEVICES, PLANNER
+from hepti_mqtt.core.errors import BadNameError, WireError
+from hepti_mqtt.core.ids import ALL_DEVICES, PLANNER
 from hepti_mqtt.protocol.topics import MAX_LAYER, Kind, ParsedTopic, Topics, publish_bytes
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True).filter(lambda n: n not in (ALL_DEVICES, PLANNER))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
-from hepti_mqtt.ids import PLANNER
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, Slot, SlotSpec, WeightRef
 from hepti_mqtt.lowering import Graph, Lowered, Table
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import Compute, Program, Recv, Send, Slot, SlotSpec, WeightRef
 from hepti_mqtt.strategies import Division
 
 

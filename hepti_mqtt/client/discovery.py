@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hepti_mqtt.config.process import requires_extra
-from hepti_mqtt.errors import ConfigError
-from hepti_mqtt.ids import check_name
+from hepti_mqtt.core.errors import ConfigError
+from hepti_mqtt.core.ids import check_name
 from hepti_mqtt.transport.broker_limits import is_loopback
 from hepti_mqtt.transport.url import BrokerUrl
 

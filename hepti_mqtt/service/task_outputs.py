@@ -15,12 +15,12 @@ import numpy.typing as npt
 from tokenizers import Encoding
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import UnsupportedModelError
+from hepti_mqtt.core.errors import UnsupportedModelError
+from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.plain import softmax
 from hepti_mqtt.models.sentences import CrossEncoder, cross_encoder
 from hepti_mqtt.models.towers import Similarity
-from hepti_mqtt.spec import RequestShape
 
 Floats = npt.NDArray[np.float32]
 Result = dict[str, Any]

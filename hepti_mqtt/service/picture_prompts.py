@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
-from hepti_mqtt.errors import ModelError, RequestError, UnsupportedModelError
+from hepti_mqtt.core.errors import ModelError, RequestError, UnsupportedModelError
 from hepti_mqtt.models.shapes import ImageInput, fixed_point
 from hepti_mqtt.models.transformer import ModelSpec
 from hepti_mqtt.models.views import expanded

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hepti_mqtt.ids import PlanVersion
+from hepti_mqtt.core.ids import PlanVersion
 
 WireDtype = Literal["f32", "f16", "i8"]
 NARROW_WIRE_DTYPES: Final[tuple[WireDtype, ...]] = ("i8", "f16")  # the narrowest first
@@ -24,8 +24,6 @@ DevicePair = tuple[str, str]  # (source, target)
 
 # Keys of `Plan.to_dict` that differ from their fields' names.
 KEYS: Final[Mapping[str, str]] = {
-    "version": "epoch",
-    "root": "head",
     "shares": "weights",
     "weight_dtype": "storage",
     "relayed_pairs": "relayed",
@@ -111,10 +109,10 @@ class Plan:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
         return {
             "model": self.model,
-            "epoch": list(self.version),
+            "version": list(self.version),
             "strategy": self.strategy,
             "devices": list(self.devices),
-            "head": self.root,
+            "root": self.root,
             "options": dict(self.options),
             "weights": {kind: list(values) for kind, values in self.shares.items()},
             "ranges": {kind: [list(r) for r in values] for kind, values in self.ranges.items()},
@@ -143,8 +141,8 @@ class Plan:
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Plan:
         fields = dict(data)
-        boot, number = fields["epoch"]
-        fields["epoch"] = PlanVersion(int(boot), int(number))
+        boot, number = fields["version"]
+        fields["version"] = PlanVersion(int(boot), int(number))
         fields["devices"] = tuple(fields["devices"])
         fields["weights"] = {k: tuple(float(w) for w in v) for k, v in fields["weights"].items()}
         fields["ranges"] = {k: tuple((int(a), int(b)) for a, b in v) for k, v in fields["ranges"].items()}

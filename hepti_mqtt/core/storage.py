@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hepti_mqtt.plan import Quantised, WeightDtype
+from hepti_mqtt.core.plan import Quantised, WeightDtype
 
 # Storages that kernels multiply directly.
 BlockStorage = Literal["q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"]

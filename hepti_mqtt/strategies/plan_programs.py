@@ -7,7 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hepti_mqtt.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.ids import PLANNER, PlanVersion
+from hepti_mqtt.core.plan import Plan
+from hepti_mqtt.core.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
+from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
     Graph,
@@ -22,7 +25,7 @@ from hepti_mqtt.lowering import (
     split_along,
 )
 from hepti_mqtt.lowering.handover import HandedOver, HandoverError, Move, hand_over, moves
-from hepti_mqtt.lowering.lower import KEPT_PARTS
+from hepti_mqtt.lowering.lower import LOWERED_CACHE_SIZE
 from hepti_mqtt.lowering.passes import (
     fuse_conversions,
     merge_copies,
@@ -33,13 +36,10 @@ from hepti_mqtt.lowering.passes import (
     widen_in_assemble,
 )
 from hepti_mqtt.models import graph, largest_shape, representative_shape, weight_dtypes
-from hepti_mqtt.plan import Plan
-from hepti_mqtt.program import ExchangeKey, Keyed, Program, Send, Slot, WeightRef
 from hepti_mqtt.shares import DeviceResources
-from hepti_mqtt.spec import RequestShape, Spec
 from hepti_mqtt.strategies import STRATEGIES, Division, Method
 from hepti_mqtt.strategies.method import EMBEDDINGS, WORDS, word_ranges
-from hepti_mqtt.task_queue import LoweredTasks, nonempty_tasks
+from hepti_mqtt.strategies.task_queue import LoweredTasks, nonempty_tasks
 
 CACHE_SIZE: Final = 32  # lowered graphs
 KEPT_RESIDENTS: Final = 64  # weight ranges of a device under a plan
@@ -152,7 +152,7 @@ def device_program(spec: Spec, plan: Plan, shape: RequestShape, device: str) -> 
     return run_passes(lower_plan(spec, own, shape).full_program(device), own)
 
 
-def continued_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int, device: str) -> HandedOver:
+def handover_program(spec: Spec, before: Plan, plan: Plan, shape: RequestShape, block: int, device: str) -> HandedOver:
     """Return a device's Program for the rest of a run that began under another plan, from a block on.
 
     taken: slots of its Program under the old plan. Raises HandoverError if the run cannot continue there.
@@ -222,7 +222,7 @@ class _Passes(Keyed):
         super().__init__((id(program), plan.wire, plan.weight_dtype, plan.route, plan.relayed_pairs))
 
 
-@lru_cache(maxsize=KEPT_PARTS)
+@lru_cache(maxsize=LOWERED_CACHE_SIZE)
 def _passed(inputs: _Passes) -> Program:
     return run_passes(inputs.program, inputs.plan)
 
@@ -335,7 +335,7 @@ def lowered_for_longest(spec: Spec, plan: Plan, device: str) -> Iterator[Lowered
         yield hidden
 
 
-def covering_plans(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
+def plans_for_all_weights(spec: Spec, plan: Plan) -> tuple[Plan, ...]:
     """Return plans with Programs that together use every weight and receive from every peer that any Program does.
 
     In one of them shares by length are equal wherever a device has one, so that rounding cannot hide a device's part:
@@ -357,7 +357,7 @@ def resident_weights(spec: Spec, plan: Plan, device: str) -> tuple[WeightRef, ..
 @lru_cache(maxsize=KEPT_RESIDENTS)
 def _resident_weights(spec: Spec, divided: PlanKey, device: str) -> tuple[WeightRef, ...]:
     plan = divided.plan
-    longest = (low for wide in covering_plans(spec, plan) for low in lowered_for_longest(spec, wide, device))
+    longest = (low for wide in plans_for_all_weights(spec, plan) for low in lowered_for_longest(spec, wide, device))
     refs = dict.fromkeys(ref for lowered in longest for ref in lowered.weight_refs(device))
     return tuple(narrow_weight(ref, plan.weight_dtype) for ref in refs)
 
@@ -373,7 +373,7 @@ def resident_counts(spec: Spec, plan: Plan, device: str) -> Mapping[WeightRef, i
 @lru_cache(maxsize=KEPT_RESIDENTS)
 def _resident_counts(spec: Spec, divided: PlanKey, device: str) -> Mapping[WeightRef, int]:
     plan = divided.plan
-    parts = [part for wide in covering_plans(spec, plan) for part in lowered_for_longest(spec, wide, device)]
+    parts = [part for wide in plans_for_all_weights(spec, plan) for part in lowered_for_longest(spec, wide, device)]
     if len({part.repeat for part in parts}) > 1:
         return dict.fromkeys(_resident_weights(spec, divided, device), 1)
     counts = {ref: times for part in parts for ref, times in part.weight_counts(device).items()}
@@ -383,7 +383,7 @@ def _resident_counts(spec: Spec, divided: PlanKey, device: str) -> Mapping[Weigh
 def sources_of(spec: Spec, plan: Plan, device: str) -> frozenset[str]:
     """Return the devices that send to this device in any request's Program."""
     own = plan.for_device(device)
-    longest = (low for wide in covering_plans(spec, own) for low in lowered_for_longest(spec, wide, device))
+    longest = (low for wide in plans_for_all_weights(spec, own) for low in lowered_for_longest(spec, wide, device))
     return frozenset().union(*(lowered.senders(device) for lowered in longest)) - {PLANNER}
 
 

@@ -11,7 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from hepti_mqtt import __version__
-from hepti_mqtt.errors import NetworkError
+from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.protocol.messages import Heartbeat
 
 _PLANES: Final = ("control", "data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple, TypeGuard
 
-from hepti_mqtt.errors import BadNameError
+from hepti_mqtt.core.errors import BadNameError
 
 PLANNER: Final = "planner"
 ALL_DEVICES: Final = "all"
@@ -44,7 +44,7 @@ def part_name(model: str, part: str) -> str:
     return check_model(f"{model}{PART_MARK}{part}")
 
 
-def asked_name(model: str) -> str:
+def whole_model(model: str) -> str:
     """Return the name that people use for a model: its own, or for a part the name of the whole."""
     return model.partition(PART_MARK)[0]
 

@@ -9,9 +9,9 @@ from math import inf, log
 from statistics import median
 from typing import Final, NamedTuple
 
-from hepti_mqtt.plan import DevicePair, Route
-from hepti_mqtt.program import Work
-from hepti_mqtt.storage import Product
+from hepti_mqtt.core.plan import DevicePair, Route
+from hepti_mqtt.core.program import Work
+from hepti_mqtt.core.storage import Product
 
 # A faster link is loopback: the device runs on the broker's machine. Frames cost CPU time there, and the measured rate
 # is noise.

@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from hepti_mqtt.ids import ALL_DEVICES
-from hepti_mqtt.plan import Range, Route, WeightDtype
-from hepti_mqtt.storage import BlockStorage, Product
+from hepti_mqtt.core.ids import ALL_DEVICES
+from hepti_mqtt.core.plan import Range, Route, WeightDtype
+from hepti_mqtt.core.storage import BlockStorage, Product
 
 WorkKind = Literal["linear", "attention", "rowwise"]
 

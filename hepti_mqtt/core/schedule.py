@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from hepti_mqtt.ids import PLANNER
-from hepti_mqtt.program import Compute, ExchangeKey, Op, Program, Recv, Send, Slot, slots_written
+from hepti_mqtt.core.ids import PLANNER
+from hepti_mqtt.core.program import Compute, ExchangeKey, Op, Program, Recv, Send, Slot, slots_written
 
 
 def route_to_replicas(now: float, replicas: Sequence[tuple[float, float]], sizes: Iterable[float]) -> Iterator[int]:
