@@ -35,7 +35,7 @@ from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
-from hepti_mqtt.transport.base import Delivery, Receipt
+from hepti_mqtt.transport.base import Connected, Delivery, Receipt
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -357,6 +357,14 @@ def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_agai
         act()
     assert [record.args[0] for record in caplog.records] == [2]
     assert said == [(unconnected.topics.planner_status(), "online")]
+
+
+def test_a_broker_that_lost_the_planners_session_is_logged(unconnected, caplog):
+    unconnected.channel._handle_state(Connected(5, None))
+    unconnected.channel._handle_state(Connected(5, None, resumed=True))
+    assert not caplog.records, "the first connection of a planner has no session"
+    unconnected.channel._handle_state(Connected(5, None, resumed=False))
+    assert len(caplog.records) == 1
 
 
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):

@@ -270,8 +270,13 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
 
 def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints):
     ids = [[1] * checkpoints["bert"].spec.max_tokens, [2]]  # two runs
-    for outputs, error in (([(1, 32), (1, 31)], RemoteError), ([(7, 3), (7, 3)], WireError)):
-        answer = finish(ask(desk, {"ids": ids}), checkpoints["bert"], [np.ones(shape, np.float32) for shape in outputs])
+    for shapes, value, error in (
+        ([(1, 32), (1, 31)], 1.0, RemoteError),
+        ([(7, 3), (7, 3)], 1.0, WireError),
+        *(([(1, 32), (1, 32)], value, ModelError) for value in (np.nan, np.inf, -np.inf)),
+    ):
+        outputs = [np.ones(shapes[0], np.float32), np.full(shapes[1], value, np.float32)]
+        answer = finish(ask(desk, {"ids": ids}), checkpoints["bert"], outputs)
         assert answer_of(desk.encode_answer(answer, now=101.0))["error"]["code"] == error.code
 
 
