@@ -148,6 +148,8 @@ class Report:
             marks = [sum(getattr(client, name, 0) for client in clients) for name in ("repeated", "unmarked")]
             lines.append(f"{kind:13}" + "".join(f"{n:8d}" for n in ends) + f"{marks[0]:10d}{marks[1]:10d}")
             lines += [f"  errors: {errors}"] if errors else []
+            cancelled = sum(getattr(client, "cancelled", 0) for client in clients)
+            lines += [f"  cancelled: {cancelled}"] if cancelled else []
             lines += [f"  lost or wrong: {text}" for text in texts(clients, LOST, WRONG)[:5]]
         for name, (seconds, broker) in self.streams.items():
             lines.append(
@@ -159,7 +161,8 @@ class Report:
                 served = str(sum(gap.fault.served for gap in gaps)) if kind.startswith("agent") else "-"
                 high, usual = np.percentile(took, 95, method="higher"), np.median(took)
                 lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {high:7.2f} s {usual:6.2f} s")
-        lines += ["", table(self.held), *self.grown] if self.held else []
+        lines += ["", table(self.held)] if self.held else []
+        lines += self.grown
         if self.load:
             lines.append(
                 f"load average {min(self.load):.1f} to {max(self.load):.1f}, median {np.median(self.load):.1f}"
@@ -307,9 +310,12 @@ def _under_faults(
 
 
 def unexplained(client: Client, begun_s: Sequence[float], what: Run) -> list[Outcome]:
-    """Return the errors that are no consequence of a fault; of a run in which processes must stay flat."""
-    errors = [o for o in client.outcomes if what.flat and o.code not in (RIGHT, WRONG, LOST)]
-    return [o for o in errors if not any(o.ended_s > at and o.begun_s < at + SETTLE_S for at in begun_s)]
+    """Return all errors of a run of chats; if processes must stay flat, those that are no consequence of a fault."""
+    errors = [o for o in client.outcomes if o.code not in (RIGHT, WRONG, LOST)]
+    if what.chats:
+        return errors
+    far = [o for o in errors if not any(o.ended_s > at and o.begun_s < at + SETTLE_S for at in begun_s)]
+    return far if what.flat else []
 
 
 def _mend_until(site: FaultySite, until_s: float, held: Mapping[str, Held]) -> None:

@@ -71,7 +71,6 @@ def test_whatever_is_lost_meanwhile_streams_and_speech_end_rightly_or_with_an_er
 def test_chats_that_take_over_each_other_s_caches_have_the_tokens_that_they_have_alone(tmp_path: Path) -> None:
     report = run(Run(300.0, kinds=(), clients=0, chats=6), tmp_path, {})
     assert report.good, str(report)
-    assert not report.errors("chats by MQTT"), str(report)
 
 
 @pytest.mark.nightly

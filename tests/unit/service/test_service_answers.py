@@ -25,6 +25,7 @@ from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import OtherWork, Run, RunKind, RunTimes
 from hepti_mqtt.service import channel as journal_module
@@ -280,9 +281,11 @@ def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints):
         assert answer_of(desk.encode_answer(answer, now=101.0))["error"]["code"] == error.code
 
 
-def test_an_answer_never_waits_for_its_forecast(desk, checkpoints):
+def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
+    forecasts.set_plans((PlanSnapshot(plan_for(checkpoint), CLUSTER),))
     job = ask(desk, {"text": "hello"})
+    desk.request_forecast(job)  # nobody takes a step of it
     plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
     data = answer_of(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert (data["forecast"], data["predicted_bytes"]) == ("estimated", 500)
