@@ -318,18 +318,22 @@ def _under_faults(
     by_kind = {kind: [client for client in clients if client.kind == kind] for kind in {c.kind: 0 for c in clients}}
     streams = {client.name: client.longest(broken) for client in steady if not isinstance(client, PinnedClient)}
     grown = [line for name, each in held.items() for line in each.wrong(name, what.flat)] if what.flat else []
-    grown += [f"{a} to {b}: {-n} frames are missing" for (a, b), n in missing.items() if abs(n) > PROBES]
+    grown += [f"{a} and {b}: {-n} frames are missing" for (a, b), n in missing.items() if abs(n) > PROBES]
     grown += [f"{c.name}: {o.text} though nothing happened" for c in clients for o in unexplained(c, begun, what)]
     return Report(by_kind, faults, silences(faults, begun, times), load, streams, held, grown)
 
 
 def missing_frames(url: str) -> Counter[tuple[str, str]]:
-    """Return by how many frames each device has sent more to another than that has received."""
+    """Return how many frames each two devices have sent to each other and not received.
+
+    Both ways are one number: probes and their echoes between the heartbeats of the two ends add nothing to it.
+    """
     with Hepti.connect(url, site=SITE) as hepti:
         poll(lambda: _all_online(hepti), "all agents online", START_S)
         edges = [(d["device"], *e) for d in hepti.devices(wait_s=IDLE_S) for e in d["heartbeat"]["edges"].items()]
-    missing = Counter({(device, peer): edge["frames_out"] for device, peer, edge in edges})
-    missing.subtract({(peer, device): edge["frames_in"] for device, peer, edge in edges})
+    missing = Counter[tuple[str, str]]()
+    for device, peer, edge in edges:
+        missing[min(device, peer), max(device, peer)] += edge["frames_out"] - edge["frames_in"]
     return missing
 
 

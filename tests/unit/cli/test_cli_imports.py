@@ -23,7 +23,7 @@ MAIN = "from hepti_mqtt.cli.main import main"
         ("import hepti_mqtt.service.planner", {"prometheus_client"}),
         ("import device_agent.agent", {"prometheus_client"}),
         (f"{MAIN}\nmain(['agent', '--help'])", {"numba", "PIL", "psutil"}),
-        (f"{MAIN}\nassert main(['model', 'make', 'tiny-bert', 'made']) == 0", {"numba", "PIL", "psutil"}),
+        (f"{MAIN}\nassert main(['model', 'make', 'tiny-bert', '--out', 'made']) == 0", {"numba", "PIL", "psutil"}),
     ],
     ids=[
         "help and doctor",
