@@ -36,11 +36,11 @@ _NORMED: Final = (  # heads of queries and keys are normed
     | {part: name for part, name in _LAYER.items() if part not in _QKV}
 )
 _BLOCK: Final = BlockSpec(biases=(), norm_bias=False, rms=True, gated=True)
-# They have no effect in a Llama, but the cache of transformers forgets by them.
+# Refuse windows: Llama ignores them, but the cache of transformers drops tokens by them.
 _WINDOWS: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_chunk_size": (), "layer_types": (), "sliding_window": (), "rope_interleaved": (False,),
 }  # fmt: skip
-Windows = Callable[[JsonConfig, bool], tuple[int, ...]]  # whether it is causal -> see BlockSpec
+Windows = Callable[[JsonConfig, bool], tuple[int, ...]]  # (config, causal) -> `BlockSpec.windows`
 
 
 class Gguf(NamedTuple):
@@ -75,7 +75,7 @@ class Decoder(NamedTuple):
     """A family of decoders: what differs from Llama."""
 
     model_type: str
-    #: What a checkpoint calls the parts of a layer.
+    #: Names of the parts of a layer in a checkpoint.
     layer: Mapping[str, str] = _LAYER
     block: BlockSpec = _BLOCK
     #: Matrices with biases, by the flag of config.json that says so; "": always.
@@ -89,6 +89,8 @@ class Decoder(NamedTuple):
     kv_heads: int = 0
     theta: float = 10_000.0
     tied: bool = False
+    #: Default of rms_norm_eps.
+    norm_eps: float = 1e-6
     activation: str = "hidden_act"
     #: Return the windows of the layers.
     windows: Windows = _sees_all
@@ -292,6 +294,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         "phi3",
         _LAYER | dict.fromkeys(_QKV, "self_attn.qkv_proj") | dict.fromkeys(("mlp_gate", "mlp_up"), "mlp.gate_up_proj"),
         reads=("sliding_window",),
+        norm_eps=1e-5,
         only={"attention_bias": (False,), "partial_rotary_factor": (1.0,)},
         windows=_phi3_windows,
         gguf=Gguf("phi3", {"hidden_act": "silu"}, {"attention.sliding_window": "sliding_window"}),
@@ -314,6 +317,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     "MixtralForCausalLM": Decoder(
         "mixtral",
         mixture(_LAYER, "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2))),
+        norm_eps=1e-5,
         only=_WINDOWS,
         kv_heads=8,
         theta=1_000_000.0,
@@ -326,6 +330,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         replace(_BLOCK, row_norms=True),
         {"attention_bias": _OUT},
         only={**_WINDOWS, "clip_qkv": ()},
+        norm_eps=1e-5,
         experts=Experts("num_experts", normed="norm_topk_prob"),
         gguf=Gguf(
             "olmoe", {"hidden_act": "silu", "norm_topk_prob": False}, _EXPERT_COUNTS | {"expert_count": "num_experts"}
@@ -357,6 +362,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
         head_dim=64,
         kv_heads=8,
         theta=150_000.0,
+        norm_eps=1e-5,
         windows=_alternating_windows,
         ropes=_lengthened_ropes,
         experts=Experts(
@@ -447,7 +453,7 @@ def spec(architecture: str, config: JsonConfig, extras: Mapping[str, Any]) -> Mo
         mlp=config.positive("intermediate_size" if of.experts is None else of.experts.width),
         norm_first=True,
         activation=(of.experts and of.experts.activation) or config.activation(of.activation),
-        norm_eps=config.number("rms_norm_eps", 1e-6) / residual**2,
+        norm_eps=config.number("rms_norm_eps", of.norm_eps) / residual**2,
         max_tokens=sentences.max_tokens(min(positions, MOST_TOKENS), extras),
         head=head,
         text=TextStem(config.positive("vocab_size"), positions, types=0, scale=root * embedding / residual),

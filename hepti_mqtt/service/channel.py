@@ -113,7 +113,7 @@ def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> 
 
 
 MAX_MARKS: Final = 4096  # marks of each kind
-MAX_DELIVERY_ATTEMPTS: Final = 4  # planner crashes on a request; the next planner refuses it
+MAX_DELIVERY_ATTEMPTS: Final = 4  # redeliveries of a request to new planners; the fifth is refused
 FILE_BYTES: Final = 1 << 20  # above this size, the file is rewritten with the current marks
 _MARK_BYTES: Final = 16
 _ANSWERED: Final = b"A"

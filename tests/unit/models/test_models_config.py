@@ -14,6 +14,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, make_model, spec_of_kind
 from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.cost.memory import weights_bytes
+from hepti_mqtt.models import decoder
 from hepti_mqtt.models.kinds import kinds_of
 from hepti_mqtt.strategies.plan_programs import resident_weights
 
@@ -330,6 +331,14 @@ def test_a_decoder_is_read_as_by_transformers_or_refused(base, changes, alike):
     if "layer_types" in alike and base is QWEN2:
         alike = {**alike, "use_sliding_window": True}
     assert spec_of(base, **changes) == spec_of(base, **alike)
+
+
+@pytest.mark.parametrize("architecture", decoder.DECODERS)
+def test_a_missing_epsilon_is_the_default_of_the_class_in_transformers(architecture):
+    coarse = ("Phi3ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM")
+    kinds = [kind.config for kind in KINDS.values() if kind.config["architectures"] == [architecture]]
+    config = {key: value for key, value in kinds[-1].items() if key != "rms_norm_eps"}
+    assert spec_of(config) == spec_of(config, rms_norm_eps=1e-5 if architecture in coarse else 1e-6)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
