@@ -284,6 +284,20 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
     assert len(times) >= 60 // LARGE_EVERY_S
 
 
+def test_a_probe_that_cannot_leave_is_counted_and_ends_nothing(device, monkeypatch):
+    d = device()
+    d.ready()
+
+    def away(now):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(d.network, "probe_large", away)
+    d.run(request()[2])
+    assert d.complaints.counters["command_errors"] == 1
+    d.run(request(run_id=2)[2])
+    assert d.complaints.counters["command_errors"] == 2, "the session goes on"
+
+
 @pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")
 def test_ways_take_turns_and_all_are_measured_again_once_one_has_fallen(device, pair):
     d = device()
