@@ -109,6 +109,12 @@ def test_invented_devices_are_forgotten_for_usable_ones() -> None:
     assert "late" in site.session.fleet.usable()
 
 
+def test_a_message_of_an_unknown_device_makes_it_no_member() -> None:
+    site = settled("a")
+    site.receive("unknown", messages.PrepareFailed(1, "m", site.plan.version, "mesh", "", 0, ("a",)))
+    assert list(site.session.fleet.members) == ["a"]
+
+
 def test_devices_beyond_the_limit_are_counted() -> None:
     site = Site(searches=False)
     site.join(*(f"d{number}" for number in range(MAX_MEMBERS)))
