@@ -475,17 +475,17 @@ class _Agent:
             self.inbox.post(CachesRead(order.model, order.plan_version, caches))
 
     def _request_tiles(self, model: str, hashes: tuple[bytes, ...], share: float) -> None:
-        self._report(RequestTiles(model, hashes, share), "asks_lost")  # lost requests become overdue
+        self._report(RequestTiles(model, hashes, share), "asks_lost", "request weights")  # lost requests become overdue
 
     def _report_cached(self, tiles: CachedTiles) -> None:
-        self._report(tiles, "reports_lost")  # the next connection reports them
+        self._report(tiles, "reports_lost", "report cached weights")  # the next connection reports them
 
-    def _report(self, message: RequestTiles | CachedTiles, kind: str) -> None:
-        """Send the planner a message, or count it by a kind as lost."""
+    def _report(self, message: RequestTiles | CachedTiles, kind: str, deed: str) -> None:
+        """Send a message to the planner; count it as lost if the broker is away."""
         try:
             self._network.publish("control", self._topics.reports(self._config.device_id), encode(message), 1)
         except NetworkError as exc:
-            self._complaints.record(kind, f"cannot send {type(message).__name__} now: {exc}")
+            self._complaints.record(kind, f"cannot {deed} now: {exc}")
 
     def _send_to_peer(self, peer: str, model: str, kind: MessageKind, body: bytes) -> bool:
         return self._links is not None and self._links.send_tiles(peer, model, kind, body)

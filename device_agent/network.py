@@ -53,7 +53,7 @@ class ErrorLog:
 
 @dataclass(frozen=True, slots=True)
 class PlaneState:
-    """A change of the connection of one plane, or of its subscriptions."""
+    """The state of one plane's connection, or the broker's answer to a subscription or publish."""
 
     plane: Plane
     state: State
@@ -179,7 +179,7 @@ class Network:
         return bool(due)
 
     def subscribe(self, plane: Plane, filters: Sequence[str]) -> int:
-        """Subscribe one plane to filters; `Subscribed` with the returned token follows."""
+        """Subscribe one plane to filters; a `PlaneState` with `Subscribed` and the returned token follows."""
         return self._transports[plane].subscribe([(f, QOS[plane]) for f in filters])
 
     def unsubscribe(self, plane: Plane, filters: Sequence[str]) -> None:

@@ -631,7 +631,7 @@ def _opening(directory: Path) -> Callable[[], Sequence[WeightsReader]] | None:
 
 
 class _Renamed:
-    """Weights under other names; rename: returns the name for a stored one."""
+    """Weights under other names; rename: from the stored name to the family's name."""
 
     def __init__(self, file: WeightsReader, rename: Callable[[str], str]) -> None:
         self._file = file
@@ -643,13 +643,13 @@ class _Renamed:
 
 
 def _with_prefix(names: Mapping[str, str], name: str) -> str:
-    """Return a stored name as its family has it; names: how stored ones begin, and what stands there instead."""
+    """Return the family's name of a stored tensor; names: stored prefix -> the family's prefix."""
     first = next((first for first in names if name.startswith(first)), None)
     return name if first is None else names[first] + name.removeprefix(first)
 
 
 def _opened_folder(directory: Path, name: str) -> _Renamed:
-    """Return the open weights of a module, under its name and theirs; raises ModelError where there are none."""
+    """Return the open weights of a module, as `folder/tensor`; raises ModelError if there are no weights."""
     opening = _opening(directory / name)
     if opening is None:
         raise ModelError(f"{directory / name} has no model.safetensors; copy the whole folder of the model")

@@ -103,7 +103,7 @@ def _bert_normalizer(options: JsonConfig, part: Part) -> Part:
 
 
 def _always(part: str, wanted: Part, why: str) -> Callable[[JsonConfig, Part], Part]:
-    """Return the rule of a class with the same part for all options."""
+    """Return a rule that accepts only `wanted` or a missing part."""
 
     def check(_options: JsonConfig, given: Part) -> Part:
         if given not in (None, wanted):

@@ -27,7 +27,7 @@ class Work(NamedTuple):
     n: int = 0
     #: By the op's definition, whichever way it is computed; of attention over all (query, key) pairs.
     flops: float = 0.0
-    nbytes: float = 0.0  #: bytes moved; of a matmul those besides its matrices
+    nbytes: float = 0.0  #: bytes moved; of a matmul without its matrices
     product: Product = Product()
 
 

@@ -242,6 +242,7 @@ class Columns(Op):
 
     start: int
 
+    kind = "slice"
     is_view = True
 
     def input_regions(self, region: Region) -> tuple[Region, ...]:

@@ -256,7 +256,7 @@ def models_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def towers_of(config: Mapping[str, Any]) -> Towers:
-    """Return the models of a checkpoint and what connects them; `ONE_MODEL` for most checkpoints."""
+    """Return the `Towers` of a checkpoint; `ONE_MODEL` if it holds one model."""
     named = config.get("architectures") if isinstance(config, Mapping) else None  # it may be any JSON
     return _TOWERS.get(str(named[0]), ONE_MODEL) if isinstance(named, list) and named else ONE_MODEL
 

@@ -45,19 +45,13 @@ class Cut(NamedTuple):
 class Views(ABC):
     """A processor of pictures."""
 
-    #: Pixels of a side of a view.
-    side: int
-    #: Of each channel, of pixels from 0 to 1.
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    #: Number of Pillow's filter.
-    resample: int
-    #: Rows of a view.
-    rows: int
-    #: Token that stands for a picture in a prompt.
-    mark: str = "<image>"
-    #: Token that stands for each row of a view in a prompt that is written out.
-    row: str = "<image>"
+    side: int  #: pixels of a side of a view
+    mean: tuple[float, ...]  #: mean of each channel, of pixels from 0 to 1
+    std: tuple[float, ...]  #: standard deviation of each channel
+    resample: int  #: number of Pillow's filter
+    rows: int  #: rows of a view
+    mark: str = "<image>"  #: token of a picture in a prompt
+    row: str = "<image>"  #: token of each row of a view in an expanded prompt
 
     @property
     @abstractmethod

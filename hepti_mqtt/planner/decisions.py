@@ -90,7 +90,7 @@ class Option:
     remaining: Remaining | None = None  #: remaining time of the youngest change of its devices or the active plan's
     load_bytes: int = 0  #: weights that its devices lack
     load_s: float = 0.0  #: time of the load with all of devices and links
-    own_s: float = 0.0  #: the same for devices of the active plan only: their load slows down runs
+    own_s: float = 0.0  #: like `load_s`, for devices of the active plan only: their load slows down runs
     fits_next_to_others: bool = True  #: it fits next to the active plan; otherwise requests wait during its load
     no_evidence_s: float = 0.0  #: time since the last evidence on a device with a changed slowdown
 

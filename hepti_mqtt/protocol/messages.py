@@ -151,7 +151,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class _Transaction:
-    """A step of a plan's preparation or release."""
+    """A message about a step of a plan: prepare, activate or release."""
 
     transaction_id: int
     model: str
@@ -159,7 +159,7 @@ class _Transaction:
 
 
 @dataclass(frozen=True, slots=True)
-class _OfPlan:
+class _PlanMessage:
     """A message about a plan."""
 
     model: str
@@ -167,7 +167,7 @@ class _OfPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _OfRun(_OfPlan):
+class _RunMessage(_PlanMessage):
     """A message about a run."""
 
     run_id: int
@@ -201,19 +201,19 @@ class Release(_Transaction):
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(_OfRun):
+class Cancel(_RunMessage):
     """Planner to agent: cancel a run."""
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseTasks(_OfRun):
+class LeaseTasks(_RunMessage):
     """Planner to agent: compute these tasks of a run's queue; an empty tuple ends the run's tasks."""
 
     tasks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver(_OfRun):
+class HandOver(_RunMessage):
     """Planner to agent: stop a run before a block and send its tensors to the devices that continue it.
 
     The receiving device has no part in the new plan.
@@ -225,7 +225,7 @@ class HandOver(_OfRun):
 
 
 @dataclass(frozen=True, slots=True)
-class EndSessions(_OfPlan):
+class EndSessions(_PlanMessage):
     """Planner to agent: release the KV caches of these sessions of a plan."""
 
     sessions: tuple[int, ...]
@@ -293,14 +293,14 @@ class KeptSession(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSessions(_OfPlan):
+class KeptSessions(_PlanMessage):
     """Agent to planner: sessions of earlier plan versions that continue under this plan version."""
 
     sessions: tuple[KeptSession, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RunFailed(_OfRun):
+class RunFailed(_RunMessage):
     """Agent to planner: a run failed on this device."""
 
     code: str
@@ -309,14 +309,14 @@ class RunFailed(_OfRun):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskDone(_OfRun):
+class TaskDone(_RunMessage):
     """Agent to planner: a task of a run's queue is computed and sent."""
 
     task: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunProgress(_OfRun):
+class RunProgress(_RunMessage):
     """Agent to planner: the current block of a long run."""
 
     block: int

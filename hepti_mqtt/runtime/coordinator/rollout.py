@@ -263,7 +263,8 @@ class Rollout:
     def replace_plan(self, message: messages.PrepareFailed, now: float) -> list[CoordinatorCommand]:
         """Replace a plan, and retry its runs.
 
-        The device cannot connect to peers, whose frames the next plan relays, or it released the plan in doubt.
+        Code mesh: the device cannot reach peers; the broker relays their frames under the next plan.
+        Code forgotten: the device released the plan in doubt.
         """
         due_s, note = now, LogEvent("forgotten", message.text)
         if message.code == "mesh":  # wait for reports of other devices

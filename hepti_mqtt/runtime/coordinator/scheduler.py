@@ -355,7 +355,7 @@ class Scheduler:
         target = self._run_of(device, message)
         if target is None or (run := target[1]).task_queue is None:
             return []
-        if run.plan.root in run.answers.reports:  # the task began after the others heard that none is left
+        if run.plan.root in run.answers.reports:  # the task began after the end of the root's run
             return [self._orders.lease(run.plan, run.run_id, device, ())]
         run.task_queue.complete_task(device, message.task, now)
         return self._lease(run, now)

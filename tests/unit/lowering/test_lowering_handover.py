@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +15,12 @@ from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, served, tens
 from together import bound
 
 from hepti_mqtt import models
+from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering.handover import HandoverError
+from hepti_mqtt.models import representative_shape
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor
 from hepti_mqtt.strategies.plan_programs import device_programs, handover_moves, handover_program
 
@@ -159,6 +162,21 @@ def test_borders_within_a_repeated_layer():
             validate(handover_program(spec, before, after, shape, block, device).program)
         moved = [m for m in handover_moves(spec, before, after, shape, block) if m.source != m.target]
         assert [(m.source, m.target, m.nbytes) for m in moved] == [("d1", "d0", 2 * 32 * 4)]
+
+
+def test_rows_that_a_device_only_relays_never_break_a_handover():
+    spec = replace(spec_of_kind("bert-large"), layers=9)
+    shape, mlp = representative_shape(spec, 128), ("row", {"variant": "mlp"})
+    before, after = (
+        replace(plan(spec, mlp, rows), shares={"rows": rows}, ranges={"heads": heads})
+        for rows, heads in (
+            ((0.512, 0.19, 0.19, 0.108), ((0, 576), (576, 768), (768, 960), (960, 1024))),
+            ((0.568, 0.216, 0.216), ((0, 576), (576, 768), (768, 1024))),
+        )
+    )
+    for block in range(1, 9):
+        with suppress(HandoverError):
+            handover_moves(spec, before, after, shape, block)
 
 
 def test_what_cannot_go_on_is_refused():
