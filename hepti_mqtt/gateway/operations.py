@@ -43,9 +43,6 @@ _ERRORS: Final[Mapping[Callable[[HeptiError], dict[str, Any]], tuple[str, Any]]]
     openai_error: ("Error", ERROR),
     ollama_error: ("OllamaError", OLLAMA_ERROR),
 }
-    openai_error: ("Error", ERROR),
-    ollama_error: ("OllamaError", OLLAMA_ERROR),
-}
 _KEY: Final = {"type": "http", "scheme": "bearer", "description": "one of HEPTI_GATEWAY_KEYS"}
 
 
