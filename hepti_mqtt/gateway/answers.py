@@ -19,6 +19,7 @@ Object, Missing = dict[str, Any], NotRequired
 
 _ERROR = shape("ErrorBody", "An error; param: the key at fault.", message=str, type=str, param=str | None, code=str)
 ERROR = shape("Error", "An error in OpenAI's shape.", error=_ERROR)
+OLLAMA_ERROR = shape("OllamaError", "An error in Ollama's shape.", error=str)
 
 # -- OpenAI, Jina and Cohere -------------------------------------------------------------------------------------------
 

@@ -105,11 +105,19 @@ def seed(value: int) -> int:
     return value % 2**32
 
 
+_BOUNDS: Final = ("minimum", "maximum")
+
+
 class Key:
     """A client's name of an option; convert: its value to MQTT's, None for no option."""
 
     def __init__(self, option: Option, convert: Callable[[Any], Any] = lambda value: value) -> None:
         self.option, self._convert = option, convert
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the client's values; a seed has no bounds."""
+        schema = self.option.schema()
+        return {key: x for key, x in schema.items() if key not in _BOUNDS} if self._convert is seed else schema
 
     def read(self, name: str, value: Any) -> Any:
         """Return MQTT's value; raises RequestError with the client's name."""
@@ -180,7 +188,7 @@ class Body(BaseModel):
             for name, values in cls.neutral.items()
         }
         ignored = {name: {"description": "ignored: it changes nothing of the answer"} for name in cls.ignored}
-        return {name: key.option.schema() for name, key in cls.keys.items()} | empty | ignored
+        return {name: key.schema() for name, key in cls.keys.items()} | empty | ignored
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

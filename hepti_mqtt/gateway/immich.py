@@ -56,8 +56,8 @@ def _wanted(entries: str | None) -> tuple[str, str]:
     try:
         tasks = json.loads(entries or "")
         wanted = [(task, kind, entry["modelName"], entry) for task, by in tasks.items() for kind, entry in by.items()]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise HttpError("unprocessable", f"'entries' is not {{task: {{type: {{modelName}}}}}}: {error!r}") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise HttpError("unprocessable", "'entries' is not JSON of the form {task: {type: {modelName}}}") from None
     if others := sorted(
         {f"{task} ({kind})"[:60] for task, kind, _, _ in wanted if (task, kind in _TYPES) != (TASK, True)}
     ):

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from hepti_mqtt import __version__
 from hepti_mqtt.core.errors import HeptiError
-from hepti_mqtt.gateway.answers import ERROR
+from hepti_mqtt.gateway.answers import ERROR, OLLAMA_ERROR
 from hepti_mqtt.gateway.bodies import Body
-from hepti_mqtt.gateway.errors import LATER, MEANINGS, openai_error
+from hepti_mqtt.gateway.errors import LATER, MEANINGS, ollama_error, openai_error
 from hepti_mqtt.gateway.site import Site
 
 JSON: Final = "application/json"
@@ -38,19 +38,24 @@ class Operation(NamedTuple):
     as_error: Callable[[HeptiError], dict[str, Any]] = openai_error
 
 
+#: name and type of errors by their writer
+_ERRORS: Final[Mapping[Callable[[HeptiError], dict[str, Any]], tuple[str, Any]]] = {
+    openai_error: ("Error", ERROR),
+    ollama_error: ("OllamaError", OLLAMA_ERROR),
+}
 _KEY: Final = {"type": "http", "scheme": "bearer", "description": "one of HEPTI_GATEWAY_KEYS"}
 
 
 def document(operations: Sequence[Operation], locked: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of operations; locked: whether requests need a key."""
-    types: list[Any] = [ERROR]
+    types: list[Any] = [kind for _, kind in _ERRORS.values()]
     for one in operations:
         types += [kind for kind in (one.body, *one.answers.values()) if kind is not None]
     named = [(place, "validation", TypeAdapter(kind)) for place, kind in enumerate(types)]
     by_place, together = TypeAdapter.json_schemas(named, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = {place: schema for (place, _), schema in by_place.items()}
-    of_error, *others = (schemas[place] for place in range(len(types)))
-    parts = iter(others)
+    parts = iter([schemas[place] for place in range(len(types))])
+    error_schemas = {name: next(parts) for name, _ in _ERRORS.values()}
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
         body = None if one.body is None else next(parts)
@@ -58,7 +63,7 @@ def document(operations: Sequence[Operation], locked: bool) -> dict[str, Any]:
         path, method = paths.setdefault(one.path, {}), one.method.lower()
         described = _described(one, body, content, locked)
         path[method] = _merged(path[method], described) if method in path else described
-    errors = {_name(status): _error(status, of_error) for status in MEANINGS}
+    errors = {f"{name}{s}": _error(s, schema) for name, schema in error_schemas.items() for s in MEANINGS}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Hepti gateway", "version": __version__, "license": {"name": "Apache-2.0"}},
@@ -86,7 +91,8 @@ def _merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def _described(one: Operation, body: Any, content: Mapping[str, Any], locked: bool) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
-    responses |= {str(status): {"$ref": f"#/components/responses/{_name(status)}"} for status in MEANINGS}
+    error, _ = _ERRORS[one.as_error]
+    responses |= {str(status): {"$ref": f"#/components/responses/{error}{status}"} for status in MEANINGS}
     name = "".join(letter if letter.isalnum() else "_" for letter in one.path)
     described = {
         "operationId": f"{one.method.lower()}{name}",
@@ -101,10 +107,6 @@ def _described(one: Operation, body: Any, content: Mapping[str, Any], locked: bo
             {"name": key, "in": "path", "required": True, "schema": {"type": "string"}} for key in one.body.model_fields
         ]
     return described
-
-
-def _name(status: int) -> str:
-    return f"Error{status}"
 
 
 def _error(status: int, schema: Any) -> dict[str, Any]:

@@ -346,7 +346,7 @@ class RequestChannel:
         self._answers, self._decoder, self._on_request, self._log = answers, decoder, on_request, decoder.log
         self._on_state, self._was_connected = on_state, False
         self._connected: Connected | None = None  # state of the requests' connection
-        self._window, self._most = DeliveryWindow(self._handle_overflow), most
+        self._window = DeliveryWindow()
         self._url, self._name, self._probe_at_s = url, name, time.monotonic() + LOOK_S
         self._requests = BrokerConnection(
             url,
@@ -431,10 +431,6 @@ class RequestChannel:
         self._requests.acknowledge(receipt)
         self._window.closed(receipt)
 
-    def _handle_overflow(self) -> None:
-        self._log.log.warning("The broker's queue overflowed and may have dropped requests. Run `hepti doctor`.")
-        self._announce()
-
     def _handle_published(self, answer: OutgoingAnswer, heard: bool) -> None:
         """Settle a published answer, or keep it for a resend if it had no subscriber."""
         assert answer.requests is not None
@@ -462,17 +458,8 @@ class RequestChannel:
             receipt is not None and connected is not None and connected.resumed and self._window.is_of_earlier(receipt)
         )
 
-    def _announce(self) -> None:
-        """Announce the planner again, so that waiting clients resend requests that the broker may have dropped."""
-        if (connected := self._connected) is not None:  # otherwise the next connection announces the planner
-            self._on_state(connected)
-
     def _probe_broker(self) -> None:
-        topic = self._decoder.topics.probe("doctor")
-        room = warn_of_limits(self._url, self._name, topic, self._log.log, self._most)
-        if room is not None:
-            self._window.limit = room.in_flight
-            self._announce()
+        warn_of_limits(self._url, self._name, self._decoder.topics.probe("doctor"), self._log.log)
 
     def send(self, reply: Reply, requests: Sequence[RawRequest] | None = None) -> None:
         """Send an answer, and settle `requests` after its acknowledgement; None: the reply is a partial answer."""

@@ -235,7 +235,6 @@ def queue_capacity(
     client_id: str,
     topic: str,
     wanted: int,
-    receive_maximum: int | None = None,
 ) -> QueueCapacity | None:
     """Return the broker's queue for one client, None if it keeps `wanted` messages beyond those in flight.
 
@@ -244,7 +243,7 @@ def queue_capacity(
     Raises NetworkError after `ANSWER_S` in all, or RefusedError if the user may not read the topic.
     """
     until_s = time.monotonic() + ANSWER_S
-    with _QueueProbe(url, client_id, topic, qos=1, until_s=until_s, receive_maximum=receive_maximum) as probe:
+    with _QueueProbe(url, client_id, topic, qos=1, until_s=until_s) as probe:
         if probe.open().protocol < 5:
             return None
         sent = 0
@@ -296,44 +295,31 @@ class _QueueProbe(Echo):
         return event
 
 
-def warn_of_limits(
-    url: BrokerUrl, name: str, topic: str, log: logging.Logger, receive_maximum: int
-) -> QueueCapacity | None:
-    """Log low limits of the broker; return its queue's capacity if it is small.
+def warn_of_limits(url: BrokerUrl, name: str, topic: str, log: logging.Logger) -> None:
+    """Log low limits of the broker.
 
     name: prefix of client ids. topic: the planner must be allowed to publish and read it.
-    receive_maximum: of the connection for requests.
     Takes several round trips and a message of 1 MiB, so do not wait for it at start-up.
     """
     try:
         largest = largest_packet(url, client_id=f"{name}-size", topic=topic, wanted_bytes=LOW_BYTES)
         if largest < LOW_BYTES:
             log.warning("%s", low_packet_limit_warning(largest, url.place))
-        capacity = queue_capacity(
-            url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE, receive_maximum=receive_maximum
-        )
+        capacity = queue_capacity(url, client_id=f"{name}-queue", topic=topic, wanted=LOW_QUEUE)
     except HeptiError as error:
         log.warning("cannot find the limits of the broker: %s", error)
-        return None
+        return
     if capacity is not None:
         log.warning("%s", low_queue_warning(*capacity, url.place))
-    return capacity
 
 
 class DeliveryWindow:
-    """Unacknowledged requests of the current connection; any thread may call its methods.
+    """Unacknowledged requests of the current connection; any thread may call its methods."""
 
-    spilled: called if the window was full and all its requests are acknowledged: the broker may have dropped others.
-    """
-
-    def __init__(self, spilled: Callable[[], None]) -> None:
-        self._spilled = spilled
-        #: size of the window, None if the broker keeps enough requests beyond it
-        self.limit: int | None = None
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
         self._connection = 0
         self._waiting: dict[int, float] = {}  # time of arrival by packet id
-        self._full = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -345,7 +331,6 @@ class DeliveryWindow:
                 self._connection = receipt.connection
                 self._waiting.clear()
             self._waiting[receipt.packet] = now
-            self._full |= self.limit is not None and len(self._waiting) >= self.limit
 
     def begun(self, receipt: Receipt, now: float) -> None:
         """Restart a request's time when it is read."""
@@ -360,13 +345,8 @@ class DeliveryWindow:
     def closed(self, receipt: Receipt) -> None:
         """Remove an acknowledged request."""
         with self._lock:
-            if receipt.connection != self._connection:
-                return
-            self._waiting.pop(receipt.packet, None)
-            spilled = self._full and not self._waiting
-            self._full &= not spilled
-        if spilled:
-            self._spilled()
+            if receipt.connection == self._connection:
+                self._waiting.pop(receipt.packet, None)
 
     def opened_before(self, time_s: float) -> set[Receipt]:
         """Return the unacknowledged requests that arrived before a time."""

@@ -420,9 +420,10 @@ class Fleet:
         return [m.name for m in lost]
 
     def record_unreachable(self, name: str, sources: Iterable[str], now: float) -> None:
-        """Record that a device cannot connect to others; the broker relays their frames for a while."""
-        members = [source for source in sources if source in self.members]
-        self.member(name).unreachable_until_s.update(dict.fromkeys(members, now + RELAYED_S))
+        """Record that a member cannot connect to others; the broker relays their frames for a while."""
+        if name in self.members:
+            members = [source for source in sources if source in self.members]
+            self.members[name].unreachable_until_s.update(dict.fromkeys(members, now + RELAYED_S))
 
     def relayed_pairs(self, now: float) -> frozenset[DevicePair]:
         """Return the (source, target) pairs of usable devices whose frames the broker must relay."""

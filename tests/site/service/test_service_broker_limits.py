@@ -1,4 +1,4 @@
-"""One planner per site, and whether more requests may have come at once than the broker keeps."""
+"""One planner per site."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.service.planner import claim_site
 from hepti_mqtt.transport import name_claim
-from hepti_mqtt.transport.base import Receipt
-from hepti_mqtt.transport.broker_limits import DeliveryWindow
 from hepti_mqtt.transport.url import BrokerUrl
 
 
@@ -48,29 +46,6 @@ def test_a_broker_that_is_absent_is_named():
     with pytest.raises(NetworkError) as caught:
         claim_site(BrokerUrl.parse("mqtt://127.0.0.1:1"), "s")
     assert "127.0.0.1:1" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("limit", "steps", "warned_at"),
-    [
-        (3, "o1 o2 c1 c2 o3 o4 o5 c3 c4 c5 o6 c6", "c5"),  # earlier what is sent again would meet the same window
-        (None, " ".join(f"{step}{packet}" for step in "oc" for packet in range(1000)), None),
-        (2, "o1 O1 c1 O2 C1 C2", "C2"),  # another connection (capitals) brings everything again
-    ],
-    ids=["full", "enough", "two connections"],
-)
-def test_a_full_window_is_told_of_once_when_all_is_acknowledged(
-    limit: int | None, steps: str, warned_at: str | None
-) -> None:
-    warned: list[str] = []
-    step = ""
-    window = DeliveryWindow(lambda: warned.append(step))
-    if limit is not None:
-        window.limit = limit
-    for step in steps.split():
-        receipt = Receipt(2 if step.isupper() else 1, int(step[1:]))
-        window.opened(receipt, 0.0) if step[0] in "oO" else window.closed(receipt)
-    assert warned == ([] if warned_at is None else [warned_at])
 
 
 def test_a_site_without_a_living_planner_is_free(mosquitto, rival, monkeypatch):

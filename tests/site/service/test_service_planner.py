@@ -9,11 +9,13 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from site_processes import PATIENCE_S, Voice
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.config.process import MAX_SUBJECTS
@@ -26,7 +28,7 @@ from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, decode_status, encode_status
 from hepti_mqtt.protocol.topics import DROPPED_TOPIC, Topics
 from hepti_mqtt.runtime.coordinator import interface
-from hepti_mqtt.runtime.coordinator.interface import Tick
+from hepti_mqtt.runtime.coordinator.interface import DeviceMessage, DeviceStatus, Tick
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.session import CoordinatorSession
 from hepti_mqtt.service import planner
@@ -35,7 +37,8 @@ from hepti_mqtt.service.handler import OpenModel
 from hepti_mqtt.service.last_state import read_state, save_state
 from hepti_mqtt.service.planner import run_planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models, state_directory
-from hepti_mqtt.transport.base import Connected, Delivery, Receipt
+from hepti_mqtt.service.threads import FairExecutor
+from hepti_mqtt.transport.base import SENDER_EVENTS, Connected, Delivery, Receipt
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -283,6 +286,50 @@ def waiting(inbox):
     return commands
 
 
+def test_a_device_that_floods_keeps_no_word_of_another_out(unconnected):
+    version, topics = PlanVersion(7, 1), unconnected.topics
+    will = Status("offline", 3)
+    output = frames.Frame(
+        "output", "bert", version, 5, source="a", dtype="f32", shape=(1,), body=np.ones(1, np.float32)
+    )
+    done = frames.Frame("done", "bert", version, 5, source="a", numbers=(1, 2, 3))
+    said = [
+        messages.Ready(1, "bert", version, 5, bytes(8)),
+        messages.PrepareFailed(1, "bert", version, "memory", "no room", 5),
+        messages.RunFailed("bert", version, 5, "device", "broken"),
+        messages.RequestTiles("bert", (b"\0" * 32,)),
+    ]
+    for _ in range(SENDER_EVENTS + 2):
+        unconnected._handle_message(topics.reports("loud"), messages.encode(said[0]))
+    unconnected._handle_message(topics.status("a"), encode_status(will))
+    for message in said:
+        unconnected._handle_message(topics.reports("a"), messages.encode(message))
+    for frame in (output, done):
+        unconnected._handle_message(topics.reports("a"), frames.encode(frame))
+    unconnected._handle_connection(Connected(4, None))
+    kept = waiting(unconnected.inbox)[SENDER_EVENTS:]
+    assert kept[0] == DeviceStatus("a", will)
+    assert kept[1:5] == [DeviceMessage("a", message) for message in said]
+    assert [event.frame.kind for event in kept[5:7]] == ["output", "done"]
+    assert kept[7:] == [unconnected._connected]
+    assert unconnected.decoder.counters == {"flood": 2}
+
+
+def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
+    said = []
+    unconnected._say("online")
+    monkeypatch.setattr(unconnected.control, "publish", lambda topic, payload, *_: said.append((topic, payload)))
+    topic = unconnected.topics.planner_status()
+    for boot in (4_000_000_000, 4_000_000_001, 2**62):
+        unconnected._handle_message(topic, json.dumps({"state": "online", "boot": boot, "term": 9}).encode())
+    for action in waiting(unconnected.inbox):
+        action()
+    assert unconnected.failure is None
+    key = unconnected.session.fleet.public_key
+    own = Status("online", unconnected.start.boot, version=__version__, public_key=key, term=unconnected.start.term)
+    assert said == [(topic, encode_status(own))] * 2, "what is retained is put right"
+
+
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
 def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
     log = logging.getLogger(f"planner at {level}")
@@ -345,6 +392,28 @@ def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, sa
     while unconnected.answering.step():
         continue
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small", "greedy"]
+
+
+def test_the_network_thread_parses_no_request_even_to_refuse_it(unconnected, said):
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hepti_mqtt.service.handler.parse", None)
+        for name in ("q1", "q2"):
+            unconnected._handle_message(unconnected.topics.request("bert", "me"), json.dumps({"id": name}).encode())
+    assert (said, unconnected.decoder.counters) == ([], {"untold": 1})
+    assert unconnected.refusing.step()
+    assert json.loads(said[0].payload)["id"] == "q1"
+
+
+def test_a_request_larger_than_all_that_may_wait_to_be_refused_is_refused_too(unconnected, said, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_UNREFUSED_BYTES", 10)
+    unconnected.reading = FairExecutor("reader", 0, unconnected._run_guarded, limit=0)
+    unconnected.refusing = FairExecutor("refuser", 0, unconnected._run_guarded, limit_bytes=10)
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), b'{"id": "q1", "text": "hello"}')
+    assert unconnected.refusing.step()
+    answer = json.loads(said[0].payload)
+    assert (answer["id"], answer["error"]["code"]) == ("q1", "overloaded")
 
 
 def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_again(unconnected, caplog):

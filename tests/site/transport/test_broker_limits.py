@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from hepti_mqtt.transport.broker_limits import (
     largest_packet,
     open_broker_warning,
     queue_capacity,
+    warn_of_limits,
 )
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -92,11 +94,11 @@ def test_the_capacity_is_found_exactly(tmp_path: Path, lines: list[str], capacit
         assert queue_capacity(BrokerUrl.parse(broker.url), client_id="room", topic="t/1", wanted=WANTED) == capacity
 
 
-def test_a_client_that_asks_for_more_at_once_gets_more(tmp_path: Path) -> None:
-    with mosquitto_with(tmp_path, "max_queued_messages 10", "max_inflight_messages 20") as broker:
-        url = BrokerUrl.parse(broker.url)
-        capacity = queue_capacity(url, client_id="room", topic="t/1", wanted=WANTED, receive_maximum=300)
-    assert capacity == QueueCapacity(300, 10)
+@pytest.mark.parametrize(("lines", "count"), [(["max_queued_messages 10"], 1), ([], 0)], ids=["10", "enough"])
+def test_a_short_queue_is_logged_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, lines, count) -> None:
+    with mosquitto_with(tmp_path, *lines) as broker:
+        warn_of_limits(BrokerUrl.parse(broker.url), "planner", "t/1", logging.getLogger("test"))
+    assert len([record for record in caplog.records if "max_queued_messages" in record.getMessage()]) == count
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
 import socket
 import threading
 import uuid
@@ -14,7 +16,7 @@ from broker_kinds import needs_mosquitto
 from hepti_mqtt.core.errors import NetworkError
 from hepti_mqtt.transport.base import Connected, Disconnected, Subscribed, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
-from hepti_mqtt.transport.sockets import local
+from hepti_mqtt.transport.sockets import connect_any, local
 from hepti_mqtt.transport.url import BrokerUrl
 
 PATIENCE_S = 20.0
@@ -105,6 +107,24 @@ def test_a_broker_is_local_where_both_ends_have_one_address(mosquitto, peers):
         assert not any(map(local, (elsewhere, unconnected, None)))
 
 
+def test_a_descriptor_beyond_what_select_takes(mosquitto, peers):
+    """A process with many files and connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine allows too few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        peer = peers(mosquitto.url)
+        assert peer.transport._link._sock.fileno() >= 1024
+        peer.subscribe("high")
+        peer.transport.publish("high", b"yes", 1)
+        assert peer.message() == ("high", b"yes")
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
 def test_a_callback_that_fails_does_not_end_the_connection(mosquitto, peers, caplog):
     peer = peers(mosquitto.url)
     peer.subscribe("callback")
@@ -162,6 +182,23 @@ def test_names_that_mqtt_does_not_allow_are_refused(mosquitto, peers):
             transport.subscribe([("fine/#", 0), (wrong, 0)])
     with pytest.raises(ValueError, match="at least one"):
         transport.subscribe([])
+
+
+def test_connect_gives_up_an_attempt_that_is_late_and_may_be_called_again(mosquitto, peers, monkeypatch):
+    monkeypatch.setattr("hepti_mqtt.transport.broker_connection.LATE_S", 0.0)
+    peer, connected = peers(mosquitto.url, connect=False), threading.Event()
+    monkeypatch.setattr(
+        "hepti_mqtt.transport.link.connect_any", lambda *a: connected.wait(PATIENCE_S) and connect_any(*a)
+    )
+    with pytest.raises(NetworkError, match="no broker answers"):
+        peer.transport.connect(0.0)
+    connected.set()
+    peer.transport.connect(PATIENCE_S)
+    peer.await_state(Connected)
+    with pytest.raises(ValueError, match="once"):
+        peer.transport.connect()
+    peer.transport.publish("late", b"", 1)
+    assert peer.transport.counts().reconnections == 0
 
 
 @pytest.fixture

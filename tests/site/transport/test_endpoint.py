@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
+import struct
 
 import pytest
 from endpoint_site import LIMIT, TOPIC, is_closed, peek, stuff
@@ -377,6 +379,19 @@ def test_what_covers_is_never_more_than_what_matches():
         if allowed == wanted:
             assert covers(allowed, wanted)
     assert covered > 500
+
+
+@pytest.mark.parametrize("last", [b"\xe0\0", b"", None], ids=["DISCONNECT", "closes", "reset"])
+def test_who_leaves_is_not_counted_as_an_offender(site, last):
+    client = site.let_in()
+    if last:
+        client.sendall(last)
+    else:
+        if last is None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    site.until(lambda: not site.endpoint.busy())
+    assert site.endpoint.rejected == 0
 
 
 def test_a_token_and_its_filters_hold_as_long_as_their_grant():

@@ -20,9 +20,33 @@ from mesh_nodes import HOST, PATIENCE_S, Node, filters, joined, pump, subscribe,
 
 from hepti_mqtt.core.errors import WireError
 from hepti_mqtt.transport.endpoint import STALL_S
-from hepti_mqtt.transport.peer import Address, Dropped, Lost, Refused
+from hepti_mqtt.transport.peer import Address, Dropped, Joined, Lost, Refused
 
 KEY = ("bert", 1)
+
+
+@pytest.fixture
+def pair(nodes):
+    """Two devices that have joined each other."""
+    a, b = nodes("a", "b")
+    subscribe(a, b)
+    subscribe(b, a)
+    pump((a, b), lambda: joined(a)() and joined(b)())
+    return a, b
+
+
+def test_messages_of_every_size_arrive_in_order(pair):
+    a, b = pair
+    sizes = [0, 1, 63, 126, 127, 128, 4000, 4096, 5000, 16_384, 100_000, 3_000_000, 7]
+    sent = [bytes([i]) * nbytes for i, nbytes in enumerate(sizes)]
+    for data in sent:
+        assert a.mesh.publish(topic("a", "b"), data) == 1
+    pump(pair, lambda: len(b.messages) == len(sent))
+    assert [data for _, _, data in b.messages] == sent
+    stats = a.mesh.stats()["b"]
+    assert (stats.frames_out, stats.bytes_out, stats.queued_bytes) == (len(sent), sum(sizes), 0)
+    stats = b.mesh.stats()["a"]
+    assert (stats.frames_in, stats.bytes_in, stats.joined) == (len(sent), sum(sizes), True)
 
 
 @pytest.mark.skipif(shutil.which("mosquitto_sub") is None, reason="needs mosquitto_sub")
@@ -64,6 +88,19 @@ def test_a_place_is_an_address():
         Address("pi.local", 1883)
     with pytest.raises(WireError, match="port 0"):
         Address(HOST, 0)
+
+
+def test_a_grant_that_ends_closes_the_connection_of_a_peer(pair):
+    a, b = pair
+    a.mesh.expel("b", KEY)
+    assert a.mesh.publish(topic("a"), b"x") == 0
+    pump(pair, lambda: b.events_of(Lost))
+    pump(pair, lambda: b.events_of(Refused))
+    b.mesh.leave("a", KEY)
+    subscribe(b, a, ("bert", 2), "other")
+    pump(pair, joined(b, 2))
+    assert b.events_of(Joined)[-1] == Joined("a", ("bert", 2))
+    assert a.events_of(Lost) == [], "the other direction is a connection of its own"
 
 
 def descriptors():

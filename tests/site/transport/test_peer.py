@@ -7,7 +7,23 @@ import threading
 
 import pytest
 from endpoint_site import stuff
-from mesh_nodes import HOST, IN, KEY, OTHER, TOKEN, Node, filters, join, joined, pump, readable, subscribe, topic, up
+from mesh_nodes import (
+    GRANTED,
+    HOST,
+    IN,
+    KEY,
+    OTHER,
+    TOKEN,
+    Node,
+    filters,
+    join,
+    joined,
+    pump,
+    readable,
+    subscribe,
+    topic,
+    up,
+)
 from mqtt_bytes import publish
 
 from hepti_mqtt.transport.endpoint import STALL_S
@@ -161,6 +177,20 @@ def test_a_half_received_frame_is_dropped(node, played, clock):
     assert node.messages[1:] == [("a", topic("a"), b"new")]
 
 
+def test_what_came_before_a_loss_is_told_before_it(played, clock):
+    order = []
+    node = Node("b", clock=clock)
+    node.mesh._on_message = lambda *_: order.append("message")
+    node.mesh._on_event = lambda event: order.append(type(event).__name__)
+    try:
+        join(node, played)
+        played.accept(node)
+        played.say(node, IN + GRANTED + publish(topic("a"), b"last") + b"\xe0\0")
+    finally:
+        node.mesh.close()
+    assert order == ["Joined", "message", "Lost"]
+
+
 def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     (b,) = nodes("b")
     with socket.create_server((HOST, 0)) as reserved:
@@ -176,6 +206,16 @@ def test_a_peer_that_is_not_there_is_tried_until_it_is(nodes):
     finally:
         a.mesh.close()
     pump((b,), lambda: b.events_of(Lost))
+
+
+def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
+    up(node, played)
+    hear, node.mesh._on_message = node.mesh._on_message, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        played.say(node, publish(topic("a"), b"1") + publish(topic("a"), b"2"))
+    node.mesh._on_message = hear
+    node.mesh.wait(None)
+    assert node.messages == [("a", topic("a"), b"2")]
 
 
 UNACKED_AT = 24  # where TCP_INFO says how many segments are under way

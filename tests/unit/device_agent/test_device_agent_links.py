@@ -87,9 +87,9 @@ def pair() -> Iterator[Pair]:
     made.b.links.close()
 
 
-def tensor(source: str, kind: str = "tensor") -> tuple[bytes, memoryview]:
+def tensor(source: str, kind: str = "tensor", array: np.ndarray = ARRAY) -> tuple[bytes, memoryview]:
     return frames.encode_parts(
-        Frame(kind, "m", EPOCH, 7, layer=2, node=3, source=source, dtype="f32", shape=ARRAY.shape, body=ARRAY)
+        Frame(kind, "m", EPOCH, 7, layer=2, node=3, source=source, dtype="f32", shape=array.shape, body=array)
     )
 
 
@@ -97,23 +97,33 @@ def test_a_frame_comes_as_a_view_of_aligned_memory_and_the_next_as_arrivals_all_
     pair: Pair,
 ) -> None:
     pair.introduce()
-    head, body = tensor("a")
-    command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
-    for _ in range(3):
+    for number in range(3):
+        head, body = tensor("a", array=ARRAY + number)
+        command = Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body)
         pair.a.links.publish(command)
     pair.until(lambda: len([e for e in pair.b.events if isinstance(e, FrameIn | TensorArrival)]) == 3, "all have come")
     (frame,) = pair.frames(pair.b)
     assert (frame.source, frame.layer, frame.node) == ("a", 2, 3)
     arrivals = [event for event in pair.b.events if isinstance(event, TensorArrival)]
     assert [(a.run_id, a.exchange.key) for a in arrivals] == [(7, (frame.node, frame.part, frame.source))] * 2
-    for event in (frame, *arrivals):
+    for number, event in enumerate((frame, *arrivals)):
         array = event.array()
-        np.testing.assert_array_equal(array, ARRAY)
+        np.testing.assert_array_equal(array, ARRAY + number)
         assert not array.flags.owndata
         assert array.ctypes.data % 64 == 0
     sent, came = pair.a.links.peer_stats()["b"], pair.b.links.peer_stats()["a"]
     assert (sent.frames_out, sent.bytes_out) == (came.frames_in, came.bytes_in) == (3, 3 * command.nbytes)
     assert pair.a.links.tensor_traffic == pair.b.links.tensor_traffic == (3, 3 * command.nbytes)
+
+
+def test_a_tensor_of_any_size_that_a_frame_can_have_comes(pair: Pair) -> None:
+    pair.introduce()
+    array = np.arange(9_000_000, dtype=np.float32)
+    head, body = tensor("a", array=array)
+    pair.a.links.publish(Publish(TOPICS.activation("m", 2, "a", "b"), head, 0, "mesh", body=body))
+    pair.until(lambda: pair.frames(pair.b), "the frame has come")
+    np.testing.assert_array_equal(pair.frames(pair.b)[0].array(), array)
+    assert not any(isinstance(event, PeerLost) for event in pair.b.events)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +292,20 @@ def test_without_peers_the_broker_alone_is_probed_no_more_often_than_when_idle(d
             answer(d.network.prober, probes(d)[-1:], now)
     assert [b - a for a, b in pairwise(times)] == pytest.approx([LARGE_EVERY_S] * (len(times) - 1))
     assert len(times) >= 60 // LARGE_EVERY_S
+
+
+def test_a_probe_that_cannot_leave_is_counted_and_ends_nothing(device, monkeypatch):
+    d = device()
+    d.ready()
+
+    def away(now):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(d.network, "probe_large", away)
+    d.run(request()[2])
+    assert d.complaints.counters["command_errors"] == 1
+    d.run(request(run_id=2)[2])
+    assert d.complaints.counters["command_errors"] == 2, "the session goes on"
 
 
 @pytest.mark.skipif(not mesh_possible(), reason="the mesh needs Linux")

@@ -262,11 +262,15 @@ def test_a_damaged_cache_is_made_good(tmp_path):
     load(Device(tmp_path))
     files = sorted(tmp_path.glob("??/*"))
     files[0].unlink()
-    for path in files[1:]:
-        path.write_bytes(path.read_bytes()[:-1])
+    for number, path in enumerate(files[1:]):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] if number % 2 else bytes([data[0] ^ 1]) + data[1:])
     again = load(Device(tmp_path))
     check_weights(MODEL, again.of(Loaded)[0].weights)
-    assert again.counters["cache_corrupt"] == len(files) - 1
+    assert again.counters["cache_corrupt"] == len(files) - 1 > 1
+    third = load(Device(tmp_path))
+    check_weights(MODEL, third.of(Loaded)[0].weights)
+    assert third.counters["tiles_asked"] == 0
 
 
 @pytest.mark.parametrize(
@@ -416,6 +420,26 @@ def test_after_a_mistake_the_next_load_comes_from_disk_without_a_further_word(tm
     served.thread.post(TileIn(tile))
     assert isinstance(served.wait(), LoadFailed)
     check_weights(other, served.wait().weights)
+    served.thread.close()
+
+
+def test_a_load_that_cannot_be_given_up_does_not_end_the_thread(tmp_path, monkeypatch):
+    served = Served(tmp_path, MODEL)
+    tried = SimpleQueue()
+
+    def broken(*what):
+        tried.put(what)
+        raise RuntimeError("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "decode", broken)
+        patch.setattr(WeightLoader, "fail_current", broken)
+        served.thread.post(MODEL.load(1))
+        for _ in range(2):
+            tried.get(timeout=30)
+    served.thread.post(Unload("m", PlanVersion(1, 1)))
+    served.thread.post(MODEL.load(2))
+    check_weights(MODEL, served.wait().weights)
     served.thread.close()
 
 

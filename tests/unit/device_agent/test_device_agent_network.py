@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import msgpack
 import numpy as np
 import pytest
 from device_agent_support import MODEL, ListTransport, sha
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from device_agent.network import (
     ErrorLog,
@@ -117,10 +120,14 @@ def test_frames_tiles_and_probes_go_where_they_belong(wired):
     assert not wired.complaints.counters
 
 
+PREPARE = msgpack.unpackb(messages.encode(messages.Prepare(1, {}, {}, bytes(32), 1)))
+
+
 @pytest.mark.parametrize(
     ("topic", "payload"),
     [
         (TOPICS.command("d1"), b"junk"),
+        *((TOPICS.command("d1"), msgpack.packb(other)) for other in (PREPARE[:-2], [*PREPARE, 1], [250, *PREPARE[1:]])),
         (TOPICS.command("d1"), messages.encode(messages.ReleaseAll(1))[:-1]),
         (TOPICS.work(MODEL, "d0"), tensor()),
         (TOPICS.work(MODEL, "d0"), work("other")),
@@ -142,6 +149,18 @@ def test_what_is_not_valid_is_counted_and_dropped(wired, topic, payload):
     assert wired.events() == []
     assert wired.tiles == []
     assert wired.complaints.counters["bad_payload"] == 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    topic=st.sampled_from(
+        [TOPICS.command("d1"), TOPICS.work(MODEL, "d0"), TOPICS.weights("d1"), TOPICS.probe("d1"), "x"]
+    ),
+    payload=st.one_of(st.binary(max_size=300), st.binary(max_size=40).map(lambda b: b + work()[len(b) :])),
+)
+def test_no_bytes_of_a_peer_crash_a_network_thread(wired, topic, payload):
+    wired.hear(topic, payload)
+    wired.events()
 
 
 def test_commands_statuses_and_states_are_never_dropped_by_a_full_inbox():

@@ -50,6 +50,12 @@ def test_rows_come_back_once_in_their_order(tmp_path: Path) -> None:
     assert saved(tmp_path).take(LAYOUT) == ()
 
 
+def test_caches_of_other_layouts_wait_for_their_plan(tmp_path: Path) -> None:
+    saved(tmp_path).save([cache(1), cache(2, layout=b"o" * 32)])
+    assert [c.number for c in saved(tmp_path).take(LAYOUT)] == [1]
+    assert [c.number for c in saved(tmp_path).take(b"o" * 32)] == [2]
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(0, []), (179, []), (180, [3]), (540, [1, 2, 3])])
 def test_the_last_caches_are_saved_within_the_limit(tmp_path: Path, limit: int, kept: list[int]) -> None:
     saved(tmp_path, limit).save([cache(1), cache(2), cache(3)])  # of 180 bytes each

@@ -284,6 +284,15 @@ def test_single_forged_statuses_are_contradicted(device):
     assert d.inbox.empty(), "and nobody ends"
 
 
+def test_a_late_will_of_an_earlier_start_voids_nothing(device):
+    d = device()
+    d.ready()
+    d.run(OwnStatus(protocol_messages.Status("offline", BOOT - 1)))
+    d.prepare(NEXT)
+    d.run(MessageIn(messages.Activate(2, NEXT.model, NEXT.version)))
+    assert unloaded(d) == []
+
+
 def test_another_agent_of_the_same_name_wins(device):
     d = device()
     d.join()

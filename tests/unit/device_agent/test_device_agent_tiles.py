@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 from collections import Counter
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_agent import tile_cache
-from device_agent.tile_cache import TileCache
+from device_agent.tile_cache import TileCache, free_cache_bytes
 
 
 def blob(i, size=100):
@@ -110,6 +111,18 @@ def test_the_least_recently_used_goes_first_and_what_is_kept_never(tmp_path, cou
     assert counters["cache_evicted"] == left[3]
 
 
+def test_a_full_disk_is_counted_not_raised(tmp_path, counters, monkeypatch):
+    cache = TileCache(tmp_path, 1000, counters)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("device_agent.tile_cache.write_atomically", full)
+    cache.put(sha(b"tile"), b"tile")
+    assert counters["cache_errors"] == 1
+    assert cache.get(sha(b"tile")) is None
+
+
 def test_a_directory_that_cannot_be_made_keeps_nothing_and_says_so(tmp_path, counters, caplog):
     (tmp_path / "file").write_text("no directory")
     changes = []
@@ -179,3 +192,11 @@ def test_tiles_go_where_others_fill_the_disk(tmp_path, counters, caplog):
     again = TileCache(tmp_path, 10_000, counters, room)
     assert files(tmp_path) == set(), "a cache that is opened on a full disk makes room"
     assert again.bytes == 0
+
+
+def test_a_small_disk_keeps_a_part_of_itself(tmp_path, monkeypatch):
+    usage = SimpleNamespace(total=1000 << 20, free=60 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert free_cache_bytes(tmp_path) == (60 - 50) << 20
+    usage.total = 100_000 << 20
+    assert free_cache_bytes(tmp_path) == (60 - 64) << 20

@@ -204,7 +204,7 @@ def test_what_is_not_finite_is_seen_where_the_query_looks_and_nowhere_else(lengt
 def test_ops_that_do_not_fit_are_refused(wrong):
     case = attention((3,), 1, 4)
     bad = Case("attention", case.reads, [(3, 4)], **{**case.op.attrs, **wrong})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^attention: "):
         bad.run()
 
 

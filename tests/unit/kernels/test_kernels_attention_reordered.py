@@ -96,5 +96,5 @@ def test_ops_that_do_not_fit_are_refused(wrong):
     case.op = case.op._replace(attrs={**case.op.attrs, **wrong})
     if not wrong:
         case.weights[1] = attention((3,), 2, 4, 11).weights[1]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^attention_reordered: "):
         case.run()

@@ -120,5 +120,5 @@ def test_bands_that_do_not_fit_are_refused(wrong):
     x, weight = made(Way(3, 4, 3), 8, 5)
     case = conv(Way(3, 4, 3), x, weight, [(0, 2), (6, 8)], activation=None)
     case.run()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^conv2d: "):
         Case("conv2d", case.reads, [(4, 5, 4)], weight, packed=1, **{**case.op.attrs, **wrong}).run()

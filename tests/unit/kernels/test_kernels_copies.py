@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_support import Case, array, spec
+from kernels_support import RNG, Case, array, spec
 
 from hepti_mqtt.core.program import Work
+
+RNG.seed(1)  # for the cases below, which are drawn when this file is imported
 
 
 @st.composite
@@ -100,9 +102,24 @@ CODED = (0, ((0, 3), (0, 8)), ((0, 3), (0, 8)))
         (array(3, 2), (6,), {"copies": (WHOLE,)}),
         (array(3, 2), (3, 2), {"copies": (WHOLE,), "dtype": "i32"}),
         (array(3, 2), (3, 2), {}),
-        (np.zeros((3, 8), np.int8), (3, 8), {"copies": (CODED,)}),  # scales of rows are no values
+        (np.zeros((3, 8), np.int8), (3, 8), {"copies": (CODED,)}),
+    ],
+    ids=[
+        "no copies",
+        "a row twice",
+        "all and a row",
+        "an array too many",
+        "a negative array",
+        "rows beyond the array",
+        "negative rows",
+        "another shape",
+        "one dimension",
+        "another rank",
+        "another dtype",
+        "no attribute",
+        "scales of rows are no values",
     ],
 )
 def test_assemble_refuses_copies_that_do_not_fill_the_result_once(read, shape, attrs):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^assemble: "):
         Case("assemble", [read], [shape], **attrs).run()

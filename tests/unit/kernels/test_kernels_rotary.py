@@ -64,5 +64,5 @@ def test_rows_of_a_session_stand_behind_those_before():
 def test_ops_that_do_not_fit_are_refused(attrs):
     case = rotate((3,), 4, 1, 1, 1)
     case.op = case.op._replace(attrs={**case.op.attrs, **attrs})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^rotate: "):
         case.run()

@@ -19,11 +19,14 @@ from hepti_mqtt.runtime.coordinator import interface
 from hepti_mqtt.runtime.coordinator.dispatch import OVERDUE_MAX_S
 from hepti_mqtt.runtime.coordinator.fleet import (
     BACKOFF_S,
+    CRASH_WINDOW_S,
     DEBOUNCE_S,
     LOAD_MAX_S,
     MAX_MEMBERS,
+    MEMORY_FACTOR,
     QUARANTINE_S,
     RELAYED_S,
+    REPEAT_WINDOW_S,
     RETURN_S,
     SETBACKS,
     SILENT_S,
@@ -31,6 +34,7 @@ from hepti_mqtt.runtime.coordinator.fleet import (
     TYPICAL_ROWS,
     UNWANTED,
     WILL_RECONNECT_S,
+    CrashBackoff,
     Fleet,
     LastWillDebounce,
     peers_of,
@@ -103,6 +107,12 @@ def test_invented_devices_are_forgotten_for_usable_ones() -> None:
     assert set(site.session.fleet.usable()) == {"a", "b"}
     site.join("late")
     assert "late" in site.session.fleet.usable()
+
+
+def test_a_message_of_an_unknown_device_makes_it_no_member() -> None:
+    site = settled("a")
+    site.receive("unknown", messages.PrepareFailed(1, "m", site.plan.version, "mesh", "", 0, ("a",)))
+    assert list(site.session.fleet.members) == ["a"]
 
 
 def test_devices_beyond_the_limit_are_counted() -> None:
@@ -351,6 +361,30 @@ def test_a_device_that_hangs_has_not_crashed() -> None:
         site.receive("b", messages.RunFailed("m", PlanVersion(7, 1), 1, "wire", "late"))
         site.pass_by(3, 1.1, ready=True)
     assert memory(site, "b") == 1 << 30
+
+
+def test_each_crash_doubles_the_limit_and_a_long_life_forgets_crashes() -> None:
+    backoff = CrashBackoff()
+    boots = iter(range(1, 100))
+
+    def crash(needed_bytes: int, given_s: float, now: float) -> None:
+        backoff.record_departure("a", next(boots), needed_bytes, given_s, now)
+        backoff.record_return("a", next(boots), now)
+
+    crash(1000, 0.0, CRASH_WINDOW_S + 1.0)
+    crash(1000, 100.0, 108.0)
+    assert backoff.memory_limits(108.0) == {}, "only one plan was young"
+    crash(1000, 110.0, 116.0)
+    assert backoff.memory_limits(116.0) == {"a": int(MEMORY_FACTOR * 1000)}
+    assert backoff.lift_expired(117.0) == []
+    crash(750, 120.0, 126.0)
+    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S - 1.0) == {"a": int(MEMORY_FACTOR * 750)}
+    assert backoff.lift_expired(126.0 + 2 * BACKOFF_S) == ["a"]
+    assert backoff.lift_expired(127.0 + 2 * BACKOFF_S) == []
+    assert backoff.memory_limits(126.0 + 2 * BACKOFF_S) == {}
+    backoff.lift_expired(127.0 + 2 * BACKOFF_S + REPEAT_WINDOW_S)
+    crash(1000, 900.0, 901.0)
+    assert backoff.memory_limits(901.0) == {}
 
 
 # -- last wills -------------------------------------------------------------------------------------------------------
