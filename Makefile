@@ -95,7 +95,7 @@ test-flood: $(VENV)/.dev kernels
 
 # An hour of mixed load over the mesh, with peers that stop, and the memory of each process: make test-soak MINUTES=60.
 test-soak: $(VENV)/.dev kernels
-	$(SITE_RUN) --kinds agent-stopped --every 600 900 --mixed --pinned 2 $(FAULTS)
+	$(SITE_RUN) --kinds agent-stopped --every 300 480 --mixed --pinned 2 $(FAULTS)
 
 # Many sites on a virtual clock, in some kinds of weather or in all: changes of plan, loads, regret.
 SITES ?= 5

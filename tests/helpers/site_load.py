@@ -474,6 +474,7 @@ class MqttChats(LibraryClient):
     ) -> None:
         super().__init__(url, name, pause_s=pause_s)
         self.conversations, self.ways, self.model = right.conversations, ways, CHAT
+        self.cancelled = 0
         self.turns: Iterator[Chat] = iter(())
         self.pins: Mapping[str, Any] = {}
 
@@ -492,6 +493,7 @@ class MqttChats(LibraryClient):
                     raise WrongAnswer(f"{self.pins} {chat.ids}: {tokens} instead of {chat.tokens}")
                 yield
                 if len(tokens) == stop:
+                    self.cancelled += 1
                     return
         finally:
             stream.close()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,8 @@ WITHIN_S = 60.0  # in which a started site serves all models
 LOOK_S = 0.02
 SAMPLE_S = 0.5  # between looks at memory, descriptors and threads
 SETTLE_S = 60.0  # after a fault, in which requests may fail by it
+IDLE_S = 5.0  # until no frame of a request is under way, and heartbeats have counted all of them
+PROBES = 2  # of a link, which may be under way between the heartbeats of its ends
 MEMORY_MIB = 600  # of an agent
 #: pins of chats
 WAYS = (
@@ -148,6 +151,8 @@ class Report:
             marks = [sum(getattr(client, name, 0) for client in clients) for name in ("repeated", "unmarked")]
             lines.append(f"{kind:13}" + "".join(f"{n:8d}" for n in ends) + f"{marks[0]:10d}{marks[1]:10d}")
             lines += [f"  errors: {errors}"] if errors else []
+            cancelled = sum(getattr(client, "cancelled", 0) for client in clients)
+            lines += [f"  cancelled: {cancelled}"] if cancelled else []
             lines += [f"  lost or wrong: {text}" for text in texts(clients, LOST, WRONG)[:5]]
         for name, (seconds, broker) in self.streams.items():
             lines.append(
@@ -159,7 +164,8 @@ class Report:
                 served = str(sum(gap.fault.served for gap in gaps)) if kind.startswith("agent") else "-"
                 high, usual = np.percentile(took, 95, method="higher"), np.median(took)
                 lines.append(f"{kind:18} {len(took):5d} {served:>14} {max(took):14.2f} s {high:7.2f} s {usual:6.2f} s")
-        lines += ["", table(self.held), *self.grown] if self.held else []
+        lines += ["", table(self.held)] if self.held else []
+        lines += self.grown
         if self.load:
             lines.append(
                 f"load average {min(self.load):.1f} to {max(self.load):.1f}, median {np.median(self.load):.1f}"
@@ -181,8 +187,8 @@ def silences(
     gaps: dict[str, list[Silence]] = {}
     for place, (fault, at) in enumerate(zip(faults, begun_s, strict=True)):
         end = min(at + WINDOW_S, begun_s[place + 1] if place + 1 < len(begun_s) else at + WINDOW_S)
-        longest = [_longest(fault, at, end, times) for times in answered_s.values()]
-        gaps.setdefault(fault.kind, []).append(max(longest, key=lambda silence: silence.seconds))
+        if longest := [_longest(fault, at, end, times) for times in answered_s.values()]:
+            gaps.setdefault(fault.kind, []).append(max(longest, key=lambda silence: silence.seconds))
     return gaps
 
 
@@ -274,6 +280,7 @@ def _under_faults(
     ]
     faults, begun, load, serving = list[Fault](), list[float](), list[float](), Serving(site.broker.url)
     clients = [*submitters, *steady]
+    missing = Counter[tuple[str, str]]()
     try:
         for client in clients:
             client.start()
@@ -286,11 +293,20 @@ def _under_faults(
             site.happen(fault)
             if say:
                 print(f"{fault.at_s:7.1f} s  {fault}", flush=True)
+        if what.flat and begun:  # connections that a stop broke took frames with them
+            _mend_until(site, begun[-1] + min(SETTLE_S, what.seconds / 4), held)
+            for client in clients:
+                client.pause()
+            missing = missing_frames(site.broker.url)
+            for client in clients:
+                client.running.set()
         _mend_until(site, start + what.seconds, held)
         site.mend_all()
         for client in steady:
             client.stop()
         _drain(submitters, start)
+        if what.flat:
+            missing.subtract(missing_frames(site.broker.url))
     finally:
         for client in clients:
             client.close()
@@ -302,14 +318,32 @@ def _under_faults(
     by_kind = {kind: [client for client in clients if client.kind == kind] for kind in {c.kind: 0 for c in clients}}
     streams = {client.name: client.longest(broken) for client in steady if not isinstance(client, PinnedClient)}
     grown = [line for name, each in held.items() for line in each.wrong(name, what.flat)] if what.flat else []
+    grown += [f"{a} and {b}: {-n} frames are missing" for (a, b), n in missing.items() if abs(n) > PROBES]
     grown += [f"{c.name}: {o.text} though nothing happened" for c in clients for o in unexplained(c, begun, what)]
     return Report(by_kind, faults, silences(faults, begun, times), load, streams, held, grown)
 
 
+def missing_frames(url: str) -> Counter[tuple[str, str]]:
+    """Return how many frames each two devices have sent to each other and not received.
+
+    Both ways are one number: probes and their echoes between the heartbeats of the two ends add nothing to it.
+    """
+    with Hepti.connect(url, site=SITE) as hepti:
+        poll(lambda: _all_online(hepti), "all agents online", START_S)
+        edges = [(d["device"], *e) for d in hepti.devices(wait_s=IDLE_S) for e in d["heartbeat"]["edges"].items()]
+    missing = Counter[tuple[str, str]]()
+    for device, peer, edge in edges:
+        missing[min(device, peer), max(device, peer)] += edge["frames_out"] - edge["frames_in"]
+    return missing
+
+
 def unexplained(client: Client, begun_s: Sequence[float], what: Run) -> list[Outcome]:
-    """Return the errors that are no consequence of a fault; of a run in which processes must stay flat."""
-    errors = [o for o in client.outcomes if what.flat and o.code not in (RIGHT, WRONG, LOST)]
-    return [o for o in errors if not any(o.ended_s > at and o.begun_s < at + SETTLE_S for at in begun_s)]
+    """Return all errors of a run of chats; if processes must stay flat, those that are no consequence of a fault."""
+    errors = [o for o in client.outcomes if o.code not in (RIGHT, WRONG, LOST)]
+    if what.chats:
+        return errors
+    far = [o for o in errors if not any(o.ended_s > at and o.begun_s < at + SETTLE_S for at in begun_s)]
+    return far if what.flat else []
 
 
 def _mend_until(site: FaultySite, until_s: float, held: Mapping[str, Held]) -> None:

@@ -12,8 +12,9 @@ import pytest
 from broker_kinds import needs_mosquitto
 from faults_site import KINDS, Fault, kill_broker, mosquitto_of, schedule, wait_until_saved
 from flat import MIB, Flat, Held
+from site_load import RIGHT, Client, Outcome
 from site_processes import PATIENCE_S, SITE, Site, User, poll
-from site_run import MODEL, Run, model_directory, run, silences
+from site_run import MODEL, Report, Run, model_directory, run, silences, unexplained
 
 from hepti_mqtt.client import Hepti
 from hepti_mqtt.core.errors import RequestError
@@ -71,7 +72,6 @@ def test_whatever_is_lost_meanwhile_streams_and_speech_end_rightly_or_with_an_er
 def test_chats_that_take_over_each_other_s_caches_have_the_tokens_that_they_have_alone(tmp_path: Path) -> None:
     report = run(Run(300.0, kinds=(), clients=0, chats=6), tmp_path, {})
     assert report.good, str(report)
-    assert not report.errors("chats by MQTT"), str(report)
 
 
 @pytest.mark.nightly
@@ -89,6 +89,27 @@ def held(*growth: tuple[float, int, int], most: float = float("inf")) -> Held:
     for quarter, (mib, descriptors, threads) in enumerate(growth):
         memory.samples += [(10.0 * quarter + n, int(mib * MIB), descriptors, threads) for n in range(10)]
     return memory
+
+
+ERROR = Outcome(200.0, 201.0, "remote")
+
+
+@pytest.mark.parametrize(
+    ("what", "begun_s", "count"),
+    [
+        (Run(60.0, chats=6), [199.0], 1),
+        (Run(60.0, flat=Flat()), [100.0], 1),
+        (Run(60.0, flat=Flat()), [199.0], 0),
+        (Run(60.0), [100.0], 0),
+    ],
+    ids=["chats", "flat, long after a fault", "flat, after a fault", "faults"],
+)
+def test_an_error_that_no_fault_explains_fails_a_run(what: Run, begun_s: list[float], count: int) -> None:
+    client = Client("c")
+    client.outcomes += [ERROR, ERROR._replace(code=RIGHT)]
+    errors = [outcome.text for outcome in unexplained(client, begun_s, what)]
+    report = Report({"c": [client]}, [], {}, [], grown=errors)
+    assert (len(errors), report.good) == (count, not count)
 
 
 STEADY = (9, 9, 3)

@@ -102,11 +102,13 @@ def test_infer_plan_only_computes_nothing(ask: Any, run: Any) -> None:
     assert run("infer", "tiny", "--tokens", "24", "--plan-only", "--check")[0] != 0
 
 
-def test_infer_with_a_narrow_wire(ask: Any) -> None:
+def test_infer_with_a_narrow_wire_and_narrow_weights(ask: Any) -> None:
     pins = ("--strategy", "block", "--devices", "a,b")
     wide = ask("infer", "tiny", "--tokens", "20", *pins)
     narrow = ask("infer", "tiny", "--tokens", "20", *pins, "--wire", "f16", "--check")
-    assert narrow["plan"]["wire"] == "f16"
+    weights = ask("infer", "tiny", "--tokens", "20", *pins, "--weights", "w8a8", "--check")
+    assert (narrow["plan"]["wire"], weights["plan"]["weights"]) == ("f16", "w8a8")
+    assert 1e-6 < weights["max_abs_err"] < 0.2
     plans = wide["plan"], narrow["plan"]
     assert narrow["bytes_on_wire"] < wide["bytes_on_wire"], f"if one device has all of it nothing is exchanged: {plans}"
     assert 1e-5 < narrow["max_abs_err"] < 0.05

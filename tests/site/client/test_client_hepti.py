@@ -102,6 +102,17 @@ def test_no_answer_in_time_says_who_is_to_blame(broker, hepti, planner, site):
         alone.infer("m", text="x", timeout_s=0.01)
 
 
+def test_a_request_that_timed_out_is_cancelled_and_not_sent_again(hepti, planner):
+    with pytest.raises(DeadlineError):
+        hepti.infer("m", text="x", timeout_s=0.01)
+    first_request, back = sorted((planner.next()[1] for _ in range(2)), key=lambda body: "cancel" in body)
+    assert back == {"cancel": first_request["id"]}
+    planner.online(boot=2)
+    future = hepti.submit("m", text="y")
+    assert planner.next()[1]["text"] == "y"
+    future.cancel()
+
+
 def test_a_request_is_taken_back_while_the_broker_keeps_others(tmp_path, site):
     """A broker delivers few requests until one is answered; with QoS 1 that would come behind all the others."""
     with mosquitto_with(tmp_path, "max_inflight_messages 2") as broker:

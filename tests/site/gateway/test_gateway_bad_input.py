@@ -57,6 +57,9 @@ CASES = {
     "wrong key": (REQUEST, "/v1/embeddings", {**KEY, "Authorization": "Bearer b"}, 401, "unauthorized"),
     "unknown model": ({**REQUEST, "model": "other"}, "/v1/embeddings", KEY, 404, "model_not_found"),
     "broken JSON": (b'{"model": "tiny", "inp', "/v1/embeddings", KEY, 400, "bad_request"),
+    "no Unicode": (b'{"model": "tiny", "input": "\xff"}', "/v1/embeddings", KEY, 400, "bad_request"),
+    "deep JSON": (b'{"input": ' + b"[" * 100_000, "/v1/embeddings", KEY, 400, "bad_request"),
+    "no form": (REQUEST, "/v1/audio/transcriptions", KEY, 415, "media_type"),
     "a form": (b"input=x", "/v1/embeddings", {**KEY, "Content-Type": FORM}, 415, "media_type"),
     "a picture's address": ({"input": [{"image": PAGE}]}, "/v1/classify", KEY, 400, "bad_request"),
 }  # fmt: skip

@@ -428,6 +428,14 @@ def test_messages_that_the_broker_drops_are_named_and_clients_asked_to_send_agai
     assert said == [(unconnected.topics.planner_status(), "online")]
 
 
+def test_a_broker_that_lost_the_planners_session_is_logged(unconnected, caplog):
+    unconnected.channel._handle_state(Connected(5, None))
+    unconnected.channel._handle_state(Connected(5, None, resumed=True))
+    assert not caplog.records, "the first connection of a planner has no session"
+    unconnected.channel._handle_state(Connected(5, None, resumed=False))
+    assert len(caplog.records) == 1
+
+
 def test_requests_that_wait_for_others_are_due_before_the_next_regular_tick(unconnected, monkeypatch):
     stop, handled = threading.Event(), []
     unconnected.inbox.post(stop.set)

@@ -344,6 +344,33 @@ def test_a_long_text_gives_the_first_tokens_of_the_whole(reader, text):
     assert read_input(reader, {"text": text, "truncate": True}).inputs.tolist() == ids
 
 
+def test_too_long_is_an_error_unless_truncated(text):
+    long = "the " * 39  # 41 tokens with [CLS] and [SEP]
+    for request, named in (({"text": long}, "text"), ({"texts": ["a", long]}, "texts[1]"), ({"ids": [7] * 41}, "ids")):
+        with pytest.raises(RequestError) as caught:
+            read_input(text, request)
+        assert named in str(caught.value)
+        assert "40" in str(caught.value)
+    cut = read_input(text, {"text": long, "truncate": True})
+    ends = text.tokenizer.token_to_id("[CLS]"), text.tokenizer.token_to_id("[SEP]")
+    assert (cut.shape.sizes, cut.inputs[0], cut.inputs[-1]) == ((40,), *ends)
+    assert read_input(text, {"ids": [7] * 41, "truncate": True}).shape.sizes == (40,)
+    assert read_input(text, {"ids": [7] * 40}).shape.sizes == (40,)
+
+
+@pytest.mark.parametrize("shift", range(16))
+def test_a_special_token_across_the_border_is_not_cut(reader, shift, monkeypatch):
+    """Its halves would be several words."""
+    longest, special = reader.spec.input_spec.longest, "<|the|door|>"
+    reader.tokenizer.add_tokens([special])
+    monkeypatch.setattr(service_texts, "CHARACTERS_PER_TOKEN", 2)
+    text = "," * (longest - 3) + " " * (longest - shift) + special + " the" * 100
+    ids = reader.tokenizer.encode(text, add_special_tokens=False).ids
+    token_ids = service_texts._encode_prefix(reader.tokenizer, "text", text, longest, CharacterBudget(), False).ids
+    assert len(token_ids) > longest
+    assert token_ids[:longest] == ids[:longest]
+
+
 @pytest.mark.parametrize("truncate", [True, False])
 def test_of_a_text_of_megabytes_little_is_tokenised(reader, monkeypatch, truncate):
     taken = []

@@ -248,7 +248,7 @@ def test_requests_that_wait_run_together_and_each_has_its_own_answer(site: Site,
     assert max(answer["batched_with"] for answer in answers.values()) > 0
 
 
-@pytest.mark.parametrize(("strategy", "options"), [*dict(METHODS).items()])  # one variant of each method
+@pytest.mark.parametrize(("strategy", "options"), METHODS)
 def test_every_pinned_strategy_answers_alike_with_the_predicted_bytes(
     site: Site, ready: Hepti, strategy: str, options: dict[str, str]
 ) -> None:

@@ -37,6 +37,13 @@ def test_the_open_broker_differs_only_in_its_access_settings():
     assert private == open_
 
 
+def test_every_service_runs_a_command_that_exists():
+    for name, service in COMPOSE["services"].items():
+        if name != "broker":
+            command = [part.replace("${HEPTI_MODEL:-minilm=/opt/minilm}", "m=/d") for part in service["command"]]
+            build().parse_args([*command, "--broker", "mqtt://broker"])
+
+
 def test_services_start_when_their_dependencies_are_healthy():
     for name, service in COMPOSE["services"].items():
         # Agents start with the planner, so that requests wait for them.

@@ -25,6 +25,7 @@ from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
 from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
+from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
 from hepti_mqtt.runtime.coordinator.runs import OtherWork, Run, RunKind, RunTimes
 from hepti_mqtt.service import channel as journal_module
@@ -270,14 +271,21 @@ def test_hidden_states_of_several_chunks_are_one_array(desk, checkpoints):
 
 def test_outputs_that_are_not_the_models_become_errors(desk, checkpoints):
     ids = [[1] * checkpoints["bert"].spec.max_tokens, [2]]  # two runs
-    for outputs, error in (([(1, 32), (1, 31)], RemoteError), ([(7, 3), (7, 3)], WireError)):
-        answer = finish(ask(desk, {"ids": ids}), checkpoints["bert"], [np.ones(shape, np.float32) for shape in outputs])
+    for shapes, value, error in (
+        ([(1, 32), (1, 31)], 1.0, RemoteError),
+        ([(7, 3), (7, 3)], 1.0, WireError),
+        *(([(1, 32), (1, 32)], value, ModelError) for value in (np.nan, np.inf, -np.inf)),
+    ):
+        outputs = [np.ones(shapes[0], np.float32), np.full(shapes[1], value, np.float32)]
+        answer = finish(ask(desk, {"ids": ids}), checkpoints["bert"], outputs)
         assert answer_of(desk.encode_answer(answer, now=101.0))["error"]["code"] == error.code
 
 
-def test_an_answer_never_waits_for_its_forecast(desk, checkpoints):
+def test_an_answer_never_waits_for_its_forecast(desk, checkpoints, forecasts):
     checkpoint = checkpoints["bert"]
+    forecasts.set_plans((PlanSnapshot(plan_for(checkpoint), CLUSTER),))
     job = ask(desk, {"text": "hello"})
+    desk.request_forecast(job)  # nobody takes a step of it
     plan = replace(plan_for(checkpoint), predicted_bytes=1000, predicted_tokens=2 * job.batches[0].shape.size)
     data = answer_of(desk.encode_answer(finish(job, checkpoint, plans=[plan]), now=101.0))
     assert (data["forecast"], data["predicted_bytes"]) == ("estimated", 500)

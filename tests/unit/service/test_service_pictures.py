@@ -186,6 +186,12 @@ def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
             read_input(vision, {"images": images})
 
 
+def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):
+    monkeypatch.setattr(pictures, "_pixels", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(RequestError):
+        read_input(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
+
+
 def slow_pictures():
     """Yield pictures that take long to read for their size."""
     yield from (b"P6 2 2 254\n" + b"\xc8" * 12, b"P5 2 2 254\n" + b"\xc8" * 4, b"P3\n2 2\n255\n" + b"0 0 0 " * 4)

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from question_cases import ANSWERS, CASES, MODULES, cross_encoder, put
 from service_support import run
+from together import run_programs
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.core.errors import ModelError, RequestError
+from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.service.answers import decode_output
-from hepti_mqtt.service.requests import read_input
+from hepti_mqtt.service.requests import read_input, split_into_batches
 from hepti_mqtt.service.texts import longest_first
+from hepti_mqtt.strategies.plan_programs import device_programs, make_plan
 
 TOLERANCE = 1e-4
 
@@ -99,6 +103,23 @@ def test_a_question_is_answered_as_by_the_reference(case, golden, tmp_path):
         reply = run(checkpoint, case.request)
     kind = case.name.partition(":")[0]
     assert_alike(OURS[kind](reply), theirs(kind, golden[case.name]))
+
+
+@pytest.mark.parametrize("name", ["entities: simple", "answers: bert", "vectors: dense twice"])
+def test_devices_together_answer_as_the_reference(name, golden, tmp_path):
+    """In several runs, as the coordinator packs the sentences of a request."""
+    (case,) = (case for case in CASES if case.name == name)
+    with Checkpoint.open(case.write(tmp_path / "model"), "model") as checkpoint:
+        prepared = read_input(checkpoint, case.request)
+        blank = Plan("model", PlanVersion(1, 1), "row", ("a", "b"), "a")
+        plan = make_plan(checkpoint.spec, blank, "row", {"variant": "kv"}, (1.0, 1.0))
+        outputs = [
+            run_programs(device_programs(checkpoint.spec, plan, part.shape), checkpoint.tensors(), part.inputs)
+            for part in split_into_batches(prepared, 60)
+        ]
+        reply = decode_output(checkpoint, prepared, np.concatenate(outputs))
+    kind = name.partition(":")[0]
+    assert_alike(OURS[kind](reply), theirs(kind, golden[name]))
 
 
 @pytest.fixture(scope="module")

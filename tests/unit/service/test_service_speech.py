@@ -68,7 +68,7 @@ def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
     np.testing.assert_array_equal(heard(endless), tone(440, 0.2))
 
 
-@pytest.mark.parametrize("rate", [8_000, 22_050, 44_101, 48_000])
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 44_101, 48_000])
 def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
     samples = heard(wav(tone(1000, 1.0, rate), rate=rate))
     assert len(samples) == 16_000
@@ -217,6 +217,7 @@ OTHER_MODELS = [
             {"num_mel_bins": 7, "encoder_layers": 0},
             {"activation_function": "swoosh"},
             {"vocab_size": "many"},
+            {"num_beams": 5},  # read where the directory has no generation_config.json
         )
     ),
     *((GENERATION, {key: value}) for key, value in (("num_beams", 5), ("suppress_tokens", [99]))),
@@ -231,6 +232,8 @@ OTHER_MODELS = [
 @pytest.mark.parametrize(("name", "values"), OTHER_MODELS, ids=str)
 def test_a_model_that_hears_or_writes_otherwise_is_refused(tmp_path, name: str, values: dict) -> None:
     path = make_model("tiny-whisper", tmp_path / "m")
+    if "num_beams" in values:
+        (path / GENERATION).unlink()
     before = json.loads((path / name).read_text()) if name == "config.json" else {}
     (path / name).write_text(json.dumps(before | values))
     with pytest.raises(ModelError), Checkpoint.open(path) as opened:
