@@ -105,9 +105,6 @@ def seed(value: int) -> int:
     return value % 2**32
 
 
-_BOUNDS: Final = ("minimum", "maximum")
-
-
 class Key:
     """A client's name of an option; convert: its value to MQTT's, None for no option."""
 
@@ -115,9 +112,14 @@ class Key:
         self.option, self._convert = option, convert
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the client's values; a seed has no bounds."""
-        schema = self.option.schema()
-        return {key: x for key, x in schema.items() if key not in _BOUNDS} if self._convert is seed else schema
+        """Return the JSON schema of the client's values: neutral values are within its bounds, a seed has none."""
+        schema, neutral = self.option.schema(), [x for x in self.option.neutral if type(x) in (int, float)]
+        for bound, widest in (("minimum", min), ("maximum", max)):
+            if bound in schema:
+                schema[bound] = widest([schema[bound], *neutral])
+            if self._convert is seed:
+                schema.pop(bound, None)
+        return schema
 
     def read(self, name: str, value: Any) -> Any:
         """Return MQTT's value; raises RequestError with the client's name."""

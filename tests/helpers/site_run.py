@@ -324,10 +324,7 @@ def _under_faults(
 
 
 def missing_frames(url: str) -> Counter[tuple[str, str]]:
-    """Return how many frames each two devices have sent to each other and not received.
-
-    Both ways are one number: probes and their echoes between the heartbeats of the two ends add nothing to it.
-    """
+    """Return how many frames each two devices did not receive of each other; probes and their echoes add nothing."""
     with Hepti.connect(url, site=SITE) as hepti:
         poll(lambda: _all_online(hepti), "all agents online", START_S)
         edges = [(d["device"], *e) for d in hepti.devices(wait_s=IDLE_S) for e in d["heartbeat"]["edges"].items()]

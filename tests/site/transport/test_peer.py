@@ -13,6 +13,7 @@ from mesh_nodes import (
     IN,
     KEY,
     OTHER,
+    PATIENCE_S,
     TOKEN,
     Node,
     filters,
@@ -214,7 +215,7 @@ def test_a_mistake_in_what_hears_does_not_lose_what_came_after(node, played):
     with pytest.raises(ZeroDivisionError):
         played.say(node, publish(topic("a"), b"1") + publish(topic("a"), b"2"))
     node.mesh._on_message = hear
-    node.mesh.wait(None)
+    node.mesh.wait(PATIENCE_S)
     assert node.messages == [("a", topic("a"), b"2")]
 
 

@@ -83,6 +83,7 @@ def test_what_is_no_tile_is_refused(tile, column):
         WeightRef("w", (0, 4), (0, 8), "plain", "f16"),
         WeightRef("w", (4, 0), (0, 8)),
     ],
+    ids=["an unknown storage", "a plain array in f16", "a range that ends before it starts"],
 )
 def test_a_range_or_storage_that_does_not_exist_is_refused(ref):
     for function in (allocate, weight_bytes):

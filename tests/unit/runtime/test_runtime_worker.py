@@ -579,7 +579,7 @@ ABSURD_PLANS = {
         ["d1", "d2"],
         ["d0", "../#"],
     ),
-    "head": ("d7",),
+    "root": ("d7",),
     "strategy": ("none-such",),
     "options": ({"variant": "none-such"},),
     "wire": ("f64",),
