@@ -106,20 +106,16 @@ def seed(value: int) -> int:
 
 
 class Key:
-    """A client's name of an option; convert: its value to MQTT's, None for no option."""
+    """A client's name of an option; convert: its value to MQTT's, None for no option; free: bounds that it lifts."""
 
-    def __init__(self, option: Option, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        self.option, self._convert = option, convert
+    def __init__(
+        self, option: Option, convert: Callable[[Any], Any] = lambda value: value, free: tuple[str, ...] = ()
+    ) -> None:
+        self.option, self._convert, self._free = option, convert, free
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the client's values: neutral values are within its bounds, a seed has none."""
-        schema, neutral = self.option.schema(), [x for x in self.option.neutral if type(x) in (int, float)]
-        for bound, widest in (("minimum", min), ("maximum", max)):
-            if bound in schema:
-                schema[bound] = widest([schema[bound], *neutral])
-            if self._convert is seed:
-                schema.pop(bound, None)
-        return schema
+        """Return the JSON schema of the client's values."""
+        return {key: value for key, value in self.option.schema().items() if key not in self._free}
 
     def read(self, name: str, value: Any) -> Any:
         """Return MQTT's value; raises RequestError with the client's name."""

@@ -20,8 +20,8 @@ _SAME: Final = (
 #: options that OpenAI's and Ollama's interfaces name alike
 SAMPLED: Final[Mapping[str, Key]] = {
     **{name: Key(OPTIONS[name]) for name in _SAME},
-    "top_k": Key(OPTIONS["top_k"], lambda k: None if k <= 0 else k),
-    "seed": Key(OPTIONS["seed"], seed),
+    "top_k": Key(OPTIONS["top_k"], lambda k: None if k <= 0 else k, ("minimum",)),
+    "seed": Key(OPTIONS["seed"], seed, ("minimum", "maximum")),
     "stop": Key(OPTIONS["stop"], lambda stop: stop or None),
 }
 
