@@ -75,7 +75,7 @@ class Reply(NamedTuple):
     plan: str = ""  #: plan version of the request's runs
     predicted_ms: float | None = None  #: latency predicted by this plan, None for an error
 
-    def too_large(self, error: PacketLimitError) -> Reply:
+    def as_error(self, error: PacketLimitError) -> Reply:
         """Return an error reply in place of an answer that the broker rejects as too large."""
         return self._replace(payload=encode_failure(json.loads(self.payload)["id"], error), outcome=error.code)
 
@@ -97,7 +97,7 @@ class OpenModel:
 
 
 class ClientRequest(NamedTuple):
-    """Identity of a request as its client sent it."""
+    """A request's identity to its client: key and content hash."""
 
     key: RequestKey  #: with the model's public name
     digest: bytes  #: of the request, b"" without an id of the client
@@ -187,13 +187,13 @@ class RequestHandler:
         self, key: RequestKey, data: Mapping[str, Any], now: float, topics: Topics, bare: bool
     ) -> Request | Reply:
         model, client = key.model, key.client
-        served = self._models_by_public_name.get(model)
-        if served is None:
+        candidates = self._models_by_public_name.get(model)
+        if candidates is None:
             raise UnknownModelError(
                 f"this planner serves no model {model}, only: {', '.join(sorted(self._models_by_public_name))}"
             )
-        parts, pins = split_envelope(data), {reader.name: request_pins(data, reader.pins) for reader in served}
-        if pins[served[0].name] is not None and self._request_pins == "none":
+        parts, pins = split_envelope(data), {reader.name: request_pins(data, reader.pins) for reader in candidates}
+        if pins[candidates[0].name] is not None and self._request_pins == "none":
             raise RequestError(
                 f"this planner was started with --request-pins none: leave {', '.join(requests.PINS)} out, or ask its "
                 "operator"
@@ -202,13 +202,13 @@ class RequestHandler:
         if parts.reply_to and not topics.response_allowed(parts.reply_to, model, client):
             own = topics.responses(client, model).removesuffix("+")
             raise RequestError(f"reply_to must be a topic below {own}, where only {client} reads")
-        request_digest = digest(data) if parts.id else b""  # a generated id is never repeated by the client
+        request_digest = digest(data) if parts.id else b""  # without an id, only the broker repeats a request
         cached = self._cached_answer(key)
         if cached is not None and cached.digest != request_digest:
             raise IdInUseError.of(key.id)
         if cached is not None:
             return Reply(topic, cached.payload, key)
-        inputs = _read_by(served, parts.body)
+        inputs = _read_by(candidates, parts.body)
         with_pictures = inputs[-1][1].pictured is not None
         joint = Joint(inputs[-1][0].checkpoint if with_pictures else None) if len(inputs) > 1 else None
         built, specs = [], [reader.checkpoint.spec for reader, _ in inputs]
@@ -228,12 +228,12 @@ class RequestHandler:
 
     @staticmethod
     def parts_of(request: Request) -> tuple[Request, ...]:
-        """Return the requests to start immediately for a client's request; the argument is the first of them."""
+        """Return the requests to start now: all models of a joint request, but no text that waits for its pictures."""
         joint = _context(request).joint
         return (request,) if joint is None or joint.words is not None else joint.requests
 
     def following(self, answer: AnswerRequest) -> Request | None:
-        """Return the text request that continues the answer of its pictures, None for other answers.
+        """Return the text request that waited for these pictures, None for other answers.
 
         Raises ModelError if the answer has rows that no prompt can contain.
         """
@@ -297,12 +297,12 @@ class RequestHandler:
             fields[THINKING], fields["text"] = thoughts.feed(fields["text"])
         if command.likely:
             fields[LOGPROBS] = described(self._models[request.key.model].checkpoint, command.likely)
-        if command.attempt:  # the text starts again
+        if command.attempt:  # another attempt: tokens are numbered from 0 again
             fields["attempt"] = command.attempt
         return Reply(_context(request).topic, json.dumps(fields).encode(), _context(request).client_request.key)
 
     def encode_taken(self, request: Request, group: str) -> Reply | None:
-        """Return the JSON that names the group with the request, None if the client accepts only the answer."""
+        """Return the partial answer `accepted_by`, None if the client gets a single message."""
         if not _context(request).streams:
             return None
         fields = {"id": request.key.id, ACCEPTED_BY: group, "final": False}

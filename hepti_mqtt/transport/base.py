@@ -82,7 +82,7 @@ class Delivery:
     receipt: Receipt | None
     #: whether the broker has sent it before
     repeated: bool
-    #: whether it was stored before the subscription; unset for a retained message published now
+    #: whether it is a stored retained message, not a new publish
     retained: bool = False
 
 

@@ -35,8 +35,8 @@ from hepti_mqtt.service.answers import decode_output
 from hepti_mqtt.service.channel import (
     CLIENT_UNDELIVERED,
     CLIENT_UNDELIVERED_BYTES,
-    MAX_DELIVERY_ATTEMPTS,
     MAX_MARKS,
+    MAX_PLANNER_LOSSES,
     UNDELIVERED,
     UNDELIVERED_BYTES,
     Journal,
@@ -580,17 +580,17 @@ def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
 
 
 def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
-    for life in range(MAX_DELIVERY_ATTEMPTS + 1):
+    for life in range(MAX_PLANNER_LOSSES + 1):
         journal, _ = live()
         assert (
-            journal.count_attempts(delivered(repeated=True))
-            == journal.count_attempts(delivered(repeated=True))
-            == min(life + 1, MAX_DELIVERY_ATTEMPTS + 1)
+            journal.count_redelivery(delivered(repeated=True))
+            == journal.count_redelivery(delivered(repeated=True))
+            == min(life + 1, MAX_PLANNER_LOSSES + 1)
         )
-        assert journal.count_attempts(delivered(payload=b"[]")) == 0
+        assert journal.count_redelivery(delivered(payload=b"[]")) == 0
     journal.settle([delivered(repeated=True)])
     journal, _ = live()
-    assert journal.count_attempts(delivered(repeated=True)) == 1
+    assert journal.count_redelivery(delivered(repeated=True)) == 1
 
 
 def yielding(frame, *_):
