@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, directory, make_model, model_name, safetensors_file, storage
-from hepti_mqtt.core.errors import BadNameError, ModelError, WeightsChangedError
+from hepti_mqtt.core.errors import BadNameError, ModelError, UnsupportedModelError, WeightsChangedError
 from hepti_mqtt.models import full_ref, random_inputs, reference, representative_shape, tensor_sources
 from hepti_mqtt.protocol.manifest import tile_array, tile_hash
 
@@ -98,6 +98,16 @@ def test_names_of_other_writers_are_found(bert, made, prefix):
     assert got.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.mark.parametrize("name", ["q_proj.bias", "q_proj.lora_A.weight", "q_proj.weight_scale"])
+def test_a_tensor_that_is_not_read_beside_a_weight_that_is_read_is_refused(tmp_path, name):
+    path = make_model("tiny-llama", tmp_path / "model", seed=3)
+    rewrite(path, lambda tensors: {**tensors, "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)})
+    Checkpoint.open(path).close()
+    rewrite(path, lambda tensors: {**tensors, f"model.layers.1.self_attn.{name}": np.ones(32, np.float32)})
+    with pytest.raises(UnsupportedModelError):
+        Checkpoint.open(path)
 
 
 # A model's word embeddings, its decoder to the vocabulary, and another name of the decoder's bias.
