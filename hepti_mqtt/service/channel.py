@@ -7,18 +7,18 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from math import inf
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.core.errors import NetworkError, PacketLimitError, RemoteError
-from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.core.errors import IdInUseError, NetworkError, PacketLimitError, RemoteError
+from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
 from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
@@ -123,17 +123,25 @@ _ENDED: Final = b"E"  # a redelivered request was answered
 _log: Final = logging.getLogger("hepti.planner")
 
 
+class _Waiting(NamedTuple):
+    """An unanswered request."""
+
+    digest: bytes
+    deliveries: list[tuple[str, RawRequest]]  #: each with the topic of its answer
+
+
 class Journal:
     """The planner's record of requests across restarts; callable on any thread.
 
     path: of the file. If writing fails, the journal logs the failure once and continues in memory. acknowledge:
-    acknowledges a delivery to the broker.
+    acknowledges a delivery to the broker. counters: `repeated_request`, deliveries of a request that waits already.
     """
 
     def __init__(self, path: Path, acknowledge: Callable[[Receipt], None]) -> None:
         self._path, self._acknowledge = path, acknowledge
         self._lock = threading.Lock()  # guards the following fields
-        self._waiting: dict[tuple[RequestKey, bytes], list[RawRequest]] = {}  # by key and digest
+        self.counters: Counter[str] = Counter()
+        self._waiting: dict[RequestKey, _Waiting] = {}
         self._answering: set[Receipt] = set()  # of requests with an unacknowledged answer
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         self._redelivered: Counter[bytes] = Counter()
@@ -153,7 +161,7 @@ class Journal:
         # A broker that has lost its session restarts its packet ids, so a new request may repeat an old id.
         key = RequestKey(raw.model, raw.client, packet_id)
         with self._lock:
-            is_used = _mark_of(key) in self._answered or any(key == waiting for waiting, _ in self._waiting)
+            is_used = _mark_of(key) in self._answered or key in self._waiting
         return uuid.uuid4().hex if is_used else packet_id
 
     def count_attempts(self, raw: RawRequest) -> int:
@@ -172,19 +180,30 @@ class Journal:
         """Raise RemoteError for a request on which planners crashed too often."""
         if (attempts := self.count_attempts(raw)) > MAX_DELIVERY_ATTEMPTS:
             raise RemoteError(
-                f"The planner crashed {attempts} times while it handled this request. See its log, and send a smaller "
-                "request."
+                f"The broker delivered this request to {attempts} planners in turn, and each ended before its answer. "
+                "See the planner's log, and send a smaller request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: Request | ClientRequest) -> None:
-        """Record the delivery of an unanswered request; several deliveries share one answer."""
-        with self._lock:
-            self._waiting.setdefault((request.key, request.digest), []).append(raw)
+    def record_waiting(self, raw: RawRequest, request: ClientRequest, topic: str) -> bool:
+        """Record the delivery of an unanswered request; return whether it is the first one.
 
-    def take_waiting(self, request: Request | ClientRequest) -> list[RawRequest]:
-        """Remove and return all deliveries of a request before its answer is sent."""
+        All deliveries of a request share its answer, each on its own topic. Raises IdInUseError if another request with
+        this id waits.
+        """
         with self._lock:
-            return self._waiting.pop((request.key, request.digest), [])
+            waiting = self._waiting.setdefault(request.key, _Waiting(request.digest, []))
+            if waiting.digest != request.digest:
+                raise IdInUseError.of(request.key.id)
+            waiting.deliveries.append((topic, raw))
+            is_new = len(waiting.deliveries) == 1
+            self.counters["repeated_request"] += not is_new
+            return is_new
+
+    def take_waiting(self, key: RequestKey) -> list[tuple[str, RawRequest]]:
+        """Remove and return all deliveries of a request, with their topics, before its answer is sent."""
+        with self._lock:
+            waiting = self._waiting.pop(key, None)
+            return [] if waiting is None else waiting.deliveries
 
     def record_answering(self, requests: Sequence[RawRequest]) -> None:
         """Record requests before their answer is sent; resends may delay their settlement."""
@@ -194,7 +213,8 @@ class Journal:
     def open_receipts(self) -> set[Receipt]:
         """Return the deliveries of requests without an answer, or with an unacknowledged answer."""
         with self._lock:
-            return self._answering.union(*map(_receipts, self._waiting.values()))
+            waiting = (raw for request in self._waiting.values() for _, raw in request.deliveries)
+            return self._answering | _receipts(waiting)
 
     def settle(self, requests: Sequence[RawRequest]) -> None:
         """Acknowledge requests after the broker has accepted their answer."""
@@ -229,8 +249,10 @@ class Journal:
             return _mark_of(key) in self._answered
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file: no open request has ended this planner, so its redelivery did not count."""
         with self._lock:
+            for mark in self._redelivered_now:
+                self._append(_ENDED, mark)
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -286,7 +308,7 @@ class Journal:
         _log.warning("Cannot write the request journal %s: %s. Free disk space there.", self._path, error)
 
 
-def _receipts(requests: Sequence[RawRequest]) -> set[Receipt]:
+def _receipts(requests: Iterable[RawRequest]) -> set[Receipt]:
     receipts = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
     return {receipt for receipt in receipts if receipt is not None}
 

@@ -241,10 +241,6 @@ class PlanGroups:
         """Return the models with runs under way."""
         return frozenset(name for name, groups in self._of_model.items() if any(group.runs for group in groups))
 
-    def requests(self, model: str) -> list[Request]:
-        """Return the queued and running requests for a model, each once per batch."""
-        return [request for group in self.of_model(model) for request in group.requests()]
-
     def runs(self) -> Iterator[Run]:
         """Yield all runs under way."""
         return (run for group in self for run in group.runs.values())

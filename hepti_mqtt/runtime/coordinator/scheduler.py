@@ -60,7 +60,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
-        self.admission = Admission(groups, counters)
+        self.admission = Admission(groups)
 
     @property
     def due_s(self) -> float:

@@ -366,6 +366,60 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
 
 
+@pytest.fixture
+def begun(unconnected, monkeypatch):
+    """The requests that the planner that is not connected has begun to compute."""
+    out = []
+    monkeypatch.setattr(unconnected.inbox, "offer", lambda event, _: out.append(event.request) or True)
+    return out
+
+
+def answer_to(request, checkpoint):
+    request.outputs[0] = np.ones(checkpoint.spec.output_shape(request.batches[0].shape), np.float32)
+    return interface.AnswerRequest(request, Plan("bert", PlanVersion(1, 1), "single", ("a",), "a"), ())
+
+
+def ask(unconnected, **delivery):
+    body = json.dumps({"id": "q1", "text": "hello", **delivery}).encode()
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), body)
+
+
+def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(unconnected, said, begun, checkpoints):
+    topics = [unconnected.topics.response("bert", "me", name) for name in ("q1", "there")]
+    ask(unconnected)
+    ask(unconnected, reply_to=topics[1])
+    ask(unconnected, top_k=3)
+    while unconnected.reading.step():
+        continue
+    (request,) = begun
+    (refused,) = said
+    assert json.loads(refused.payload)["error"]["code"] == "id_in_use"
+    unconnected._execute(answer_to(request, checkpoints["bert"]))
+    while unconnected.answering.step():
+        continue
+    assert [reply.topic for reply in said[1:]] == topics
+    assert all(json.loads(reply.payload)["ok"] for reply in said[1:])
+
+
+def test_a_request_that_is_answered_while_its_repeat_is_read_is_computed_once(
+    unconnected, said, begun, checkpoints, monkeypatch
+):
+    ask(unconnected)
+    assert unconnected.reading.step()
+    read = unconnected.handler.read_request
+
+    def read_slowly(*args):
+        result = read(*args)
+        unconnected._answer(answer_to(begun[0], checkpoints["bert"]))
+        return result
+
+    monkeypatch.setattr(unconnected.handler, "read_request", read_slowly)
+    ask(unconnected)
+    assert unconnected.reading.step()
+    assert len(begun) == 1
+    assert [json.loads(reply.payload)["ok"] for reply in said] == [True, True]
+
+
 def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, monkeypatch):
     acknowledged = []
     monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
@@ -375,18 +429,18 @@ def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, 
     assert acknowledged == [receipt]
 
 
-def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said, begun):
     topics = unconnected.topics
     for client in ("greedy", "greedy", "greedy", "small"):
         unconnected._handle_message(topics.request("bert", client), b"not JSON")
     assert unconnected.reading.step()
     assert unconnected.reading.step()
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
-    jobs = [
-        unconnected.handler.read_request(RawRequest("bert", name, b'{"text": "a"}'), 1.0)
-        for name in ("greedy", "greedy", "small")
-    ]
-    for job in jobs:
+    for client in ("greedy", "greedy", "small"):
+        unconnected._handle_message(topics.request("bert", client), b'{"text": "a"}')
+    while unconnected.reading.step():
+        continue
+    for job in sorted(begun, key=lambda request: request.key.client):
         unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
     del said[:]
     while unconnected.answering.step():

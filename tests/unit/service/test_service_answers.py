@@ -15,15 +15,22 @@ import pytest
 from swarm import profile_curve
 
 from hepti_mqtt.config.process import MAX_SUBJECTS
-from hepti_mqtt.core.errors import ModelError, NetworkError, OverloadedError, PacketLimitError, RemoteError, WireError
+from hepti_mqtt.core.errors import (
+    IdInUseError,
+    ModelError,
+    NetworkError,
+    OverloadedError,
+    PacketLimitError,
+    RemoteError,
+    WireError,
+)
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
-from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol.messages import missing_answer_key
 from hepti_mqtt.protocol.topics import Topics
-from hepti_mqtt.runtime.coordinator.batches import Batch, concatenate
+from hepti_mqtt.runtime.coordinator.batches import concatenate
 from hepti_mqtt.runtime.coordinator.interface import AnswerRequest, RefuseRequest
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import Expectation, Pins, Request, RequestKey, RunStats, WorkItem
@@ -390,11 +397,11 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
     for packet in (1, 2):
         site.post.handle_delivery(Delivery(TOPIC, b"{}", Receipt(1, packet), repeated=False))
         site.post.begin(site.requests[-1])
-    site.post.journal.record_waiting(site.requests[1], ClientRequest(waits, b""))
+    site.post.journal.record_waiting(site.requests[1], ClientRequest(waits, b""), "to")
     site.post.resend_due(post_clock.now)
     assert (site.post.unacknowledged, site.counters["unacknowledged"]) == (2, 0)
     post_clock.now += 2 * post_module.LOST_S
-    site.post.send(Reply("answers", b"{}", waits), site.post.journal.take_waiting(ClientRequest(waits, b"")))
+    site.post.send(Reply("answers", b"{}", waits), [raw for _, raw in site.post.journal.take_waiting(waits)])
     for _ in range(2):
         site.post.resend_due(post_clock.now)
     assert site.counters["unacknowledged"] == 1, "one waits for its answer, the other is lost"
@@ -403,8 +410,8 @@ def test_a_request_that_is_neither_answered_nor_waiting_is_warned_of(site, post_
         post_clock.now += post_module.RESEND_S
         site.post.resend_due(post_clock.now)
     assert (site.settled, site.post.unacknowledged, site.counters["unacknowledged"]) == ([2], 1, 1)
-    site.post.journal.record_waiting(site.requests[0], ClientRequest(lost, b""))
-    site.post.journal.settle(site.post.journal.take_waiting(ClientRequest(lost, b"")))
+    site.post.journal.record_waiting(site.requests[0], ClientRequest(lost, b""), "to")
+    site.post.journal.settle([raw for _, raw in site.post.journal.take_waiting(lost)])
     assert site.post.unacknowledged == 0
 
 
@@ -542,19 +549,18 @@ def delivered(packet=1, repeated=False, payload=b"{}"):
     return RawRequest("m", "me", payload, Delivery("t", payload, Receipt(1, packet), repeated))
 
 
-def job_of(key=KEY, digest=b"d"):
-    return Request(key, (Batch(TokenBatch((1,)), np.zeros(1, np.int32)),), None, None, digest=digest)
-
-
-def test_a_request_that_came_twice_is_acknowledged_twice_when_its_answer_is(live):
+def test_deliveries_of_a_request_wait_for_one_answer_and_another_request_with_its_id_is_refused(live):
     journal, acknowledged = live()
-    for packet in (1, 2):
-        journal.record_waiting(delivered(packet), job_of())
-    journal.record_waiting(delivered(3), job_of(digest=b"other"))
-    waiting = journal.take_waiting(job_of())
+    new = [journal.record_waiting(delivered(packet), ClientRequest(KEY, b"d"), f"to/{packet}") for packet in (1, 2)]
+    assert (new, journal.counters["repeated_request"]) == ([True, False], 1)
+    with pytest.raises(IdInUseError):
+        journal.record_waiting(delivered(3), ClientRequest(KEY, b"other"), "to/3")
+    waiting = journal.take_waiting(KEY)
+    assert waiting == [(f"to/{packet}", delivered(packet)) for packet in (1, 2)]
+    assert not journal.take_waiting(KEY)
     assert not acknowledged
-    journal.settle(waiting)
-    assert acknowledged == [Receipt(1, 1), Receipt(1, 2)], "another request under the same id has an end of its own"
+    journal.settle([raw for _, raw in waiting])
+    assert acknowledged == [Receipt(1, 1), Receipt(1, 2)]
     journal.settle([delivered(4)])
     assert acknowledged[2:] == [Receipt(1, 4)]
 
@@ -579,7 +585,7 @@ def test_a_request_without_a_name_has_the_same_one_when_it_comes_again(live):
     assert second.id_for(delivered()) != name, "the broker has begun to count its packets anew"
 
 
-def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
+def test_a_request_that_ends_planner_after_planner_is_refused(live):
     for life in range(MAX_DELIVERY_ATTEMPTS + 1):
         journal, _ = live()
         assert (
@@ -589,8 +595,10 @@ def test_a_request_that_ends_life_after_life_is_met_so_often_and_no_more(live):
         )
         assert journal.count_attempts(delivered(payload=b"[]")) == 0
     journal.settle([delivered(repeated=True)])
-    journal, _ = live()
-    assert journal.count_attempts(delivered(repeated=True)) == 1
+    for _ in range(2):
+        journal, _ = live()
+        assert journal.count_attempts(delivered(repeated=True)) == 1
+        journal.close()  # the request did not end this planner
 
 
 def yielding(frame, *_):
@@ -610,8 +618,8 @@ def test_several_desk_threads_use_it_at_once(live):
     def desk(thread):
         for n, key in enumerate(keys):
             together.wait()
-            journal.record_waiting(delivered(4 * n + thread), job_of(key))
-            settle.append(journal.take_waiting(job_of(key)))
+            journal.record_waiting(delivered(4 * n + thread), ClientRequest(key, b"d"), "to")
+            settle.append([raw for _, raw in journal.take_waiting(key)])
             if not journal.record_answer(key):
                 firsts.append(key.id)
 

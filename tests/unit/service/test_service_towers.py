@@ -94,7 +94,7 @@ LABELS = ("a door", "the cold room", "light")
 def test_labels_of_a_picture(desk, towers):
     first = sent(desk, image=picture(), candidate_labels=[*LABELS])
     both = desk.parts_of(first)
-    assert {desk.client_request(request).key.model for request in both} == {"photos"}
+    assert {desk.address(request)[0].key.model for request in both} == {"photos"}
     assert answered(desk, towers, both[1]) is None  # the vectors of the labels are missing
     labels_of_picture, want = result(answered(desk, towers, both[0]))["labels"], SCORES[towers[0].spec.family]
     assert [one["label"] for one in labels_of_picture] == [label for label, _ in want]
