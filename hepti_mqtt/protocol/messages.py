@@ -681,9 +681,13 @@ def is_compatible(version: str) -> bool:
     return version.split(".")[:2] == __version__.split(".")[:2]
 
 
-def version_mismatch(what: str) -> WireError:
-    """Return the error for a record or answer of an incompatible version."""
-    return WireError(f"{what}: the planner is of another version than this program; update one of them")
+def unreadable(what: str) -> WireError:
+    """Return the error for a record or answer that no planner of this version writes."""
+    return WireError(
+        f"{what}: the planner is of another version than this program ({__version__}), or another program has changed "
+        "its message. Compare `hepti --version` on both machines, and install one version; if they are equal, restart "
+        "the planner"
+    )
 
 
 def missing_record_key(record: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.history import FormerPlans, Judgement, SearchHistory
 from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, ServedModel
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanReport, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
 from hepti_mqtt.runtime.machinery import TransitionLog
@@ -236,6 +236,15 @@ class PlanGroups:
         """Return the group of a preparation."""
         coming = ((group, group.plans.preparing) for group in self.of_model(model))
         return next((g for g, record in coming if record and record.transaction_id == transaction_id), None)
+
+    def concerns_others(self, device: str, report: PlanReport) -> bool:
+        """Return whether a device reports on a plan, or on its preparation, without being a device of it."""
+        records = (record for group in self.of_model(report.model) for record in group.plans.records())
+        return any(
+            report.plan_version in record.versions or report.transaction_id == record.transaction_id
+            for record in records
+            if not record.takes_part(device, report.plan_version)
+        )
 
     def models_in_use(self) -> frozenset[str]:
         """Return the models with runs under way."""

@@ -49,7 +49,7 @@ from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.orders import Orders
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -461,7 +461,7 @@ class CoordinatorSession:
             return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
             return self._scheduler.complete_task(device, message, now)
-        if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
+        if not isinstance(message, PlanReport) or self.groups.concerns_others(device, message):
             self.counters["foreign_message"] += 1
             return []
         if isinstance(message, messages.PrepareFailed) and message.code in ("mesh", "forgotten"):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
@@ -224,12 +225,13 @@ OLD = {
 
 
 @pytest.mark.parametrize("lacks", OLD)
-def test_a_record_of_another_version_is_told_so(session, lacks):
+def test_a_record_of_another_version_or_author_is_refused_with_the_own_version(session, lacks):
     session.handle_message(*status(boot=1), now=0.0)
     session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
     assert (session.models(), session.unused()) == (["m"], {}), "it is served"
-    with pytest.raises(WireError):
+    with pytest.raises(WireError) as refused:
         session.record("m")
+    assert __version__ in str(refused.value)
     session.handle_message(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
@@ -242,6 +244,7 @@ def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, 
     old = without({**answer, "plan": without(answer["plan"], lacks)}, lacks)
     ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), json.dumps(old).encode(), 1.0)
     assert isinstance(outcome, WireError)
+    assert __version__ in str(outcome)
     assert session.to_resend(0.0) == []
 
 
