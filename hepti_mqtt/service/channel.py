@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from typing import IO, Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
 from hepti_mqtt.core.errors import IdInUseError, NetworkError, PacketLimitError, RemoteError
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
@@ -143,7 +144,7 @@ class Journal:
         self.counters: Counter[str] = Counter()
         self._waiting: dict[RequestKey, _Waiting] = {}
         self._answering: set[Receipt] = set()  # of requests with an unacknowledged answer
-        self._answered: OrderedDict[bytes, None] = OrderedDict()
+        self._answered = Recent[bytes, None](MAX_MARKS)
         self._redelivered: Counter[bytes] = Counter()
         self._redelivered_now: set[bytes] = set()
         self._file: IO[bytes] | None = None
@@ -236,9 +237,6 @@ class Journal:
         with self._lock:
             is_repeated = mark in self._answered
             self._answered[mark] = None
-            self._answered.move_to_end(mark)
-            if len(self._answered) > MAX_MARKS:
-                self._answered.popitem(last=False)
             if not is_repeated:
                 self._append(_ANSWERED, mark)
             return is_repeated
@@ -267,25 +265,22 @@ class Journal:
             kind, mark = data[at : at + 1], data[at + 1 : at + size]
             if kind == _ANSWERED:
                 self._answered[mark] = None
-                self._answered.move_to_end(mark)
             elif kind == _REDELIVERED:
                 self._redelivered[mark] += 1
             elif kind == _ENDED:
                 self._redelivered.pop(mark, None)
 
     def _rewrite(self) -> None:
-        answered = list(self._answered)[-MAX_MARKS:]
         redelivered = [
             mark
             for mark, times in self._redelivered.most_common(MAX_MARKS)
             for _ in range(min(times, MAX_DELIVERY_ATTEMPTS))
         ]
-        self._answered = OrderedDict.fromkeys(answered)
         self._redelivered = Counter(redelivered)
         self._redelivered_now &= set(redelivered)
-        data = b"".join([*(_ANSWERED + mark for mark in answered), *(_REDELIVERED + mark for mark in redelivered)])
+        marks = [*(_ANSWERED + mark for mark in self._answered), *(_REDELIVERED + mark for mark in redelivered)]
         try:
-            write_atomically(self._path, data)
+            write_atomically(self._path, b"".join(marks))
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._lose(error)

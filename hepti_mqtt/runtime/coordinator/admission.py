@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from math import inf
 from typing import Final
 
 from hepti_mqtt.core.errors import CancelledRequestError, OverloadedError
 from hepti_mqtt.core.ids import whole_model
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -30,7 +30,7 @@ class Admission:
         self._groups = groups
         self._number = 0  #: number of queued requests so far
         self._burst_until_s = -inf
-        self._cancelled = OrderedDict[RequestKey, float]()  #: until when a cancelled request is refused
+        self._cancelled = Recent[RequestKey, float](MAX_CANCELLED)  #: until when a cancelled request is refused
 
     def expect_burst(self, now: float) -> None:
         """Raise the limits after a reconnection: requests that broker and clients kept come together."""
@@ -80,8 +80,6 @@ class Admission:
         parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:
             self._cancelled[key] = now + CANCELLED_S
-            if len(self._cancelled) > MAX_CANCELLED:
-                self._cancelled.popitem(last=False)
         return list(parts.values())
 
     @staticmethod

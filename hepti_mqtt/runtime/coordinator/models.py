@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,6 +11,7 @@ from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.planner import SiteEstimates
 from hepti_mqtt.runtime.coordinator.durations import RunDurations
@@ -31,19 +32,12 @@ class RecentRequests:
     """The lengths of recent requests, and the shapes of recent runs."""
 
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-    shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  #: oldest first
+    shapes: Recent[RequestShape, None] = field(default_factory=lambda: Recent(MAX_PREBUILT_SHAPES))
 
     def typical_length(self, default: int) -> int:
         """Return the median length of recent requests, for which plans are optimised."""
         lengths = sorted(self.lengths) or [default]
         return lengths[len(lengths) // 2]
-
-    def record_shape(self, shape: RequestShape) -> None:
-        """Record the shape of a run."""
-        self.shapes[shape] = None
-        self.shapes.move_to_end(shape)
-        if len(self.shapes) > MAX_PREBUILT_SHAPES:
-            self.shapes.popitem(last=False)
 
 
 @dataclass(slots=True)

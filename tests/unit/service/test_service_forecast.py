@@ -179,10 +179,13 @@ def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated, make_a
     assert {number for number, _ in simulated[2:]} == {1}, "the other plan is gone"
 
 
-def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch, make_all):
-    monkeypatch.setattr(module, "MAX_PENDING", 2)
-    monkeypatch.setattr(module, "KEPT", 1)
-    monkeypatch.setattr(module, "RECENT_SHAPES", 1)
+@pytest.fixture
+def low_limits(monkeypatch):
+    for name, limit in {"MAX_PENDING": 2, "KEPT": 1, "RECENT_SHAPES": 1}.items():
+        monkeypatch.setattr(module, name, limit)
+
+
+def test_what_waits_and_what_is_kept_is_bounded(low_limits, forecasts, spec, simulated, make_all):
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES)
