@@ -1,7 +1,5 @@
 """Forecasts: computed on a thread of their own, looked up without waiting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,8 +24,8 @@ SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 
 @pytest.fixture(scope="module")
-def spec(checkpoints):
-    return checkpoints["bert"].spec
+def spec(bert):
+    return bert.spec
 
 
 @pytest.fixture
