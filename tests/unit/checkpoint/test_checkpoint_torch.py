@@ -1,7 +1,5 @@
 """pytorch_model.bin, read without PyTorch: the tensors of it, and nothing that a pickle could run."""
 
-from __future__ import annotations
-
 import collections
 import io
 import json
