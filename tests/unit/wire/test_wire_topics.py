@@ -1,7 +1,5 @@
 """Topics: builders and parser agree, foreign topics are refused, and packet sizes are MQTT's."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import get_args
 
@@ -54,7 +52,7 @@ def test_every_built_topic_parses_to_its_names(site, device, model, other, layer
     assert {parsed.kind for parsed in built.values()} == set(get_args(Kind))
 
 
-def matches(topic_filter: str, topic: str) -> bool:
+def matches(topic_filter, topic):
     """Return whether an MQTT filter without `#` matches: the definition, as a reference."""
     a, b = topic_filter.split("/"), topic.split("/")
     return len(a) == len(b) and all(x in ("+", y) for x, y in zip(a, b, strict=True))
@@ -148,7 +146,7 @@ def test_a_reply_is_allowed_only_below_the_clients_own_response_topic():
         assert not HOME.response_allowed(reply_to, "m", "c"), reply_to
 
 
-def reference_publish(topic: str, payload_bytes: int, qos: int) -> int:
+def reference_publish(topic, payload_bytes, qos):
     """Build the packet of MQTT 3.1.1 section 3.3 and return its length."""
     body = len(topic.encode()).to_bytes(2, "big") + topic.encode() + (b"\0\1" if qos else b"")
     remaining, length = len(body) + payload_bytes, bytearray()
