@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from hepti_mqtt.checkpoint import chat
 from hepti_mqtt.checkpoint.chat import open_template
 from hepti_mqtt.core.errors import ModelError, RequestError
 
@@ -58,14 +59,15 @@ def test_what_users_write_is_never_a_special_token(hostile):
         "{% for a in range(9) recursive %}{% if loop.depth < 30 %}{{ loop(range(9)) }}{% endif %}{% endfor %}",
         "{{ 'a' * 100000000 }}",
         "{{ 9 ** 99999999 }}",
-        "{% for i in range(90000) %}{{ '0123456789012345' }}{% endfor %}",
+        "{% for i in range(9000) %}{{ 'a' * 160 }}{% endfor %}",
         "{{ messages[7].content }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ nobody() }}",
         "{% if %}",
     ],
 )
-def test_a_template_that_is_wrong_or_never_ends_is_an_error(template):
+def test_a_template_that_is_wrong_or_never_ends_is_an_error(template, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_ROUNDS", 10_000)  # so that the end comes soon
     with pytest.raises(ModelError):
         chat_of(template).ids(HELLO, None)
 

@@ -245,17 +245,17 @@ def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(original, tmp_p
     assert value is not None or key in str(error.value)
 
 
-def test_a_file_of_another_size_or_content_is_refused(original, tmp_path):
+@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_a_file_of_another_size_or_content_is_refused(original, tmp_path, cases):
     """Cut anywhere, or with any of its bytes changed, it is read or refused; nothing of a claimed size is made."""
     path = converted(original, tmp_path / "m.gguf", "q8_0")
     whole = path.read_bytes()
     for size in (0, 3, 4, 20, 100, 1000, 3000, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:size])
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ModelError):
             Checkpoint.open(path)
-        assert ".gguf" not in str(caught.value).replace(str(path), ""), "it has the right name already"
     rng = random.Random(3)
-    for _ in range(300):
+    for _ in range(cases):
         data, at = bytearray(whole), rng.randrange(8000)  # metadata and the list of tensors
         data[at : at + 8] = rng.choice([b"\xff" * 8, rng.randbytes(8), b"\0" * 8])
         path.write_bytes(data)

@@ -58,12 +58,11 @@ def test_floats_and_a_length_that_a_stream_could_not_know():
 
 @pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 44_101, 48_000])
 def test_other_rates_keep_what_16_khz_can_hold(rate):
-    samples = heard(wav(tone(1000, 1.0, rate), rate=rate))
+    """What is higher is left out, not folded down."""
+    above = tone(9000, 1.0, rate) if rate > 20_000 else 0
+    samples = heard(wav(tone(1000, 1.0, rate) + above, rate=rate))
     assert len(samples) == 16_000
-    np.testing.assert_allclose(samples[200:-200], tone(1000, 1.0)[200:-200], atol=1e-3)
-    if rate > 20_000:
-        above = heard(wav(tone(9000, 1.0, rate), rate=rate))
-        assert np.abs(above[200:-200]).max() < 1e-3, "what is higher is left out, not folded down"
+    np.testing.assert_allclose(samples[200:-200], tone(1000, 1.0)[200:-200], atol=2e-3)
 
 
 @pytest.mark.parametrize(
