@@ -510,13 +510,8 @@ def decode_sealed(payload: Body) -> tuple[Message, keys.Seal | None]:
     return message, seal
 
 
-def decode_report(payload: Body) -> Message | Frame:
-    """Return an agent's frame, if the payload begins with the frames' magic, or control message."""
-    return decode_sealed_report(payload)[0]
-
-
 def decode_sealed_report(payload: Body) -> tuple[Message | Frame, keys.Seal | None]:
-    """Return an agent's frame or control message as `decode_report`, and the seal of a message."""
+    """Return an agent's frame, if the payload begins with the frames' magic, or control message, and its seal."""
     return (decode_frame(payload), None) if bytes(payload[: len(MAGIC)]) == MAGIC else decode_sealed(payload)
 
 

@@ -24,7 +24,7 @@ from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.models import usual_product
-from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.planner import RequestSimulation
 from hepti_mqtt.planner.price import TimeParts
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
@@ -59,7 +59,7 @@ class Forecast:
         return Forecast(tokens, seconds, nbytes, self.flops, simulated=False)
 
     @classmethod
-    def of(cls, played: SimulatedRequest) -> Forecast:
+    def of(cls, played: RequestSimulation) -> Forecast:
         """Return the forecast of a simulation."""
         simulation = played.simulation
         flops = {name: use.flops for name, use in simulation.devices.items()}
@@ -242,7 +242,7 @@ class Forecasts:
         plan, cluster, shape = work
         spec = self._specs[plan.model]
         naming, parts = TopicNames(self._site, plan.model), device_programs(spec, plan, shape)
-        return Forecast.of(SimulatedRequest(shape, simulate(naming, spec, shape, parts, cluster)))
+        return Forecast.of(RequestSimulation(shape, simulate(naming, spec, shape, parts, cluster)))
 
 
 def _of_plan(plan: Plan) -> Forecast:

@@ -21,7 +21,7 @@ from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.models import graph
-from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
+from hepti_mqtt.planner import Assessment, Candidate, Decision, RequestSimulation
 from hepti_mqtt.planner.decisions import RULE
 from hepti_mqtt.protocol.messages import PrepareFailed, PrepareProgress, Ready
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
@@ -164,7 +164,7 @@ class PlanSnapshot:
 
     plan: Plan
     cluster: Cluster  #: measurements for which it was chosen
-    simulated: SimulatedRequest | None = None  #: its simulation with these measurements, if the search kept one
+    simulated: RequestSimulation | None = None  #: its simulation with these measurements, if the search kept one
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -67,9 +67,9 @@ def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cn
         open_models(pinned("w8a8", cnn=cnn), stack)
 
 
-def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, checkpoints, caplog):
+def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, bert, caplog):
     with contextlib.ExitStack() as stack:
-        opened = open_models(pinned("w8a8", cnn=cnn, bert=checkpoints["bert"].path), stack)
+        opened = open_models(pinned("w8a8", cnn=cnn, bert=bert.path), stack)
     assert {name: model.pins.weight_dtype for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "model cnn" in said
@@ -175,13 +175,13 @@ def listen(url):
 
 
 @pytest.fixture
-def run(url, checkpoints, tmp_path):
+def run(url, bert, tmp_path):
     """Run a planner of a site on a thread; its future has the outcome. Planners that still run end with the test."""
     started = []
 
     def start(site, **options):
         stop, outcome = threading.Event(), Future()
-        models = {"bert": checkpoints["bert"].path}
+        models = {"bert": bert.path}
         config = PlannerConfig(url, site, PlannerOptions(models, home_assistant=None, **options), tmp_path)
 
         def work():
@@ -212,8 +212,8 @@ def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear.status("offline")
 
 
-def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, checkpoints, tmp_path):
-    directory, models, log = state_directory("idle", tmp_path), {"bert": checkpoints["bert"]}, logging.getLogger("test")
+def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, bert, tmp_path):
+    directory, models, log = state_directory("idle", tmp_path), {"bert": bert}, logging.getLogger("test")
     plans = {"bert": EarlierPlan(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
     save_state(directory, plans, (), models, log)
     ear = listen("idle")
@@ -265,14 +265,13 @@ def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkey
 
 
 @pytest.fixture
-def unconnected(checkpoints, tmp_path, monkeypatch):
+def unconnected(bert, tmp_path, monkeypatch):
     """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
     monkeypatch.setattr(planner, "INBOX", 0)
-    checkpoint = checkpoints["bert"]
     config = PlannerConfig(
-        NOWHERE, "full", PlannerOptions({"bert": checkpoint.path}, home_assistant=None), state_dir=tmp_path
+        NOWHERE, "full", PlannerOptions({"bert": bert.path}, home_assistant=None), state_dir=tmp_path
     )
-    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
+    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
     yield new_planner
     new_planner.control.close()
     new_planner.channel.close()
@@ -331,17 +330,17 @@ def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
-def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
+def test_invariants_are_checked_in_service_at_debug_level(bert, tmp_path, monkeypatch, caplog, level):
     log = logging.getLogger(f"planner at {level}")
     log.setLevel(level)
     config = PlannerConfig(
         NOWHERE,
         "checked",
-        PlannerOptions({"bert": checkpoints["bert"].path}, home_assistant=None),
+        PlannerOptions({"bert": bert.path}, home_assistant=None),
         state_dir=tmp_path,
         log=log,
     )
-    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoints["bert"], Pins())})
+    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
     monkeypatch.setattr(CoordinatorSession, "assert_invariants", lambda _: 1 // 0)
     started._run_guarded(lambda: started._handle(Tick()))
     for connection in (started.control, started.channel, started.bulk):
@@ -511,8 +510,8 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
     assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
 
 
-def test_a_bad_model_and_a_bad_pin_end_it(checkpoints, tmp_path):
-    model = checkpoints["bert"].path
+def test_a_bad_model_and_a_bad_pin_end_it(bert, tmp_path):
+    model = bert.path
     for error, models, pins in (
         (ModelError, {"m": tmp_path / "nothing"}, PinOptions()),
         (ConfigError, {}, PinOptions()),

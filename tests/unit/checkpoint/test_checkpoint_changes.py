@@ -3,8 +3,6 @@
 `tests/helpers/make_checkpoint_answers.py` writes what the reference answers.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What users set: flags, environment, options and YAML; each error names the key, the file and the line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from pathlib import Path
