@@ -185,7 +185,7 @@ class WeightLoader:
     emit: gets Loaded, LoadFailed, LoadProgress. request_tiles: (model, hashes, share) sends RequestTiles to the
     planner. is_busy: whether runs are active, which share the link. report: sends a report of cached tiles to the
     planner. counters: `tiles_asked`, `tiles_reasked`, `tiles_received`, `tile_bytes_received`, its part
-    `tile_bytes_from_peers`; `tiles_cached`, `packed_cached`, `tile_bytes_cached` of both; `tiles_mismatched`,
+    `tile_bytes_from_peers`; `tiles_cached`, `tile_bytes_cached`, `packed_cached`; `tiles_mismatched`,
     `tiles_unneeded`.
     """
 
@@ -487,10 +487,8 @@ class WeightLoader:
             self._begin(now)
             return
         job.weights[matrix] = weight
-        nbytes = weight_bytes(matrix)
-        job.done_bytes += nbytes
+        job.done_bytes += weight_bytes(matrix)
         self._counters["packed_cached"] += 1
-        self._counters["tile_bytes_cached"] += nbytes
         self._finish_or_report(job, now)
 
     def _finish_or_report(self, job: LoadJob, now: float) -> None:

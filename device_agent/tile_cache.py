@@ -1,7 +1,7 @@
 """The weight cache on disk: files under a size limit; the least recently used is evicted first.
 
 Tiles are named by the hash of their bytes. Packed weights, the panels that kernels read, are named by a key of their
-source. A start reads packed weights as they are, and packs tiles if a packed weight is missing.
+source. A start maps packed weights into its memory, and packs tiles if a packed weight is missing.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -28,7 +31,7 @@ from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.core.ids import check_model
 from hepti_mqtt.core.program import WeightRef
 from hepti_mqtt.core.storage import Octets
-from hepti_mqtt.kernels import Weight, allocate, arrays_of, layout_of
+from hepti_mqtt.kernels import Weight, allocate, arrays_of, layout_of, with_arrays
 
 RESERVE_BYTES: Final = 64 << 20  # of the disk, or a twentieth of a small one, left to other programs
 _SMALL: Final = 20
@@ -39,6 +42,7 @@ _TILE_KEY_BYTES: Final = 32  # a tile's SHA-256
 _PACKED: Final = b"p"  # ends the key of a packed weight, so that no tile has it
 _CHUNK: Final = 1 << 20  # bytes that are read, then summed from the processor's cache
 _SUM_BYTES: Final = 8
+_LINE: Final = 64  # bytes of a cache line: each array of a packed weight begins at one
 _PREFIX: Final = 2  # hex digits of a name that name its directory
 _log: Final = logging.getLogger("hepti.agent")
 
@@ -99,6 +103,8 @@ class TileCache:
         self._counters = counters
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._checked: dict[bytes, _Stamp] = {}
+        #: Packed weights in use: removing their files would give no room back.
+        self._mapped: WeakValueDictionary[bytes, mmap.mmap] = WeakValueDictionary()
         self.bytes = 0
         self._on_trouble = on_trouble
         self.trouble = ""  #: why new tiles are not kept; "" if they are
@@ -159,38 +165,42 @@ class TileCache:
             self._set_trouble("the disk is full")
 
     def get_packed(self, key: bytes, matrix: WeightRef) -> Weight | None:
-        """Return a packed weight, or None; a damaged file is removed.
+        """Return a packed weight as a view of its file, or None; a damaged file is removed.
 
-        A sum of words detects damage by a worn disk or a power cut. A hash is not needed: a user who can write to this
-        directory can also change this program.
+        The file is read once for its sum, which detects damage by a worn disk or a power cut: a page that cannot be
+        read raises here, instead of ending the process when a kernel touches it. A hash is not needed: a user who can
+        write to this directory can also change this program.
         """
         if key not in self._sizes:
             return None
-        weight, path = allocate(matrix).weight(), self._path(key)
-        arrays = _octets(weight)
+        like, path = allocate(matrix).weight(), self._path(key)
+        starts, nbytes = _places(like)
         try:
-            with path.open("rb") as file:
-                stat, total = os.fstat(file.fileno()), 0
-                for part in (array[at : at + _CHUNK] for array in arrays for at in range(0, len(array), _CHUNK)):
-                    file.readinto(part.data)
-                    total += _sum(part)
-                written = file.read(_SUM_BYTES)
+            with path.open("rb", buffering=0) as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_size != nbytes + _SUM_BYTES or _read_sum(file, nbytes) != file.read(_SUM_BYTES):
+                    self._counters["cache_corrupt"] += 1
+                    self._remove(key)
+                    return None
+                # A private mapping: kernels take writable arrays, and a stray write must not reach the file.
+                memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
         except OSError:
             self._forget(key)
             return None
-        if stat.st_size != _size_of(arrays) or written != _encode_sum(total):
-            self._counters["cache_corrupt"] += 1
-            self._remove(key)
-            return None
+        self._mapped[key] = memory
         self._touch(key, path, _stamp(stat))
-        return weight
+        arrays = zip(arrays_of(like), starts, strict=True)
+        return with_arrays(
+            like, [np.frombuffer(memory, a.dtype, a.size, start).reshape(a.shape) for a, start in arrays]
+        )
 
     def put_packed(self, key: bytes, weight: Weight) -> None:
         """Store a packed weight, unless tiles would have to make room: a tile cannot be derived from it."""
-        arrays = _octets(weight)
-        nbytes = _size_of(arrays)
+        nbytes = _places(weight)[1] + _SUM_BYTES
         if nbytes <= self._limit and key not in self._sizes and self._evict(nbytes, self._packed()):
-            self._write(key, *(array.data for array in arrays), _encode_sum(sum(map(_sum, arrays))))
+            arrays = [array.reshape(-1).view(np.uint8) for array in arrays_of(weight)]
+            padded = [part for array in arrays for part in (array.data, bytes(-len(array) % _LINE))]
+            self._write(key, *padded, _encode_sum(sum(map(_sum, arrays))))
 
     def _write(self, key: bytes, *data: bytes | memoryview) -> os.stat_result | None:
         """Write a file and count it; on an error set `trouble` and return None."""
@@ -291,12 +301,12 @@ class TileCache:
     def _evict(self, wanted: int, from_: Iterable[bytes]) -> bool:
         """Make room for `wanted` bytes, under the limit and on the disk; return whether there is room.
 
-        from_: the files that may be removed, in this order.
+        from_: the files that may be removed if no weight in use is a view of them, in this order.
         """
         over = max(self.bytes + wanted - self._limit, wanted - self._room())
         if over <= 0:
             return True
-        loose = list(from_)
+        loose = [digest for digest in from_ if digest not in self._mapped]
         if sum(self._sizes[digest] for digest in loose) < over:
             return False
         self._drop(loose, over)
@@ -327,20 +337,30 @@ class TileCache:
         self.bytes -= self._sizes.pop(digest, 0)
 
 
-def _octets(weight: Weight) -> Sequence[Octets]:
-    """Return the arrays of a weight as bytes, each a view."""
-    return [array.reshape(-1).view(np.uint8) for array in arrays_of(weight)]
-
-
-def _size_of(arrays: Sequence[Octets]) -> int:
-    """Return the size of the file of a packed weight."""
-    return sum(map(len, arrays)) + _SUM_BYTES
+def _places(weight: Weight) -> tuple[list[int], int]:
+    """Return where each array of a weight begins in its file, and where the last one ends."""
+    starts, end = list[int](), 0
+    for array in arrays_of(weight):
+        starts.append(end)
+        end += array.nbytes + -array.nbytes % _LINE
+    return starts, end
 
 
 def _sum(octets: Octets) -> int:
-    """Return the sum of an array's 64-bit words and remaining bytes, modulo 2**64 for the words."""
+    """Return the sum of 64-bit words, modulo 2**64 for all but the last one; zeros complete the last word."""
     words = len(octets) // _SUM_BYTES * _SUM_BYTES
-    return int(octets[:words].view(np.uint64).sum()) + int(octets[words:].sum())
+    last = octets[words:].tobytes().ljust(_SUM_BYTES, b"\0")
+    return int(octets[:words].view(np.uint64).sum()) + int.from_bytes(last, sys.byteorder)
+
+
+def _read_sum(file: FileIO, nbytes: int) -> bytes:
+    """Read `nbytes` and return their encoded sum; each chunk is summed while the processor's cache holds it."""
+    chunk, total = np.empty(min(_CHUNK, nbytes), np.uint8), 0
+    for at in range(0, nbytes, _CHUNK):
+        part = chunk[: nbytes - at]
+        file.readinto(part.data)
+        total += _sum(part)
+    return _encode_sum(total)
 
 
 def _encode_sum(total: int) -> bytes:

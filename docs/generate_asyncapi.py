@@ -280,5 +280,10 @@ def _schema(hint: Any) -> dict[str, Any]:
     raise TypeError(f"no schema for {hint}")
 
 
+def pages() -> dict[Path, str]:
+    """Return the page by its file."""
+    return {PAGE: page()}
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")

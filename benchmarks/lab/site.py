@@ -174,10 +174,12 @@ class LabSite:
         done = self.hub.run([self.hub.python, "-m", "benchmarks.lab.probe", "warm"], None, COMPILE_S)
         if done.code:
             raise LabError(f"kernels cannot be compiled: {done.err.strip()}")
+        compiled = Path(self.hub.environment["NUMBA_CACHE_DIR"])
         for number, alike in enumerate(self._quotas().values()):
-            place = self.lab.directory.resolve() / f"compiled-{self.site}-{number}"
+            # Kernels of a forced instruction set come from no directory with another name (`kernels.jit`).
+            place = self.lab.directory.resolve() / f"compiled-{self.site}-{number}" / compiled.name
             shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(self.hub.environment["NUMBA_CACHE_DIR"], place)
+            shutil.copytree(compiled, place)
             self._compiled |= dict.fromkeys(alike, place)
 
     def _start_broker(self) -> None:

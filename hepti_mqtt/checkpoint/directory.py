@@ -72,6 +72,7 @@ _EXTRAS: Final = (
 _DESCRIBED: Final = "config.json"  # how errors of a spec begin
 _ADAPTER: Final = "adapter_config.json"
 _LISTED: Final = 8
+_WEIGHT: Final = ".weight"
 BAND_BYTES: Final = 32 << 20  # of rows that tiles are cut from
 
 
@@ -162,7 +163,7 @@ class Checkpoint:
             within = gguf_file.gguf_extras(file, extras)
             try:
                 opened = cls(path, name, file.config, within, [file], None, "", file.tokenizer, weights, cache)
-                opened._refuse_unread()
+                opened._refuse_unread(opened._unread())
             except BaseException as error:
                 file.close()
                 if isinstance(error, ModelError) and str(error).startswith(_DESCRIBED):
@@ -196,6 +197,7 @@ class Checkpoint:
                 files = [_Renamed(file, partial(_with_prefix, names)) for file in files]
             files += [_opened_folder(path, projection.path) for projection in spec.head.projections]
             opened_part = cls(path, name, config, extras, files, towers.matching, own, weights=weights, cache=cache)
+            opened_part._refuse_unread(opened_part._unread_in_layers())
         except BaseException:
             close_all(files)
             raise
@@ -339,17 +341,31 @@ class Checkpoint:
             raise ModelError(f"{self.path} lacks the number {name}, by which texts and pictures are compared; copy it")
         return float(tensor.read(0, 1, 1)[0, 0])
 
-    def _refuse_unread(self) -> None:
-        """Raise UnsupportedModelError if a stored tensor is not read: what it adds would be missing in answers."""
-        unread = dict.fromkeys(self._stored)
-        for source in self._tensors:
-            for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
-                unread.pop(name, None)
+    def _refuse_unread(self, unread: Collection[str]) -> None:
+        """Raise UnsupportedModelError if there are stored tensors that are not read: answers would lack their part."""
         if unread:
             raise UnsupportedModelError(
                 f"{self.path} has tensors that are not supported in {self.spec.architecture}: {_shortened(unread)}; "
                 "give the original model with model.safetensors"
             )
+
+    def _unread(self) -> list[str]:
+        """Return the names of stored tensors that are not read."""
+        unread = dict.fromkeys(self._stored)
+        for source in self._tensors:
+            for name in (chosen(source.stored, self._stored), *source.folded_shapes(self._stored)):
+                unread.pop(name, None)
+        return list(unread)
+
+    def _unread_in_layers(self) -> list[str]:
+        """Return the unread tensors of layers whose weight is read, such as a bias that config.json does not mention.
+
+        Other unread tensors are those of a task that is not computed, or what training needs.
+        """
+        others = {name for source in self._tensors for name in source.stored}  # of tensors that another name stores
+        unread = [name for name in self._unread() if name not in others and self._stored[name].is_float]
+        layers = {name.removesuffix(_WEIGHT) for name in self._stored.keys() - set(unread) if name.endswith(_WEIGHT)}
+        return [name for name in unread if not layers.isdisjoint(_prefixes(name))]
 
     @property
     def has_tokenizer(self) -> bool:
@@ -699,6 +715,12 @@ def _why_missing(name: str, stored: Collection[str]) -> str:
         before = longer.removesuffix(name)
         return f"its names begin with {before!r}, as a training program writes them: save the model within it"
     return "config.json and the weights must be of the same model"
+
+
+def _prefixes(name: str) -> set[str]:
+    """Return the names of the modules around a tensor."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def _shortened(items: Collection[str]) -> str:

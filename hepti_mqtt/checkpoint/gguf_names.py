@@ -72,13 +72,15 @@ BIASES: Final[Mapping[str, str]] = {"attention_bias": "attn_q", "mlp_bias": "ffn
 
 def layer_names(row: Decoder) -> Mapping[str, str]:
     """Return what the original calls the parts of a layer, by their names in GGUF."""
-    names = [*row.layer.values()]
-    experts = {part for part in row.layer if part.startswith("expert_")}
-    together = {part for part, name in row.layer.items() if names.count(name) > 1} - experts
+    names = [*row.part_names.values()]
+    experts = {part for part in row.part_names if part.startswith("expert_")}
+    together = {part for part, name in row.part_names.items() if names.count(name) > 1} - experts
     parts = {**_PARTS, **(row.gguf.parts if row.gguf is not None else {})}
     return {
-        part: alone(row.layer[own], own) if own in experts and "{}" not in row.layer[own] else row.layer[own]
+        part: alone(row.part_names[own], own)
+        if own in experts and "{}" not in row.part_names[own]
+        else row.part_names[own]
         for part, own in parts.items()
-        if own in row.layer and (own not in together or part in ("attn_qkv", "ffn_up"))
+        if own in row.part_names and (own not in together or part in ("attn_qkv", "ffn_up"))
         if part != "attn_qkv" or own in together
     }

@@ -68,13 +68,13 @@ def only_model(hepti: Hepti) -> str:
 
 @contextlib.contextmanager
 def check_readable(what: str) -> Iterator[None]:
-    """Turn a decoding failure of planner data into an error that names both versions."""
+    """Turn a decoding failure of planner data into an error that says what to do."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        from hepti_mqtt.protocol.messages import version_mismatch  # here: help needs no NumPy
+        from hepti_mqtt.protocol.messages import unreadable  # here: help needs no NumPy
 
-        raise version_mismatch(f"{what} cannot be read here ({error!r})") from error
+        raise unreadable(f"{what} cannot be read here ({error!r})") from error
 
 
 class AgentOptions(NamedTuple):

@@ -42,7 +42,7 @@ from hepti_mqtt.cost.simulator import (
 from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.planner import Candidate, Decision, Question, decide
 from hepti_mqtt.planner.candidates import relayed, with_route
-from hepti_mqtt.protocol.messages import version_mismatch
+from hepti_mqtt.protocol.messages import unreadable
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.strategies import STRATEGIES
 from hepti_mqtt.strategies.plan_programs import device_programs, lower_plan
@@ -324,9 +324,9 @@ def _active(shown: Mapping[str, Any]) -> tuple[Spec, Plan, RequestShape] | None:
         return None
     with check_readable("the plan"):
         active, spec = Plan.from_dict(shown["active"]), spec_from_dict(shown["spec"])
-    if unknown := sorted({part.strategy for part in active.executables} - STRATEGIES.keys()):
-        raise version_mismatch(f"this version has no strategy {unknown[0]!r}, which the plan uses")
-    return spec, active, representative_shape(spec, active.predicted_tokens or 128)
+        if unknown := sorted({part.strategy for part in active.executables} - STRATEGIES.keys()):
+            raise unreadable(f"this version has no strategy {unknown[0]!r}, which the plan uses")
+        return spec, active, representative_shape(spec, active.predicted_tokens or 128)
 
 
 def print_plan(model: str, shown: Mapping[str, Any], explain: bool = False) -> None:

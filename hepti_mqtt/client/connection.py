@@ -271,8 +271,8 @@ class Connection:
     async def _plan(self, model: str, timeout: float = PLANNER_S) -> dict[str, Any]:
         """Return the record of a model's plans: active, preparing, spec, candidates, reason, directory, error, story.
 
-        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if its
-        version is incompatible.
+        Raises NetworkError if there is no planner, UnknownModelError if it does not serve the model, WireError if the
+        record is of an incompatible version, or another program has changed it.
         """
         await self._require_planner(timeout)
         await self._wait(lambda: self._session.record(model) is not None, GRACE_S)

@@ -26,7 +26,7 @@ from hepti_mqtt.core.errors import (
 )
 from hepti_mqtt.core.ids import check_name, whole_model
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol.messages import ACCEPTED_BY, TOKEN, missing_answer_key, missing_record_key, version_mismatch
+from hepti_mqtt.protocol.messages import ACCEPTED_BY, TOKEN, missing_answer_key, missing_record_key, unreadable
 from hepti_mqtt.protocol.topics import ANSWERS, ParsedTopic, Topics
 
 Floats = NDArray[np.float32]
@@ -306,13 +306,13 @@ class ClientSession:
     def record(self, model: str) -> dict[str, Any] | None:
         """Return the record of a model's plans if a current planner published it; of several, one with a plan.
 
-        Raises WireError if its version is incompatible.
+        Raises WireError if it is of an incompatible version, or another program has changed it.
         """
         keys = sorted(filter(self._is_current, self.records), key=lambda key: self.records[key].get("active") is None)
         for key in keys:
             if key.model == model:
                 if key in self.unreadable_records:
-                    raise version_mismatch(f"the record of model {model} lacks {self.unreadable_records[key]!r}")
+                    raise unreadable(f"the record of model {model} lacks {self.unreadable_records[key]!r}")
                 return self.records[key]
         return None
 
@@ -476,7 +476,7 @@ class ClientSession:
             return [PartialAnswer(caller.handle, data) for caller in pending.callers]
         error = None if data.get("ok") is True else error_from(data)
         if error is None and (lacks := missing_answer_key(data)) is not None:
-            error = version_mismatch(f"the answer lacks {lacks!r}")
+            error = unreadable(f"the answer lacks {lacks!r}")
         if isinstance(error, PlanError) and pending.refusals + 1 < sum(map(self._online, self.planners)):
             pending.refusals += 1  # another group may have a plan
             return [pending.resend(now)]

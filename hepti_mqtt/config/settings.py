@@ -44,6 +44,7 @@ def parse_size(text: str) -> int:
 
 
 MAX_FILE_BYTES: Final = 1_000_000
+MAX_DEPTH: Final = 32  # of lists and maps within each other
 
 
 def load_yaml(path: Path | str) -> Any:
@@ -65,12 +66,24 @@ def load_yaml(path: Path | str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ConfigError(f"{file}{line}: {error.problem or error.context or error}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but refusing a repeated key."""
+    """PyYAML's safe loader, but refusing a repeated key and deep nesting, which takes the scanner quadratic time."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        self._check_depth()
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        self._check_depth()
+        return bool(super().add_indent(column))
+
+    def _check_depth(self) -> None:
+        if self.flow_level + len(self.indents) >= MAX_DEPTH:
+            raise yaml.scanner.ScannerError(None, None, f"more than {MAX_DEPTH} levels of nesting", self.get_mark())
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()

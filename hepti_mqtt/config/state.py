@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 PRIVATE: Final = 0o600  # file mode: only the owner may read it
-DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def write_atomically(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666) -> os.stat_result:

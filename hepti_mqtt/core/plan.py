@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
 from hepti_mqtt.core.ids import PlanVersion
@@ -107,28 +108,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for msgpack or JSON; `from_dict` is the inverse."""
-        return {
-            "model": self.model,
-            "version": list(self.version),
-            "strategy": self.strategy,
-            "devices": list(self.devices),
-            "root": self.root,
-            "options": dict(self.options),
-            "weights": {kind: list(values) for kind, values in self.shares.items()},
-            "ranges": {kind: [list(r) for r in values] for kind, values in self.ranges.items()},
-            "wire": self.wire,
-            "storage": self.weight_dtype,
-            "route": self.route,
-            "relayed": [list(pair) for pair in self.relayed_pairs],
-            "predicted_s": self.predicted_s,
-            "predicted_bytes": self.predicted_bytes,
-            "predicted_tokens": self.predicted_tokens,
-            "wire_error": self.wire_error,
-            "weight_error": self.weight_error,
-            "reason": self.reason,
-            **({"replicas": [replica.to_dict() for replica in self.replicas]} if self.replicas else {}),
-            **({"layouts": dict(self.layouts)} if self.layouts else {}),
-        }
+        data = {KEYS.get(field.name, field.name): _plain(getattr(self, field.name)) for field in fields(self)}
+        return {key: value for key, value in data.items() if value or key not in OPTIONAL_KEYS}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
@@ -155,6 +136,15 @@ class Plan:
         return cls(**{_FIELDS.get(key, key): value for key, value in fields.items()})
 
 
+def _plain(value: Any) -> Any:
+    """Return a field's value with lists in place of tuples, and dictionaries in place of mappings and replicas."""
+    if isinstance(value, Plan):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
 def apportion(total: int, shares: Sequence[float]) -> tuple[Range, ...]:
     """Divide 0..total into consecutive half-open ranges proportional to `shares` (largest remainder method).
 
@@ -171,8 +161,4 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[Range, ...]:
     left = total - sum(counts)
     for place in range(left):
         counts[candidates[place % len(candidates)]] += 1
-    out, at = [], 0
-    for count in counts:
-        out.append((at, at + count))
-        at += count
-    return tuple(out)
+    return tuple(pairwise(accumulate(counts, initial=0)))

@@ -281,28 +281,6 @@ def slots_read(op: Op) -> tuple[Slot, ...]:
     return (op.slot,) if isinstance(op, Send) else ()
 
 
-def validate(program: Program) -> None:
-    """Raise ValueError unless slots are written once and before they are read, and exchanges have unique keys."""
-    filled = set(program.state_inputs())
-    keys: set[ExchangeKey] = set()
-    for place, op in enumerate(program.ops):
-        for slot in program.reads(op):
-            if slot not in filled:
-                raise ValueError(f"op {place} of {program.device} reads slot {slot} before it is written: {op}")
-        for slot in slots_written(op):
-            if slot in filled or program.slots[slot].base is not None:
-                raise ValueError(f"op {place} of {program.device} writes slot {slot} again, or a view: {op}")
-            filled.add(slot)
-        if isinstance(op, Recv):
-            if not keys.isdisjoint(op.keys):
-                raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
-            keys.update(op.keys)
-        if isinstance(op, Compute) and op.fused and op[:4] != fuse_ops(program, op.fused, op)[:4]:
-            raise ValueError(f"op {place} of {program.device} reads or writes other slots than its parts: {op}")
-        if isinstance(op, Send) and (not op.to or ALL_DEVICES in op.to or len(set(op.to)) < len(op.to)):
-            raise ValueError(f"op {place} of {program.device} sends to nobody, to ALL or twice to one device: {op}")
-
-
 def fuse_ops(program: Program, ops: Iterable[Compute], main: Compute) -> Compute:
     """Return one op that runs several, in this order, under the name of `main`."""
     parts = tuple(step for op in ops for step in op.kernels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import time
@@ -108,7 +109,7 @@ def create_app(
 
     async def openapi(_site: Site, _body: None) -> Any:
         """This document."""
-        return described
+        return await asyncio.to_thread(described)  # it takes a second on a small computer
 
     dashboard = Dashboard(View(site.client).look, lambda: _more(site, bool(secrets)), stopping)
     operations = (
@@ -117,7 +118,7 @@ def create_app(
         Operation("GET", "/events", dashboard.watch, {EVENTS: str}, is_open=True),
         Operation("GET", "/openapi.json", openapi, {JSON: dict[str, Any]}, is_open=True),
     )
-    described = document(operations, bool(secrets))
+    described = functools.cache(lambda: document(operations, bool(secrets)))
     by_route: dict[tuple[str, str], list[Operation]] = {}
     for one in operations:
         by_route.setdefault((one.method, one.path), []).append(one)

@@ -22,6 +22,7 @@ from hepti_mqtt.cost.explain import timeline_busy
 from hepti_mqtt.models import representative_shape, spec_from_dict
 from hepti_mqtt.models.shapes import DecoderInput, ImageInput, TextInput
 from hepti_mqtt.models.speech import SpeechInput
+from hepti_mqtt.protocol.messages import unreadable
 
 LOOK_S: Final = 1.5  # for the heartbeats of all devices: each sends one a second
 EVERY_S: Final = 2.0
@@ -125,7 +126,7 @@ def describe_device(device: Mapping[str, Any], unused: Mapping[str, str]) -> dic
 def simulated(site: str, record: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the simulation of the active plan: shares of the work, and a time line, in milliseconds.
 
-    Without the plan's devices, or with a planner of another version, `unknown` holds the reason.
+    Without the plan's devices, or with an unreadable record, `unknown` holds the reason.
     """
     try:
         spec, plan = spec_from_dict(record["spec"]), Plan.from_dict(record["active"])
@@ -133,8 +134,10 @@ def simulated(site: str, record: Mapping[str, Any], devices: Sequence[Mapping[st
         reads = next((name for type_, name in READS.items() if isinstance(kind, type_)), "other")
         shape = representative_shape(spec, plan.predicted_tokens or 128)
         result = simulate_plan(site, spec, plan, shape, cluster_of_devices(usable(devices), plan.devices)).result
-    except (HeptiError, KeyError, TypeError, ValueError) as error:
+    except HeptiError as error:
         return {"unknown": str(error)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return {"unknown": str(unreadable(f"the plan cannot be read here ({error!r})"))}
     total = sum(use.flops for use in result.devices.values()) or 1.0
     shares = {
         name: {"share": use.flops / total, "compute_ms": use.compute_s * 1e3, "wait_ms": use.wait_s * 1e3}

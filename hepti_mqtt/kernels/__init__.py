@@ -22,6 +22,7 @@ from hepti_mqtt.kernels.weights import (
     part,
     twin,
     weight_bytes,
+    with_arrays,
 )
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "twin",
     "warm_up",
     "weight_bytes",
+    "with_arrays",
     "works",
 ]

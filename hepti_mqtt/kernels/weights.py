@@ -8,7 +8,7 @@ order. Columns beyond n are zero. Half precision has the same layout. int8 has a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, cast
@@ -35,8 +35,9 @@ BLOCK: Final = 256
 _STEPS: Final = np.float32(127.0)
 
 
-# Version of the arrays of `arrays_of`: raise it if packing changes, so that no file of packed weights is misread.
-LAYOUT_VERSION: Final = 1
+# Version of packed weights in files. Raise it if the arrays of `arrays_of` or their places change: a file of an earlier
+# version is then not read.
+LAYOUT_VERSION: Final = 2
 
 
 class Panels(NamedTuple):
@@ -100,12 +101,7 @@ Weight = PackedMatrix | NarrowMatrix | BlockMatrix | NDArray[np.float32]
 
 def twin(weight: Weight) -> Weight:
     """Return a copy of a weight in new memory."""
-    if isinstance(weight, np.ndarray):
-        return weight.copy()
-    panels = _aligned(weight.panels)
-    if isinstance(weight, NarrowMatrix):
-        return replace(weight, panels=panels, scales=_aligned(weight.scales), sums=_aligned(weight.sums))
-    return replace(weight, panels=panels)  # type: ignore[arg-type]  # either matrix has panels
+    return with_arrays(weight, [_aligned(array) for array in arrays_of(weight)])
 
 
 def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
@@ -113,6 +109,15 @@ def arrays_of(weight: Weight) -> tuple[NDArray[Any], ...]:
     if isinstance(weight, np.ndarray):
         return (weight,)
     return (weight.panels, weight.scales, weight.sums) if isinstance(weight, NarrowMatrix) else (weight.panels,)
+
+
+def with_arrays(weight: Weight, arrays: Sequence[NDArray[Any]]) -> Weight:
+    """Return a weight like this one with other arrays, in the order of `arrays_of`."""
+    if isinstance(weight, np.ndarray):
+        return arrays[0]
+    if isinstance(weight, NarrowMatrix):
+        return replace(weight, panels=arrays[0], scales=arrays[1], sums=arrays[2])
+    return replace(weight, panels=arrays[0])  # type: ignore[arg-type]  # either matrix has panels
 
 
 def layout_of(ref: WeightRef) -> str:

@@ -33,7 +33,7 @@ from hepti_mqtt.models.families import (
     without_missing_pooler,
 )
 from hepti_mqtt.models.kinds import Kind
-from hepti_mqtt.models.tensors import TensorSource, matrix_ref, vector_ref
+from hepti_mqtt.models.tensors import TensorSource, vector_ref
 from hepti_mqtt.models.transformer import ModelSpec
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "is_planned_for",
     "largest_shape",
     "left_unquantised",
-    "matrix_ref",
     "models_of",
     "preprocessor",
     "quantised",

@@ -76,7 +76,7 @@ class Decoder(NamedTuple):
 
     model_type: str
     #: Names of the parts of a layer in a checkpoint.
-    layer: Mapping[str, str] = _LAYER
+    part_names: Mapping[str, str] = _LAYER
     block: BlockSpec = _BLOCK
     #: Matrices with biases, by the flag of config.json that says so; "": always.
     biases: Mapping[str, tuple[str, ...]] = {}
@@ -301,7 +301,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "Qwen3MoeForCausalLM": _QWEN3._replace(
         model_type="qwen3_moe",
-        layer=_QWEN_MIXTURE,
+        part_names=_QWEN_MIXTURE,
         only={},
         head_dim=0,
         kv_heads=4,
@@ -338,7 +338,7 @@ DECODERS: Final[Mapping[str, Decoder]] = {
     ),
     "GraniteMoeForCausalLM": _GRANITE._replace(
         model_type="granitemoe",
-        layer=mixture(
+        part_names=mixture(
             _LAYER,
             "block_sparse_moe.router.layer",
             *["block_sparse_moe.input_linear"] * 2,
@@ -403,7 +403,7 @@ TOKENIZER_CLASSES: Final = {
     "gemma3_text": "GemmaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer", "granite": "GPT2Tokenizer",
 }  # fmt: skip
-READS: Final = frozenset({"quantization_config"})
+OWN_KEYS: Final = frozenset({"quantization_config"})
 MODEL_TYPES: Final = {name: row.model_type for name, row in DECODERS.items()}
 
 
@@ -486,7 +486,7 @@ def _head(architecture: str, config: JsonConfig, extras: Mapping[str, Any], of: 
 def _parts(spec: ModelSpec, layer: int) -> Mapping[str, str]:
     """Return what a checkpoint calls the parts of a layer."""
     without = ("mlp_gate", "mlp_up", "mlp_down") if _has_experts(spec, layer) else (ROUTER,)
-    names = DECODERS[spec.architecture].layer
+    names = DECODERS[spec.architecture].part_names
     return {part: name for part, name in names.items() if part not in without and not part.startswith("expert_")}
 
 
@@ -504,9 +504,9 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSource]:
         here = f"layers.{i}."
         yield from text.layer_tensors(spec, here, base, here, _parts(spec, i))
         if of.experts is not None and _has_experts(spec, i):
-            yield from expert_tensors(spec, here, base, here, of.layer, of.experts)
+            yield from expert_tensors(spec, here, base, here, of.part_names, of.experts)
     yield from norm("final_norm", base, "norm", spec.hidden, bias=False)
     yield from causal.head_tensors(spec, words)
 
 
-__all__ = ["ARCHITECTURES", "MODEL_TYPES", "READS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]
+__all__ = ["ARCHITECTURES", "MODEL_TYPES", "OWN_KEYS", "TOKENIZER_CLASSES", "graph", "reference", "spec", "tensors"]

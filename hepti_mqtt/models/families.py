@@ -60,10 +60,10 @@ Array = npt.NDArray[Any]
 class Family(Protocol):
     """What the module of a family has.
 
-    Optional members. `SPEC`: class of its specs, by default `ModelSpec`. `STORAGES`: storages of weights, by default
-    all; narrow ones need layers (`layers.<i>. ...`) with matrices for `linear` alone. `TOWERS`: architectures of
-    checkpoints with several models, each of one of its `ARCHITECTURES`. `READS`: keys of config.json that it checks
-    itself and other families refuse. `KNOWN_CODE`: prefixes of the names of code that it computes. `TOKENIZER_CLASSES`,
+    Optional members. `SPEC`: class of its specs, by default `ModelSpec`. `WEIGHT_DTYPES`: how weights may be kept, by
+    default all; narrow ones need layers (`layers.<i>. ...`) with matrices for `linear` alone. `TOWERS`: architectures
+    of checkpoints with several models, each of one of its `ARCHITECTURES`. `OWN_KEYS`: keys of config.json that only
+    this family supports. `KNOWN_CODE`: prefixes of `auto_map` entries whose code it replaces. `TOKENIZER_CLASSES`,
     `PICTURE_CLASSES`: classes of transformers by model_type, for files that name none. `MODEL_TYPES`: types of its
     architectures, if names do not tell. `translated`: return another library's files under Hugging Face's keys.
     """
@@ -238,7 +238,7 @@ def weight_dtypes(spec: Spec) -> Sequence[WeightDtype]:
         return ("f32", "w8a8")  # nothing is quantised again: this is how activations are
     if isinstance(spec, ModelSpec) and spec.block.experts:
         return ("f32",)
-    dtypes: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "STORAGES", get_args(WeightDtype))
+    dtypes: Sequence[WeightDtype] = getattr(FAMILIES[spec.family], "WEIGHT_DTYPES", get_args(WeightDtype))
     return dtypes
 
 
@@ -300,7 +300,7 @@ def spec_from_config(config: Mapping[str, Any], extras: Mapping[str, Any]) -> Sp
         )
     family = _FAMILY_OF[architecture]
     keys = _KEYS if _is_known_code(family, config.get("auto_map")) else _CODE_KEYS
-    checked.check_keys(keys._replace(read=getattr(family, "READS", frozenset())))
+    checked.check_keys(keys._replace(read=getattr(family, "OWN_KEYS", frozenset())))
     spec: Spec = family.spec(architecture, checked, extras)
     return spec
 

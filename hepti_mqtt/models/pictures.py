@@ -14,8 +14,6 @@ from hepti_mqtt.models.config import JsonConfig, KeyTable
 
 FILE: Final = "preprocessor_config.json"
 PROCESSOR: Final = "processor_config.json"  # of transformers from 5.3 on, with the other file's content inside
-IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
-IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 _CROP: Final = 224 / 256  # of a picture's shorter side that ConvNeXT's class keeps
 _WARPED: Final = 384  # from this side on it makes pictures square and crops nothing
 _BILINEAR: Final = 2

@@ -28,7 +28,7 @@ from hepti_mqtt.models.tensors import TensorSource, dense, norm, prefixed, table
 from hepti_mqtt.models.transformer import Layer, pre_norm
 
 ARCHITECTURES: Final = {"WhisperForConditionalGeneration": "transcription"}
-READS: Final = frozenset({"is_encoder_decoder"})
+OWN_KEYS: Final = frozenset({"is_encoder_decoder"})
 SPEC: Final = SpeechSpec
 
 

@@ -6,7 +6,7 @@ from hepti_mqtt.planner.accuracy import decide_within_accuracy, weight_error, wi
 from hepti_mqtt.planner.candidates import Candidate, Decision, EarlierPlan
 from hepti_mqtt.planner.decisions import Assessment, Option, Situation, Verdict, with_loads
 from hepti_mqtt.planner.estimates import Corrections, MethodEstimates, SiteEstimates
-from hepti_mqtt.planner.price import Price, Question, SimulatedRequest, peak_bytes, price, run_seconds
+from hepti_mqtt.planner.price import Price, Question, RequestSimulation, peak_bytes, price, run_seconds
 from hepti_mqtt.planner.search import decide, decide_hurried, decide_recalled, price_plans, simulate_plan
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Option",
     "Price",
     "Question",
-    "SimulatedRequest",
+    "RequestSimulation",
     "SiteEstimates",
     "Situation",
     "Verdict",

@@ -25,7 +25,7 @@ from hepti_mqtt.strategies import STRATEGIES, Method
 from hepti_mqtt.strategies.plan_programs import resident_weights
 
 if TYPE_CHECKING:
-    from hepti_mqtt.planner.price import Price, Question, SimulatedRequest
+    from hepti_mqtt.planner.price import Price, Question, RequestSimulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Decision:
         """Return the best device alone, whether chosen or not; None if no device holds the model."""
         return next((c for c in self.ranking if len(c.plan.devices) == 1 and c.price.feasible), None)
 
-    def simulation_of(self, run: Plan) -> SimulatedRequest | None:
+    def simulation_of(self, run: Plan) -> RequestSimulation | None:
         """Return the simulation of the chosen plan, or of one of its replicas; None without a full simulation."""
         devices = set(run.devices)
         return next((p for p in self.chosen.price.simulated if p.simulation.devices.keys() == devices), None)

@@ -118,7 +118,7 @@ class Question:
         return self.requests or (ROUNDS * self.in_flight if self.objective == "throughput" else 0)
 
 
-class SimulatedRequest(NamedTuple):
+class RequestSimulation(NamedTuple):
     """One request under a plan without replicas, all its layers simulated."""
 
     shape: RequestShape
@@ -146,7 +146,7 @@ class Price:
     period_s: float = 0.0  #: least time between answers if requests are waiting, for the busiest device or link
     memory_bytes: Mapping[str, float] = field(default_factory=dict)  #: memory of each device
     objective: Objective = "latency"  #: the objective by which plans are compared
-    simulated: tuple[SimulatedRequest, ...] = ()  #: the request under each replica, if all layers were simulated
+    simulated: tuple[RequestSimulation, ...] = ()  #: the request under each replica, if all layers were simulated
 
     @property
     def memory(self) -> Memory:
@@ -353,7 +353,7 @@ def price(question: Question, plan: Plan, full: bool = False, memory: Memory | N
         1 / sum(1 / max(_period(question.cluster, run.devices), 1e-9) for run in runs),
         {device: question.cluster.devices[device].memory_bytes for device in plan.devices},
         question.objective,
-        tuple(SimulatedRequest(question.shape, run) for run in runs) if full else (),
+        tuple(RequestSimulation(question.shape, run) for run in runs) if full else (),
     )
 
 

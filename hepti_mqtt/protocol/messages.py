@@ -510,13 +510,8 @@ def decode_sealed(payload: Body) -> tuple[Message, keys.Seal | None]:
     return message, seal
 
 
-def decode_report(payload: Body) -> Message | Frame:
-    """Return an agent's frame, if the payload begins with the frames' magic, or control message."""
-    return decode_sealed_report(payload)[0]
-
-
 def decode_sealed_report(payload: Body) -> tuple[Message | Frame, keys.Seal | None]:
-    """Return an agent's frame or control message as `decode_report`, and the seal of a message."""
+    """Return an agent's frame, if the payload begins with the frames' magic, or control message, and its seal."""
     return (decode_frame(payload), None) if bytes(payload[: len(MAGIC)]) == MAGIC else decode_sealed(payload)
 
 
@@ -681,9 +676,13 @@ def is_compatible(version: str) -> bool:
     return version.split(".")[:2] == __version__.split(".")[:2]
 
 
-def version_mismatch(what: str) -> WireError:
-    """Return the error for a record or answer of an incompatible version."""
-    return WireError(f"{what}: the planner is of another version than this program; update one of them")
+def unreadable(what: str) -> WireError:
+    """Return the error for a record or answer that no planner of this version writes."""
+    return WireError(
+        f"{what}: the planner is of another version than this program ({__version__}), or another program has changed "
+        "its message. Compare `hepti --version` on both machines, and install one version; if they are equal, restart "
+        "the planner"
+    )
 
 
 def missing_record_key(record: Mapping[str, Any]) -> str | None:

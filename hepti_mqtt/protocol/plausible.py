@@ -328,25 +328,3 @@ def check_spec(value: Any, name: str = "spec") -> None:
             check_spec(part, name)
     elif isinstance(value, float) and not isfinite(value):
         raise ValueError(f"{name} {value} is not finite")
-
-
-def limits_table() -> str:
-    """Return the bounded numbers as a Markdown table for docs/reference/wire.md."""
-    rows = ["| field | unit | decoded | believed | instead |", "|---|---|---|---|---|"]
-    for name, rule in FIELDS.items():
-        if isinstance(rule, Number) and (rule.high != U63 or rule.credible):
-            read = f"{_span(rule.low, rule.high)}{' or nil' if rule.optional else ''}"
-            believed = _span(*rule.credible) if rule.credible else ""
-            instead = "" if rule.instead is None else f"{rule.instead:g}"
-            rows.append(f"| `{name}` | {rule.unit} | {read} | {believed} | {instead} |")
-    return "\n".join(rows)
-
-
-def _span(low: float, high: float) -> str:
-    return f"{_short(low)} to {_short(high)}"
-
-
-def _short(value: float) -> str:
-    if value in (U32, U63, 1 << 50):
-        return {U32: "2^32 − 1", U63: "2^63 − 1"}.get(int(value), "2^50")
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

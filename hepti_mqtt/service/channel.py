@@ -6,19 +6,20 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from math import inf
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 from hepti_mqtt.config.state import write_atomically
-from hepti_mqtt.core.errors import NetworkError, PacketLimitError, RemoteError
-from hepti_mqtt.runtime.coordinator.requests import Request, RequestKey
+from hepti_mqtt.core.errors import IdInUseError, NetworkError, PacketLimitError, RemoteError
+from hepti_mqtt.core.recent import Recent
+from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
 from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
@@ -124,19 +125,27 @@ _ENDED: Final = b"E"  # a redelivered request was answered
 _log: Final = logging.getLogger("hepti.planner")
 
 
+class _Waiting(NamedTuple):
+    """An unanswered request."""
+
+    digest: bytes
+    deliveries: list[tuple[str, RawRequest]]  #: each with the topic of its answer
+
+
 class Journal:
     """The planner's record of requests across restarts; callable on any thread.
 
     path: of the file. If writing fails, the journal logs the failure once and continues in memory. acknowledge:
-    acknowledges a delivery to the broker.
+    acknowledges a delivery to the broker. counters: `repeated_request`, deliveries of a request that waits already.
     """
 
     def __init__(self, path: Path, acknowledge: Callable[[Receipt], None]) -> None:
         self._path, self._acknowledge = path, acknowledge
         self._lock = threading.Lock()  # guards the following fields
-        self._waiting: dict[tuple[RequestKey, bytes], list[RawRequest]] = {}  # by key and digest
+        self.counters: Counter[str] = Counter()
+        self._waiting: dict[RequestKey, _Waiting] = {}
         self._answering: set[Receipt] = set()  # of requests with an unacknowledged answer
-        self._answered: OrderedDict[bytes, None] = OrderedDict()
+        self._answered = Recent[bytes, None](MAX_MARKS)
         self._redelivered: Counter[bytes] = Counter()
         self._redelivered_now: set[bytes] = set()
         self._file: IO[bytes] | None = None
@@ -155,7 +164,7 @@ class Journal:
         # it gets a random one.
         key = RequestKey(raw.model, raw.client, packet_id)
         with self._lock:
-            is_used = _mark_of(key) in self._answered or any(key == waiting for waiting, _ in self._waiting)
+            is_used = _mark_of(key) in self._answered or key in self._waiting
         return uuid.uuid4().hex if is_used else packet_id
 
     def count_redelivery(self, raw: RawRequest) -> int:
@@ -174,19 +183,30 @@ class Journal:
         """Raise RemoteError for a request during which too many planners ended."""
         if (attempts := self.count_redelivery(raw)) > MAX_PLANNER_LOSSES:
             raise RemoteError(
-                f"The planner crashed {attempts} times while it handled this request. See its log, and send a smaller "
-                "request."
+                f"The broker delivered this request to {attempts} planners in turn, and each ended before its answer. "
+                "See the planner's log, and send a smaller request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: Request | ClientRequest) -> None:
-        """Record the delivery of an unanswered request; several deliveries share one answer."""
-        with self._lock:
-            self._waiting.setdefault((request.key, request.digest), []).append(raw)
+    def record_waiting(self, raw: RawRequest, request: ClientRequest, topic: str) -> bool:
+        """Record the delivery of an unanswered request; return whether it is the first one.
 
-    def take_waiting(self, request: Request | ClientRequest) -> list[RawRequest]:
-        """Remove and return all deliveries of a request before its answer is sent."""
+        All deliveries of a request share its answer, each on its own topic. Raises IdInUseError if another request with
+        this id waits.
+        """
         with self._lock:
-            return self._waiting.pop((request.key, request.digest), [])
+            waiting = self._waiting.setdefault(request.key, _Waiting(request.digest, []))
+            if waiting.digest != request.digest:
+                raise IdInUseError.of(request.key.id)
+            waiting.deliveries.append((topic, raw))
+            is_new = len(waiting.deliveries) == 1
+            self.counters["repeated_request"] += not is_new
+            return is_new
+
+    def take_waiting(self, key: RequestKey) -> list[tuple[str, RawRequest]]:
+        """Remove and return all deliveries of a request, with their topics, before its answer is sent."""
+        with self._lock:
+            waiting = self._waiting.pop(key, None)
+            return [] if waiting is None else waiting.deliveries
 
     def record_answering(self, requests: Sequence[RawRequest]) -> None:
         """Record requests before their answer is sent; resends may delay their settlement."""
@@ -196,7 +216,8 @@ class Journal:
     def open_receipts(self) -> set[Receipt]:
         """Return the deliveries of requests without an answer, or with an unacknowledged answer."""
         with self._lock:
-            return self._answering.union(*map(_receipts, self._waiting.values()))
+            waiting = (raw for request in self._waiting.values() for _, raw in request.deliveries)
+            return self._answering | _receipts(waiting)
 
     def settle(self, requests: Sequence[RawRequest]) -> None:
         """Acknowledge requests after the broker has accepted their answer."""
@@ -218,9 +239,6 @@ class Journal:
         with self._lock:
             is_repeated = mark in self._answered
             self._answered[mark] = None
-            self._answered.move_to_end(mark)
-            if len(self._answered) > MAX_MARKS:
-                self._answered.popitem(last=False)
             if not is_repeated:
                 self._append(_ANSWERED, mark)
             return is_repeated
@@ -231,8 +249,10 @@ class Journal:
             return _mark_of(key) in self._answered
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file: no open request has ended this planner, so its redelivery did not count."""
         with self._lock:
+            for mark in self._redelivered_now:
+                self._append(_ENDED, mark)
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -247,25 +267,22 @@ class Journal:
             kind, mark = data[at : at + 1], data[at + 1 : at + size]
             if kind == _ANSWERED:
                 self._answered[mark] = None
-                self._answered.move_to_end(mark)
             elif kind == _REDELIVERED:
                 self._redelivered[mark] += 1
             elif kind == _ENDED:
                 self._redelivered.pop(mark, None)
 
     def _rewrite(self) -> None:
-        answered = list(self._answered)[-MAX_MARKS:]
         redelivered = [
             mark
             for mark, times in self._redelivered.most_common(MAX_MARKS)
             for _ in range(min(times, MAX_PLANNER_LOSSES))
         ]
-        self._answered = OrderedDict.fromkeys(answered)
         self._redelivered = Counter(redelivered)
         self._redelivered_now &= set(redelivered)
-        data = b"".join([*(_ANSWERED + mark for mark in answered), *(_REDELIVERED + mark for mark in redelivered)])
+        marks = [*(_ANSWERED + mark for mark in self._answered), *(_REDELIVERED + mark for mark in redelivered)]
         try:
-            write_atomically(self._path, data)
+            write_atomically(self._path, b"".join(marks))
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._lose(error)
@@ -288,7 +305,7 @@ class Journal:
         _log.warning("Cannot write the request journal %s: %s. Free disk space there.", self._path, error)
 
 
-def _receipts(requests: Sequence[RawRequest]) -> set[Receipt]:
+def _receipts(requests: Iterable[RawRequest]) -> set[Receipt]:
     receipts = (raw.delivery.receipt for raw in requests if raw.delivery is not None)
     return {receipt for receipt in receipts if receipt is not None}
 

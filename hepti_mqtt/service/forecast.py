@@ -20,10 +20,11 @@ from typing import Final, NamedTuple
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, rows_factor
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.simulator import TopicNames, simulate
 from hepti_mqtt.models import usual_product
-from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.planner import RequestSimulation
 from hepti_mqtt.planner.price import TimeParts
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
@@ -58,7 +59,7 @@ class Forecast:
         return Forecast(tokens, seconds, nbytes, self.flops, simulated=False)
 
     @classmethod
-    def of(cls, played: SimulatedRequest) -> Forecast:
+    def of(cls, played: RequestSimulation) -> Forecast:
         """Return the forecast of a simulation."""
         simulation = played.simulation
         flops = {name: use.flops for name, use in simulation.devices.items()}
@@ -86,11 +87,11 @@ class Forecasts:
         self._site, self._specs, self._clock = site, specs, clock
         self._changed = threading.Condition()  # guards the following fields
         self._standing: tuple[PlanSnapshot, ...] = ()
-        self._recent_shapes: dict[str, OrderedDict[RequestShape, None]] = {name: OrderedDict() for name in specs}
+        self._recent_shapes = {name: Recent[RequestShape, None](RECENT_SHAPES) for name in specs}
         self._pending: OrderedDict[tuple[PlanVersion, RequestShape], _ForecastJob] = OrderedDict()  # most urgent first
         self._urgent_calls: deque[tuple[list[_ForecastJob], Callable[[], None]]] = deque()
-        self._forecasts: OrderedDict[tuple[PlanVersion, RequestShape], Forecast] = OrderedDict()
-        self._batched_runs: OrderedDict[RequestShape, RunStats] = OrderedDict()
+        self._forecasts = Recent[tuple[PlanVersion, RequestShape], Forecast](KEPT)
+        self._batched_runs = Recent[RequestShape, RunStats](KEPT)
         self._computing: frozenset[str] = frozenset()
         self._used_s = dict.fromkeys(specs, -inf)  # last request or end of a run, by model
         self._waits_s: dict[str, float] = {}  # start of the wait for a pause, by model
@@ -110,7 +111,7 @@ class Forecasts:
                 for key in [key for key in self._forecasts if key[0] == new.plan.version]:
                     del self._forecasts[key]
                 if new.simulated is not None:
-                    self._store((new.plan.version, new.simulated.shape), Forecast.of(new.simulated))
+                    self._forecasts[new.plan.version, new.simulated.shape] = Forecast.of(new.simulated)
                 for shape in self._recent_shapes[new.plan.model]:
                     self._add(_ForecastJob(new.plan, new.cluster, shape), urgent=False)
             self._changed.notify()
@@ -121,9 +122,6 @@ class Forecasts:
             recent, self._used_s[model] = self._recent_shapes[model], self._clock()
             for shape in shapes:
                 recent[shape] = None
-                recent.move_to_end(shape)
-                while len(recent) > RECENT_SHAPES:
-                    recent.popitem(last=False)
                 for snapshot in self._standing:
                     if snapshot.plan.model == model:
                         self._add(_ForecastJob(snapshot.plan, snapshot.cluster, shape), urgent=True)
@@ -146,10 +144,7 @@ class Forecasts:
         The same run may be recorded several times.
         """
         with self._changed:
-            before = self._batched_runs.setdefault(run.shape, run)
-            self._batched_runs.move_to_end(run.shape)
-            while len(self._batched_runs) > KEPT:
-                self._batched_runs.popitem(last=False)
+            before = self._batched_runs[run.shape] = self._batched_runs.get(run.shape, run)
             if before is not run:
                 self._add(_ForecastJob(run.plan, run.cluster, run.shape), urgent=False)
                 self._changed.notify()
@@ -241,18 +236,13 @@ class Forecasts:
             _log.exception("Cannot forecast a run of %d tokens under plan %s", work.shape.size, work.plan.version)
             return
         with self._changed:
-            self._store(work.key, forecast)
-
-    def _store(self, key: tuple[PlanVersion, RequestShape], forecast: Forecast) -> None:
-        self._forecasts[key] = forecast
-        while len(self._forecasts) > KEPT:
-            self._forecasts.popitem(last=False)
+            self._forecasts[work.key] = forecast
 
     def _simulated(self, work: _ForecastJob) -> Forecast:
         plan, cluster, shape = work
         spec = self._specs[plan.model]
         naming, parts = TopicNames(self._site, plan.model), device_programs(spec, plan, shape)
-        return Forecast.of(SimulatedRequest(shape, simulate(naming, spec, shape, parts, cluster)))
+        return Forecast.of(RequestSimulation(shape, simulate(naming, spec, shape, parts, cluster)))
 
 
 def _of_plan(plan: Plan) -> Forecast:

@@ -247,9 +247,16 @@ class RequestHandler:
         return text
 
     @staticmethod
-    def client_request(request: Request) -> ClientRequest:
-        """Return a request's identity as its client sent it."""
-        return _context(request).client_request
+    def address(request: Request) -> tuple[ClientRequest, str]:
+        """Return a request's identity as its client sent it, and the topic of its answer."""
+        return _context(request).client_request, _context(request).topic
+
+    def cached_reply(self, request: Request) -> Reply | None:
+        """Return the answer to an earlier delivery of a request, None without one."""
+        context = _context(request)
+        cached = self._cached_answer(context.client_request.key)
+        is_same = cached is not None and cached.digest == context.client_request.digest
+        return Reply(context.topic, cached.payload, context.client_request.key) if cached and is_same else None
 
     def _topics_of(self, raw: RawRequest) -> Topics:
         return Topics(raw.site) if raw.site else self._topics
@@ -473,7 +480,6 @@ def _request(
         pins,
         prepared.wants_result,
         generation=generation,
-        digest=context.client_request.digest,
         wants_report=parts.report,
     )
 

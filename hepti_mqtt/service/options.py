@@ -178,8 +178,3 @@ def naming(key: str) -> Iterator[None]:
     except RequestError as error:
         error.param = error.param or key
         raise
-
-
-def reference_rows() -> str:
-    """Return the rows of the reference page's table."""
-    return "\n".join(f"| `{option.name}` | {option.sentence} |" for option in _TABLE)

@@ -290,7 +290,7 @@ class _Planner:
         with requires_extra("metrics", "--metrics"):
             from hepti_mqtt.service.metrics import PlannerMetrics
 
-        counted = (self.decoder.counters, self.session.counters)
+        counted = (self.decoder.counters, self.session.counters, self.channel.journal.counters)
         return PlannerMetrics(self.models, lambda: {k: n for c in counted for k, n in dict(c).items()})
 
     # -- network thread: these methods never block ---------------------------------------------------------------------
@@ -393,6 +393,7 @@ class _Planner:
         try:
             journal.check_redelivery(raw)
             first = self.handler.read_request(raw, now, journal.id_for)
+            is_new = isinstance(first, Request) and journal.record_waiting(raw, *self.handler.address(first))
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return False
@@ -405,11 +406,14 @@ class _Planner:
             if first.outcome != "ok":  # otherwise the answer is a cached one
                 self.outcomes.record(first, 0.0, time.time())
             return False
-        journal.record_waiting(raw, self.handler.client_request(first))
-        if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
-            self.channel.send(taken)
-        for request in self.handler.parts_of(first):
-            self._begin(request)
+        cached = self.handler.cached_reply(first) if is_new else None
+        if cached is not None:  # of a delivery that was answered since `read_request`
+            self._deliver(cached)
+        elif is_new:
+            if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
+                self.channel.send(taken)
+            for request in self.handler.parts_of(first):
+                self._begin(request)
         return True
 
     def _begin(self, request: Request) -> None:
@@ -442,10 +446,7 @@ class _Planner:
             reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
-        deliveries = self.channel.journal.take_waiting(self.handler.client_request(command.request))
-        self.channel.send(reply, deliveries)
-        for raw in deliveries:
-            self.reading.close_task(self._line(raw)[0])
+        self._deliver(reply)
         age_s, model = self.handler.age_s(command.request, time.monotonic()), reply.key.model
         self.outcomes.record(reply, 1e3 * age_s, time.time())
         if self.home_assistant is not None:
@@ -453,6 +454,14 @@ class _Planner:
         if self.metrics is not None:
             stats = command.stats if isinstance(command, interface.AnswerRequest) else ()
             self.metrics.record_answer(model, reply.outcome, age_s, stats)
+
+    def _deliver(self, reply: Reply) -> None:
+        """Send a reply to all deliveries of its request."""
+        deliveries = self.channel.journal.take_waiting(reply.key)
+        for topic in dict.fromkeys(topic for topic, _ in deliveries):
+            self.channel.send(reply._replace(topic=topic), [raw for own, raw in deliveries if own == topic])
+        for _, raw in deliveries:
+            self.reading.close_task(self._line(raw)[0])
 
     def _internal_error(self, error: Exception) -> RemoteError:
         self.log.exception("Internal error while handling a request; the planner continues")

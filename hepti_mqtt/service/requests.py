@@ -203,7 +203,9 @@ def _prepared(
         raise RequestError("top_k must be at least 1", "top_k")
     several = _is_several(form, request)
     if isinstance(reads, SpeechInput):
-        return _speech(checkpoint, reads, request, want, computes)
+        from hepti_mqtt.service.speech import read_speech  # it imports this file
+
+        return read_speech(checkpoint, reads, request, want, computes)
     if isinstance(reads, ImageInput):
         pixels = _pictures(checkpoint, reads, request, several)
         return ModelInput(reads.batch(len(pixels), want), pixels, several, top_k, computes)
@@ -637,36 +639,6 @@ def _pictures(
     key = "images" if several else "image"
     resample = preprocessor(checkpoint.config, checkpoint.extras).resample
     return decode(_items(key, request[key], several), reads, resample)
-
-
-def _speech(
-    checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any], want: Want, computes: bool
-) -> ModelInput:
-    """Return a recording's input: the prompt tokens of its text, then its frames."""
-    from hepti_mqtt.service.speech import read_speech  # imported late: most planners read no sound
-
-    if wrong := [key for key in ("truncate", "empty", "top_k") if key in request]:
-        raise RequestError(f"{' and '.join(wrong)} does not apply to speech; leave it out")
-    recording = read_speech(checkpoint, reads, request)
-    room = reads.positions - len(recording.prompt) - recording.rules.before_text
-    requested = request.get("max_new_tokens", min(reads.positions // 2, room))
-    if requested > room:
-        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {requested}", "max_new_tokens")
-    shape = reads.run(len(recording.prompt), len(recording.frames) // (2 * reads.bands), want, recording.start)
-    inputs = np.concatenate([np.array([0, *recording.prompt], np.int32), recording.frames])
-    new = (1 if recording.silent else requested) if want == "task" else 0
-    return ModelInput(
-        shape,
-        inputs,
-        False,
-        DEFAULT_TOP_K,
-        computes,
-        new,
-        rules=recording.rules,
-        seconds=recording.seconds,
-        silent=recording.silent,
-        sound_rows=recording.sound_rows,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

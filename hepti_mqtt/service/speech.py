@@ -7,26 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hepti_mqtt.checkpoint import Checkpoint
 from hepti_mqtt.core.errors import RequestError
-from hepti_mqtt.models.generation import Moments, TokenRules, Verdict
+from hepti_mqtt.core.spec import Want
+from hepti_mqtt.models.generation import Moments, Verdict
 from hepti_mqtt.models.mel import HOP, RATE, log_mel
 from hepti_mqtt.models.shapes import fixed_point
 from hepti_mqtt.models.speech import BEFORE, ROWS_PER_S, TASKS, SpeechInput
 from hepti_mqtt.runtime.coordinator.transcriptions import Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.languages import ANY, language_code
+from hepti_mqtt.service.requests import DEFAULT_TOP_K, ModelInput
 from hepti_mqtt.service.silence import has_pause, is_silent
 from hepti_mqtt.service.texts import is_int
 from hepti_mqtt.service.word_times import token_times, words_of
-
-if TYPE_CHECKING:
-    from hepti_mqtt.service.requests import ModelInput
 
 SILENCE_S: Final = 0.5  # after the last word, as in the models' training data
 # Thresholds of openai/whisper: a text without speech, and a text to decode again at a higher temperature.
@@ -35,20 +33,12 @@ WORDS: Final = "word"  # value of `timestamps` that also wants times of words
 TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-class Recording(NamedTuple):
-    """A recording to transcribe."""
-
-    prompt: tuple[int, ...]  #: tokens before the text
-    rules: TokenRules  #: for the text's tokens
-    frames: npt.NDArray[np.int32]  #: log-mel spectrogram [n], fixed point
-    seconds: float
-    start: int  #: index in `prompt` of the start token, after the previous text
-    silent: bool = False  #: no speech
-    sound_rows: int = 0  #: rows of sound in the recording, if the request wants times of words, else 0
-
-
-def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any]) -> Recording:
-    """Return the recording of a request; raises RequestError."""
+def read_speech(
+    checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str, Any], want: Want, computes: bool
+) -> ModelInput:
+    """Return a recording's input: the prompt tokens of its text, then its frames; raises RequestError."""
+    if wrong := [key for key in ("truncate", "empty", "top_k") if key in request]:
+        raise RequestError(f"{' and '.join(wrong)} does not apply to speech; leave it out")
     tokens, task = checkpoint.speech, request.get("task", TASKS[0])
     language, among = _languages(request.get("language"), tokens.languages or {"en": 0})
     if task not in TASKS or (task != TASKS[0] and not tokens.tasks):
@@ -84,7 +74,22 @@ def read_speech(checkpoint: Checkpoint, reads: SpeechInput, request: Mapping[str
         rules = replace(rules, temperatures=(0.0,), judge=None)
     frames = fixed_point(log_mel(whole, reads.bands))
     count = min(max(-(-len(samples) // HOP) // 2, 1), rows) if wanted == WORDS else 0
-    return Recording(prompt, rules, frames, len(samples) / RATE, prompt.index(tokens.start), silent, count)
+    room = reads.positions - len(prompt) - rules.before_text
+    requested = request.get("max_new_tokens", min(reads.positions // 2, room))
+    if requested > room:
+        raise RequestError(f"max_new_tokens must be an integer from 1 to {room}, not {requested}", "max_new_tokens")
+    return ModelInput(
+        reads.run(len(prompt), len(frames) // (2 * reads.bands), want, prompt.index(tokens.start)),
+        np.concatenate([np.array([0, *prompt], np.int32), frames]),
+        False,
+        DEFAULT_TOP_K,
+        computes,
+        (1 if silent else requested) if want == "task" else 0,
+        rules=rules,
+        seconds=len(samples) / RATE,
+        silent=silent,
+        sound_rows=count,
+    )
 
 
 def _languages(value: Any, supported: Mapping[str, int]) -> tuple[str | None, list[str]]:

@@ -267,21 +267,18 @@ class Inbox(Generic[Event]):
         self._lock = threading.Lock()
         self._offered_bytes = 0
         self._taken_bytes = 0  # only the reading thread writes it, so `get` needs no lock
-        #: refused events
-        self.overflowed = 0
         #: called by the sending thread after every new event
         self.wake: Callable[[], None] = lambda: None
         #: whether no event waits; called before every op, hence bound directly
         self.empty: Callable[[], bool] = self._queue.empty
 
     def offer(self, event: Event, nbytes: int) -> bool:
-        """Queue an event of `nbytes`; return False and count it if the inbox is full."""
+        """Queue an event of `nbytes`; return False if the inbox is full."""
         with self._lock:
             waiting = self._offered_bytes - self._taken_bytes
             # An event larger than the bound is accepted alone; otherwise it could never arrive.
             full = waiting > 0 and waiting + nbytes > self._limit_bytes
             if full or self._queue.qsize() - self._accepted >= self._limit:
-                self.overflowed += 1
                 return False
             self._offered_bytes += nbytes
         self._queue.put((event, nbytes, ""))
@@ -289,11 +286,10 @@ class Inbox(Generic[Event]):
         return True
 
     def accept(self, sender: str, event: Event, nbytes: int) -> bool:
-        """Queue an event of a sender; return False and count it if the sender exceeds its share."""
+        """Queue an event of a sender; return False if the sender exceeds its share."""
         with self._lock:
             count, held = self._of_sender.get(sender, (0, 0))
             if count >= SENDER_EVENTS or (count and held + nbytes > SENDER_BYTES):
-                self.overflowed += 1
                 return False
             self._of_sender[sender] = (count + 1, held + nbytes)
             self._accepted += 1

@@ -267,8 +267,6 @@ class Endpoint:
     ) -> None:
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        #: connections closed because the client broke a rule
-        self.rejected = 0
         self._clock, self._stats_of, self._on_drop, self._secure = clock, stats_of, on_drop, secure
         self.lock = Turns()
         #: changes with the routes
@@ -347,7 +345,7 @@ class Endpoint:
                 if reader.out:
                     self._extend_if_flowing(reader, now)
             for subscriber in [s for s in self._subscribers.values() if s.deadline < now]:
-                self._offend(subscriber)
+                self._drop(subscriber)
             if self._full:
                 self._full = False
                 self._epoll.modify(self._listener, IN)
@@ -445,7 +443,6 @@ class Endpoint:
             self._epoll.modify(self._listener, 0)
             return
         if len(self._subscribers) >= MAX_CLIENTS and not self._make_room():
-            self.rejected += 1
             sock.close()
             return
         with suppress(OSError):
@@ -460,7 +457,7 @@ class Endpoint:
         """Disconnect the oldest client without CONNECT; return False if there is none."""
         for subscriber in self._subscribers.values():
             if not subscriber.session.version:
-                self._offend(subscriber)
+                self._drop(subscriber)
                 return True
         return False
 
@@ -473,7 +470,7 @@ class Endpoint:
         except BlockingIOError:
             pass
         except Malformed:
-            self._offend(subscriber)
+            self._drop(subscriber)
         except OSError:
             self._drop(subscriber)
         except Exception:
@@ -537,10 +534,6 @@ class Endpoint:
             subscriber.limit_bytes = self._acl.limit_bytes(subscriber.session.user)
             if not self._acl.holds(subscriber.session.user):
                 self._drop(subscriber)
-
-    def _offend(self, subscriber: _Subscriber) -> None:
-        self.rejected += 1
-        self._drop(subscriber)
 
     def _drop(self, subscriber: _Subscriber) -> None:
         self._subscribers.pop(subscriber.connection.fileno(), None)

@@ -175,11 +175,6 @@ class Mesh:
             for name, stats in list(self._stats.items())
         }
 
-    @property
-    def rejected(self) -> int:
-        """Return the number of connections closed because a client broke a rule."""
-        return self._endpoint.rejected
-
     def close(self) -> None:
         """Close every connection."""
         self._stopping = True

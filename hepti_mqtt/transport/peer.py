@@ -102,8 +102,6 @@ class PeerStats:
     queued_bytes: int = 0
     #: messages to the peer
     dropped: int = 0
-    #: messages from the peer that match no filter
-    unwanted: int = 0
     reconnections: int = 0
     #: whether the peer granted all keys
     joined: bool = False
@@ -463,5 +461,3 @@ class Peer:
             self.stats.frames_in += 1
             self.stats.bytes_in += payload.nbytes
             self._callbacks.hear((self.name, topic, payload))
-        else:
-            self.stats.unwanted += 1

@@ -1,16 +1,24 @@
-"""A client of no site: what the gateway asks is answered at once."""
+"""A client of no site: what the gateway asks is answered at once; and HTTP to a gateway over such a client."""
 
 from __future__ import annotations
 
 import base64
+import functools
+import json
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
+from starlette.testclient import TestClient
 
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.core.errors import HeptiError, NetworkError, RequestError
+from hepti_mqtt.gateway.app import OPERATIONS, create_app
+from hepti_mqtt.gateway.operations import JSON
+from hepti_mqtt.gateway.site import Site
 
 ROWS = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
 
@@ -116,3 +124,99 @@ class Described(Client):
 
     def plan(self, model: str, timeout: float = 5.0) -> dict[str, Any]:
         return {"active": {"id": "1.1"}, "card": self.card}
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
+CHAT, TEXT, EMBED, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    TEXT: {"prompt": "hello"},
+    EMBED: {"input": "1"},
+    RESPONSES: {"input": "hello"},
+    OLLAMA: {"messages": HELLO, "stream": False},
+    GENERATE: {"prompt": "hello", "stream": False},
+}
+
+
+def likely(text: str) -> dict[str, Any]:
+    """Return a token with its probability, as an answer has it."""
+    other = {"id": 7, "token": "\ufffd", "bytes": [0xE2], "logprob": -2.0}
+    return {"id": 3, "token": text, "logprob": -0.5, "top": [{"id": 3, "token": text, "logprob": -0.5}, other]}
+
+
+class Writer(Described):
+    """Writes thoughts and a text, token by token; token number `lost` does not arrive."""
+
+    def __init__(
+        self, *tokens: str, thinking: str = "", lost: int | None = None, error: HeptiError | None = None
+    ) -> None:
+        super().__init__(error, thinking=bool(thinking))
+        self.tokens, self.thinking, self.lost = tokens or ("we", "ll"), thinking, lost
+
+    def _written(self, request: dict[str, Any]) -> Answer:
+        ids = list(range(len(self.tokens) + bool(self.thinking)))
+        result: dict[str, Any] = {"ids": ids, "text": "".join(self.tokens), "finish": "stop"}
+        result |= {"thinking": self.thinking} if self.thinking else {}
+        result |= {} if request.get("logprobs") is None else {"logprobs": [likely(text) for text in self.tokens]}
+        return Answer({"result": result, "tokens": 5, "cached_tokens": 3}, 1.0)
+
+    def submit(self, model: str, **request: Any) -> Future[Answer]:
+        if self._error is not None or not {"text", "messages"} & request.keys():
+            return super().submit(model, **request)
+        self.asked.append({"model": model, **request})
+        future: Future[Answer] = Future()
+        future.set_result(self._written(request))
+        return future
+
+    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+        self.asked.append({"model": model, **request})
+        stream = AnswerStream(put)
+        if self._error is not None:
+            stream.set_exception(self._error)
+            return stream
+        thoughts = [{"text": "", "thinking": self.thinking}] if self.thinking else []
+        likelihoods = request.get("logprobs") is not None
+        texts = [{"text": text} | ({"logprobs": likely(text)} if likelihoods else {}) for text in self.tokens]
+        for index, part in enumerate([*thoughts, *texts]):
+            if index != self.lost:
+                put({"index": index, "token": index, **part})
+        stream.set_result(self._written(request))
+        return stream
+
+
+@functools.cache
+def _documented_type(method: str, path: str, reads: str, kind: str) -> Any:
+    several = [one for one in OPERATIONS if (one.method, one.path) == (method, path)]
+    one = next((one for one in several if one.reads == reads), several[0] if several else None)
+    return one and TypeAdapter(one.answers[kind])
+
+
+def documented(answer: Any) -> None:
+    """Check that an answer has the shape that the gateway's document says."""
+    if answer.status_code != 200 or answer.request.method == "OPTIONS":
+        return
+    answer.read()
+    reads, kind = (one.headers.get("content-type", "").partition(";")[0] for one in (answer.request, answer))
+    if (shape := _documented_type(answer.request.method, answer.url.path, reads, kind)) is not None:
+        shape.validate_python(answer.json() if kind == JSON else answer.text)
+
+
+def http_of(client: Any, keys: Sequence[str] = (), model: str | None = "m", **options: Any) -> TestClient:
+    """Return HTTP to a gateway whose document is checked with each answer."""
+    http = TestClient(create_app(Site(client, 5.0, model), keys, **options), base_url="http://localhost")
+    http.event_hooks = {"response": [documented]}
+    return http
+
+
+def post(path: str, client: Any, **body: Any) -> Any:
+    """Send a body with what its path needs."""
+    content = json.dumps({"model": "m", **NEEDED.get(path, {}), **body})
+    return http_of(client).post(path, content=content, headers={"Content-Type": JSON})
+
+
+def events(answer: Any) -> list[Any]:
+    """Return the objects of a stream, of lines or of server-sent events."""
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.endswith("}")]

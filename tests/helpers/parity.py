@@ -21,7 +21,7 @@ from torch_oracle import outputs, scaled
 from hepti_mqtt.checkpoint import KINDS, Checkpoint
 from hepti_mqtt.core.errors import ModelError
 from hepti_mqtt.models import reference
-from hepti_mqtt.models.pictures import FILE, IMAGENET_MEAN, IMAGENET_STD
+from hepti_mqtt.models.pictures import FILE
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.service.requests import read_input
 
@@ -183,7 +183,7 @@ def written(root, model, **options):
 
 def write_pictures(path, side, half=False):
     """Write how pictures are read, as most nets want them; half: a mean and deviation of 0.5."""
-    mean, std = ([0.5] * 3, [0.5] * 3) if half else (IMAGENET_MEAN, IMAGENET_STD)
+    mean, std = ([0.5] * 3, [0.5] * 3) if half else ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     size = {"size": side, "image_processor_type": "ViTImageProcessor"}
     (path / FILE).write_text(json.dumps({**size, "image_mean": mean, "image_std": std}))
 

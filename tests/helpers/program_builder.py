@@ -1,11 +1,47 @@
-"""A Program op by op, for tests."""
+"""A Program op by op, and the rules of every Program."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hepti_mqtt.core.program import Compute, Op, Program, Recv, Send, Slot, SlotDtype, SlotSpec, WeightRef, validate
+from hepti_mqtt.core.ids import ALL_DEVICES
+from hepti_mqtt.core.program import (
+    Compute,
+    ExchangeKey,
+    Op,
+    Program,
+    Recv,
+    Send,
+    Slot,
+    SlotDtype,
+    SlotSpec,
+    WeightRef,
+    fuse_ops,
+    slots_written,
+)
+
+
+def validate(program: Program) -> None:
+    """Raise ValueError unless slots are written once and before they are read, and exchanges have unique keys."""
+    filled = set(program.state_inputs())
+    keys: set[ExchangeKey] = set()
+    for place, op in enumerate(program.ops):
+        for slot in program.reads(op):
+            if slot not in filled:
+                raise ValueError(f"op {place} of {program.device} reads slot {slot} before it is written: {op}")
+        for slot in slots_written(op):
+            if slot in filled or program.slots[slot].base is not None:
+                raise ValueError(f"op {place} of {program.device} writes slot {slot} again, or a view: {op}")
+            filled.add(slot)
+        if isinstance(op, Recv):
+            if not keys.isdisjoint(op.keys):
+                raise ValueError(f"op {place} of {program.device} receives {op.key} again: {op}")
+            keys.update(op.keys)
+        if isinstance(op, Compute) and op.fused and op[:4] != fuse_ops(program, op.fused, op)[:4]:
+            raise ValueError(f"op {place} of {program.device} reads or writes other slots than its parts: {op}")
+        if isinstance(op, Send) and (not op.to or ALL_DEVICES in op.to or len(set(op.to)) < len(op.to)):
+            raise ValueError(f"op {place} of {program.device} sends to nobody, to ALL or twice to one device: {op}")
 
 
 class ProgramBuilder:
@@ -63,7 +99,7 @@ class ProgramBuilder:
         return slot
 
     def build(self) -> Program:
-        """Return the finished Program; raises ValueError if it breaks the rules of this module."""
+        """Return the finished Program; raises ValueError if it breaks a rule."""
         program = Program(self.device, tuple(self._slots), tuple(self._ops))
         validate(program)
         return program

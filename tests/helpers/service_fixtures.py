@@ -1,4 +1,4 @@
-"""A tiny model of each task, and the best broker that can be had."""
+"""A tiny model, and the best broker that can be had."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ def kept_hashes(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory, kept_hashes):
-    kinds = {"bert": "tiny-bert", "mask": "tiny-bert-mlm", "vit": "tiny-vit-classifier"}
-    opened = {}
-    for name, kind in kinds.items():
-        directory = tmp_path_factory.mktemp("models") / name
-        make_model(kind, directory, seed=1)
-        opened[name] = Checkpoint.open(directory, name)
-    yield opened
-    for checkpoint in opened.values():
-        checkpoint.close()
+def bert(tmp_path_factory, kept_hashes):
+    with Checkpoint.open(make_model("tiny-bert", tmp_path_factory.mktemp("models") / "bert", seed=1), "bert") as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

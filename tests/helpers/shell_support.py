@@ -109,7 +109,9 @@ class Device:
         self.run(PlaneState("control", Connected(5, None)), PlaneState("data", Connected(4, None)))
 
     def ups(self, kind=None):
-        sent = [messages.decode_report(p) for topic, p, _, _ in self.planes["control"].published if topic == UP]
+        sent = [
+            messages.decode_sealed_report(p)[0] for topic, p, _, _ in self.planes["control"].published if topic == UP
+        ]
         return [m for m in sent if kind is None or isinstance(m, kind)]
 
     def prepare(self, plan=PLAN, txn=1):

@@ -403,7 +403,7 @@ class Swarm:
             return
 
         def deliver() -> None:
-            up = messages.decode_report(publish.payload)
+            up = messages.decode_sealed_report(publish.payload)[0]
             frame = isinstance(up, frames.Frame)
             if frame and up.kind == "output":
                 self.logits[up.run_id] = up.array()

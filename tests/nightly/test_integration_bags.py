@@ -46,7 +46,7 @@ class Watcher:
         while not holds(self.computed):
             topic, payload = self.voice.next()
             with suppress(WireError):
-                message = messages.decode_report(payload)
+                message = messages.decode_sealed_report(payload)[0]
                 if isinstance(message, messages.TaskDone):
                     self.computed[self._by[topic]].add(message.task)
                     self.runs.add(message.run_id)

@@ -1,8 +1,5 @@
 """The wording of twenty common messages; every other test asserts classes and codes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +14,11 @@ from hepti_mqtt.service.envelope import parse, request_id, request_pins, split_e
 from hepti_mqtt.transport.url import BrokerUrl
 
 
-def refuse(error: HeptiError) -> None:
+def refuse(error):
     raise error
 
 
-GOLDEN: list[tuple[Callable[[], object], str, str]] = [
+GOLDEN = [
     (
         lambda: parse(b"{"),
         "bad_request",
@@ -112,7 +109,7 @@ GOLDEN: list[tuple[Callable[[], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("act", "code", "message"), GOLDEN, ids=range(len(GOLDEN)))
-def test_a_common_message_keeps_its_wording(act: Callable[[], object], code: str, message: str) -> None:
+def test_a_common_message_keeps_its_wording(act, code, message):
     with pytest.raises(HeptiError) as caught:
         act()
     assert (caught.value.code, str(caught.value)) == (code, message)

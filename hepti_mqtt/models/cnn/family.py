@@ -32,7 +32,7 @@ ARCHITECTURES: Final = {
     LISTED: "feature_map",
 }
 SPEC: Final = CnnSpec
-STORAGES: Final = ("f32",)  # convolutions read no other matrices
+WEIGHT_DTYPES: Final = ("f32",)  # convolutions read no other matrices
 
 reference = plain.reference
 translated = timm.translated

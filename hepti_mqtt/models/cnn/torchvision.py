@@ -16,8 +16,6 @@ from hepti_mqtt.models.cnn.nodes import Flatten
 from hepti_mqtt.models.config import JsonConfig
 from hepti_mqtt.models.tensors import BatchNorm
 
-IMAGE_SIZE: Final = 224
-
 # Convolutions of each stage of a VGG (1, 2, 4, 8 and 8 times the width); blocks of each stage of a ResNet.
 _VGG: Final = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
 _BASIC: Final = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}

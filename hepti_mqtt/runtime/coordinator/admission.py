@@ -1,13 +1,13 @@
-"""Admission of requests: refuse, ignore repeated ones, or queue; cancelled and expired requests."""
+"""Admission of requests: refuse or queue; cancelled and expired requests."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from math import inf
 from typing import Final
 
-from hepti_mqtt.core.errors import CancelledRequestError, IdInUseError, OverloadedError
+from hepti_mqtt.core.errors import CancelledRequestError, OverloadedError
 from hepti_mqtt.core.ids import whole_model
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.batches import split_into_micro_batches
 from hepti_mqtt.runtime.coordinator.interface import CoordinatorCommand, LogEvent, RefuseRequest
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
@@ -24,27 +24,21 @@ CANCELLED: Final = "the client has cancelled the request"
 
 
 class Admission:
-    """Decides which requests are queued. counters: repeated requests."""
+    """Decides which requests are queued."""
 
-    def __init__(self, groups: PlanGroups, counters: Counter[str]) -> None:
-        self._groups, self._counters = groups, counters
+    def __init__(self, groups: PlanGroups) -> None:
+        self._groups = groups
         self._number = 0  #: number of queued requests so far
         self._burst_until_s = -inf
-        self._cancelled = OrderedDict[RequestKey, float]()  #: until when a cancelled request is refused
+        self._cancelled = Recent[RequestKey, float](MAX_CANCELLED)  #: until when a cancelled request is refused
 
     def expect_burst(self, now: float) -> None:
         """Raise the limits after a reconnection: requests that broker and clients kept come together."""
         self._burst_until_s = now + BURST_S
 
     def refuse_or_none(self, request: Request, now: float) -> list[CoordinatorCommand] | None:
-        """Return the commands that refuse or ignore a request; None if it may be queued."""
+        """Return the commands that refuse a request; None if it may be queued."""
         name = request.key.model
-        same = next((r for r in self._groups.requests(name) if r.key == request.key), None)
-        if same is not None and same.digest != request.digest:
-            return [RefuseRequest(request, IdInUseError.of(request.key.id))]
-        if same is not None:
-            self._counters["repeated_request"] += 1
-            return []
         if self._cancelled.pop(request.key.client_request, -inf) > now:
             return [RefuseRequest(request, CancelledRequestError(CANCELLED))]
         items = (item for group in self._groups.of_model(name) for item in group.queue)
@@ -86,8 +80,6 @@ class Admission:
         parts = {id(r): (group, r) for group in groups for r in group.requests() if r.key.client_request == key}
         if not parts:
             self._cancelled[key] = now + CANCELLED_S
-            if len(self._cancelled) > MAX_CANCELLED:
-                self._cancelled.popitem(last=False)
         return list(parts.values())
 
     @staticmethod

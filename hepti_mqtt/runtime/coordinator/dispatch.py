@@ -244,7 +244,7 @@ class Dispatcher:
                 out += self._caches.begin(group, plan, generation)
         steps = bool(generations) and all(g.joins for g in generations)
         part, sessions = self._next_part(group, plan, items, generations, bool(begun))
-        group.recent.record_shape(part.shape)
+        group.recent.shapes[part.shape] = None
         kind = self._kind_of(group, plan, part.shape)
         step = begun[0] if begun and begun[0].is_run(part, sessions) else None
         if step is not None:

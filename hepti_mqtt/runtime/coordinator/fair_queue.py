@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Final
 
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.protocol.frames import MAX_TOGETHER
 from hepti_mqtt.runtime.coordinator.requests import WorkItem
 
@@ -82,13 +83,14 @@ class FairQueue:
         self._lines: dict[str, deque[WorkItem]] = {}
         self._tokens_served: dict[str, int] = {}  # tokens served to clients with queued items
         self._last_served_tokens = 0  # tokens served to the last client in turn before its turn
-        self._served_before: OrderedDict[str, int] = OrderedDict()  # tokens served to clients without queued items
+        self._served_before = Recent[str, int](MAX_REMEMBERED_CLIENTS)  # tokens served to clients without queued items
 
     def copy(self) -> FairQueue:
         """Return an independent queue with the same items."""
         queue = FairQueue()
         queue._front, queue._tokens_served = deque(self._front), dict(self._tokens_served)
-        queue._last_served_tokens, queue._served_before = self._last_served_tokens, self._served_before.copy()
+        queue._last_served_tokens = self._last_served_tokens
+        queue._served_before.update(self._served_before)
         queue._lines = {client: deque(line) for client, line in self._lines.items()}
         return queue
 
@@ -172,9 +174,6 @@ class FairQueue:
 
     def _forget(self, client: str) -> None:
         """Remove the line of a client if it is empty."""
-        if self._lines[client]:
-            return
-        del self._lines[client]
-        self._served_before[client] = self._tokens_served.pop(client)
-        if len(self._served_before) > MAX_REMEMBERED_CLIENTS:
-            self._served_before.popitem(last=False)
+        if not self._lines[client]:
+            del self._lines[client]
+            self._served_before[client] = self._tokens_served.pop(client)

@@ -71,10 +71,6 @@ class Judgement:
         """Record a verdict."""
         self.verdict, self.may_gain, self.lessons, self.judged_s = verdict, may_gain, lessons, now
 
-    def note_looked(self, now: float) -> None:
-        """Record that a judgement was due, with or without a verdict."""
-        self.judged_s = now
-
 
 @dataclass(slots=True)
 class FormerPlans:
@@ -90,25 +86,11 @@ class FormerPlans:
         """Record a released plan."""
         self.released = (plan, *(p for p in self.released if not is_same_division(p, plan)))[:MAX_RELEASED]
 
-    def note_lost(self, recalled: EarlierPlan) -> None:
-        """Record the active plan that has just lost a device."""
-        self.recalled = recalled
-
     def excuse(self, device: str) -> None:
         """Let the recalled plan serve again after another start of a device that stopped on purpose."""
         if self.recalled is not None:
             boots = {name: boot for name, boot in self.recalled.boots.items() if name != device}
             self.recalled = self.recalled._replace(boots=boots)
-
-    def wait_for_earlier(self, by_s: float) -> None:
-        """Let searches wait for the plan of an earlier planner."""
-        self.recall_by_s = by_s
-
-    def note_earlier(self, recalled: EarlierPlan | None) -> None:
-        """Record the plan of an earlier planner, or end the wait for it if there is none."""
-        self.recalled = recalled or self.recalled
-        if self.recalled is None:
-            self.recall_by_s = -inf
 
     def forget(self) -> None:
         """Drop the recalled plan, and the wait for it."""

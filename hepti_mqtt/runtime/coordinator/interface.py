@@ -198,7 +198,10 @@ class AnswerRequest:
     @property
     def is_small(self) -> bool:
         """Return whether writing its JSON takes no longer than waking another thread."""
-        return sum(output.nbytes for output in self.request.outputs.values()) <= SMALL_BYTES
+        generation = self.request.generation
+        states = () if generation is None else generation.states
+        nbytes: int = sum(output.nbytes for output in (*self.request.outputs.values(), *states))
+        return nbytes <= SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)

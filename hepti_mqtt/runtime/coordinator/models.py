@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,6 +11,7 @@ from hepti_mqtt.core.errors import HeptiError
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import RequestShape
 from hepti_mqtt.planner import SiteEstimates
 from hepti_mqtt.runtime.coordinator.durations import RunDurations
@@ -18,7 +19,7 @@ from hepti_mqtt.runtime.coordinator.fair_queue import FairQueue
 from hepti_mqtt.runtime.coordinator.fleet import CrashBackoff
 from hepti_mqtt.runtime.coordinator.history import FormerPlans, Judgement, SearchHistory
 from hepti_mqtt.runtime.coordinator.moves import RequestPace, SearchPace
-from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, ServedModel
+from hepti_mqtt.runtime.coordinator.plans import PlanLifecycle, PlanReport, ServedModel
 from hepti_mqtt.runtime.coordinator.requests import Pins, Request
 from hepti_mqtt.runtime.coordinator.runs import MAX_UNREPORTED_RUNS, Run
 from hepti_mqtt.runtime.machinery import TransitionLog
@@ -31,19 +32,12 @@ class RecentRequests:
     """The lengths of recent requests, and the shapes of recent runs."""
 
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-    shapes: OrderedDict[RequestShape, None] = field(default_factory=OrderedDict)  #: oldest first
+    shapes: Recent[RequestShape, None] = field(default_factory=lambda: Recent(MAX_PREBUILT_SHAPES))
 
     def typical_length(self, default: int) -> int:
         """Return the median length of recent requests, for which plans are optimised."""
         lengths = sorted(self.lengths) or [default]
         return lengths[len(lengths) // 2]
-
-    def record_shape(self, shape: RequestShape) -> None:
-        """Record the shape of a run."""
-        self.shapes[shape] = None
-        self.shapes.move_to_end(shape)
-        if len(self.shapes) > MAX_PREBUILT_SHAPES:
-            self.shapes.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -237,13 +231,18 @@ class PlanGroups:
         coming = ((group, group.plans.preparing) for group in self.of_model(model))
         return next((g for g, record in coming if record and record.transaction_id == transaction_id), None)
 
+    def concerns_others(self, device: str, report: PlanReport) -> bool:
+        """Return whether a device reports on a plan, or on its preparation, without being a device of it."""
+        records = (record for group in self.of_model(report.model) for record in group.plans.records())
+        return any(
+            report.plan_version in record.versions or report.transaction_id == record.transaction_id
+            for record in records
+            if not record.takes_part(device, report.plan_version)
+        )
+
     def models_in_use(self) -> frozenset[str]:
         """Return the models with runs under way."""
         return frozenset(name for name, groups in self._of_model.items() if any(group.runs for group in groups))
-
-    def requests(self, model: str) -> list[Request]:
-        """Return the queued and running requests for a model, each once per batch."""
-        return [request for group in self.of_model(model) for request in group.requests()]
 
     def runs(self) -> Iterator[Run]:
         """Yield all runs under way."""

@@ -21,14 +21,15 @@ from hepti_mqtt.core.profiles import Cluster
 from hepti_mqtt.core.spec import RequestShape, Spec
 from hepti_mqtt.cost.loads import TileMap
 from hepti_mqtt.models import graph
-from hepti_mqtt.planner import Assessment, Candidate, Decision, SimulatedRequest
+from hepti_mqtt.planner import Assessment, Candidate, Decision, RequestSimulation
 from hepti_mqtt.planner.decisions import RULE
-from hepti_mqtt.protocol.messages import Ready
+from hepti_mqtt.protocol.messages import PrepareFailed, PrepareProgress, Ready
 from hepti_mqtt.runtime.coordinator.fair_queue import Batching
 from hepti_mqtt.runtime.coordinator.requests import Pins
 from hepti_mqtt.runtime.coordinator.search_kinds import SEARCHES, SearchKind, SearchRules
 from hepti_mqtt.runtime.machinery import StateMachine, StateTable, Transition, TransitionLog
 
+PlanReport = Ready | PrepareFailed | PrepareProgress
 PlanState = Literal["wanted", "searching", "preparing", "swapping", "active", "suspect", "retiring", "gone"]
 PlanEvent = Literal[
     "want",  # a device joined or left, a measurement drifted, a user pinned a plan, ...
@@ -163,7 +164,7 @@ class PlanSnapshot:
 
     plan: Plan
     cluster: Cluster  #: measurements for which it was chosen
-    simulated: SimulatedRequest | None = None  #: its simulation with these measurements, if the search kept one
+    simulated: RequestSimulation | None = None  #: its simulation with these measurements, if the search kept one
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -246,6 +247,10 @@ class PlanRecord:
     def versions(self) -> set[PlanVersion]:
         """Return the plan versions that devices may hold of it."""
         return {self.plan.version, *(run.version for run in self.plan.executables)}
+
+    def takes_part(self, device: str, plan_version: PlanVersion) -> bool:
+        """Return whether a device is to hold one of its executables under this plan version."""
+        return any(run.version == plan_version and device in run.devices for run in self.plan.executables)
 
     def needed_bytes(self, device: str) -> int:
         """Return the memory that it needs on a device; 0 if it was not priced."""

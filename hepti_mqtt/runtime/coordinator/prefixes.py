@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hepti_mqtt.core.ids import PlanVersion
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.models.shapes import cache_rows
 
 LEAST_ROWS: Final = 16  # a shorter prefix saves no time
@@ -59,7 +59,7 @@ class HeldSessions:
     """
 
     def __init__(self) -> None:
-        self._held: OrderedDict[SessionId, HeldText] = OrderedDict()
+        self._held: Recent[SessionId, HeldText] = Recent(MAX_HELD)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,9 +85,6 @@ class HeldSessions:
     def keep(self, text: HeldText) -> None:
         """Keep the session of a request that has ended."""
         self._held[text.session] = text
-        self._held.move_to_end(text.session)
-        if len(self._held) > MAX_HELD:
-            self._held.popitem(last=False)
 
     def make_room(self, version: PlanVersion, room_rows: int, source: int = 0) -> list[int]:
         """Remove and return the sessions under a plan that devices must drop to fit into `room_rows` and `MAX_KEPT`.

@@ -93,7 +93,6 @@ class Request:
     losses: Counter[int] = field(default_factory=Counter)  #: failed attempts by batch; see `Scheduler.retry`
     finished: bool = False
     generation: Generation | None = None  #: None unless it generates tokens
-    digest: bytes = b""  #: hash of its content, to tell a repetition from another request with the same id
     sequence: int = 0  #: order of arrival
     arrived_s: float = 0.0
     wants_report: bool = True  #: the answer waits for the devices' reports

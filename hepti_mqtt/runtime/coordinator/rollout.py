@@ -36,7 +36,7 @@ from hepti_mqtt.runtime.coordinator.models import MAX_PINNED_GROUPS, PlanGroup, 
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.next_batch import shapes_to_build
 from hepti_mqtt.runtime.coordinator.orders import Orders
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanRecord, PlanReport
 from hepti_mqtt.runtime.coordinator.requests import Request
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
 from hepti_mqtt.runtime.coordinator.search_kinds import SETTLE_S, SearchKind
@@ -219,9 +219,7 @@ class Rollout:
 
     # -- messages of devices --------------------------------------------------------------------------------------
 
-    def record_device_progress(
-        self, device: str, message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress, now: float
-    ) -> None:
+    def record_device_progress(self, device: str, message: PlanReport, now: float) -> None:
         """Record a device's progress for all plans that it prepares, because it prepares one after the other."""
         records = [group.plans.preparing for group in self._groups]
         if isinstance(message, messages.PrepareProgress):
@@ -236,11 +234,7 @@ class Rollout:
                 record.device_progress_s[device] = now
 
     def handle_preparation(
-        self,
-        group: PlanGroup,
-        device: str,
-        message: messages.Ready | messages.PrepareFailed | messages.PrepareProgress,
-        now: float,
+        self, group: PlanGroup, device: str, message: PlanReport, now: float
     ) -> list[CoordinatorCommand]:
         """Handle a device's message about the current preparation."""
         record = group.plans.preparing
@@ -275,8 +269,8 @@ class Rollout:
             if preparing is not None and message.plan_version in preparing.versions:
                 out += self.abandon(group, preparing, "refused", now, message.text)
             elif active is not None and message.plan_version in active.versions:
-                replicas = (plan for plan in active.plan.executables if plan.version == message.plan_version)
-                out += self.mark_suspect(group, next(replicas, active.plan), now, message.text)
+                run_plan = next(plan for plan in active.plan.executables if plan.version == message.plan_version)
+                out += self.mark_suspect(group, run_plan, now, message.text)
             else:
                 continue
             for run in [r for r in group.runs.values() if r.plan_version == message.plan_version]:
@@ -532,7 +526,7 @@ class Standby:
         if isinstance(event, Solved):
             return self._solved(event)
         if isinstance(event, DeviceMessage) and isinstance(event.message, Ready | PrepareFailed):
-            return self._prepared(event.message, now)
+            return self._prepared(event.device, event.message, now)
         return []
 
     def release_for_memory(
@@ -585,10 +579,11 @@ class Standby:
         shapes = tuple(shape.plain() for shape in shapes_to_build(group)[0])
         return self._rollout.probe(group, chosen.plan, [member.name], shapes)
 
-    def _prepared(self, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
+    def _prepared(self, device: str, message: Ready | PrepareFailed, now: float) -> list[CoordinatorCommand]:
         for standby in self._loads():
             assert standby.plan is not None
-            if (standby.plan.model, standby.plan.version) != (message.model, message.plan_version):
+            own = (standby.plan.root, standby.plan.model, standby.plan.version)
+            if own != (device, message.model, message.plan_version):
                 continue
             if isinstance(message, PrepareFailed):
                 return self._give_up(standby, now)

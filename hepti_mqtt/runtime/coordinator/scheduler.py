@@ -60,7 +60,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(
             groups, fleet, ids, self._orders, self._ahead, self.caches, self._machine, in_flight
         )
-        self.admission = Admission(groups, counters)
+        self.admission = Admission(groups)
 
     @property
     def due_s(self) -> float:
@@ -216,13 +216,8 @@ class Scheduler:
         out = self._lease(run, now)
         return [*out, *self._complete(group, run, now)] if run.answers.is_complete(run.plan.devices) else out
 
-    def mark_broker_lost(self) -> None:
-        """Mark all runs: the broker may have lost their frames."""
-        for run in self._groups.runs():
-            run.broker_was_lost = True
-
     def retry_after_broker_loss(self, now: float) -> list[CoordinatorCommand]:
-        """Retry the runs that were marked by `mark_broker_lost` and have all of their devices back."""
+        """Retry the runs during which the broker was lost, after all of their devices are back."""
         marked = [(group, run) for group in self._groups for run in group.runs.values() if run.broker_was_lost]
         back = [(group, run) for group, run in marked if self._fleet.all_back(run.plan.devices)]
         return [command for group, run in back for command in self.retry(group, run, now, blameless=True)]

@@ -34,31 +34,31 @@ class Searches:
 
     def __init__(self, groups: PlanGroups, fleet: Fleet, rollout: Rollout, moves: Moves, standby: Standby) -> None:
         self._groups, self._fleet, self._rollout, self._moves, self._standby = groups, fleet, rollout, moves, standby
-        self._is_connected = False
+        self.is_connected = False  #: the broker was reached, so devices can receive plans
 
     def begin(self, now: float, *, recalls: bool) -> None:
         """Want the first search of each model; recalls: the broker may hold the record of an earlier planner."""
         for group in self._groups:  # the search also refuses requests if no device joins
             group.plans.request_search(now + SETTLE_S, now, "the planner has started")
             if recalls:
-                group.former_plans.wait_for_earlier(now + RECALL_S)
-
-    def note_connected(self) -> None:
-        """Note that the broker was reached, so devices can receive plans."""
-        self._is_connected = True
+                group.former_plans.recall_by_s = now + RECALL_S
 
     # -- the plan that served before --------------------------------------------------------------------------------
 
     def handle_recalled(self, event: PlanRecalled, _now: float) -> list[CoordinatorCommand]:
-        """Record the plan of an earlier planner."""
+        """Record the plan of an earlier planner, or end the wait for it if there is none."""
         group = self._groups.default(event.model)
-        group.former_plans.note_earlier(event.recalled if group.last_plan is None else None)
+        former = group.former_plans
+        if group.last_plan is None:
+            former.recalled = event.recalled or former.recalled
+        if former.recalled is None:
+            former.recall_by_s = -inf
         return []
 
     def recall(self, group: PlanGroup, now: float) -> list[CoordinatorCommand]:
         """Prepare the plan that served before once all of its devices are usable: they have kept its weights."""
         plans, recalled = group.plans, group.former_plans.recalled
-        if recalled is None or not self._is_connected or not self._groups.may_search(group, now):
+        if recalled is None or not self.is_connected or not self._groups.may_search(group, now):
             return []
         if plans.in_use is not None:
             group.former_plans.forget()
@@ -275,7 +275,7 @@ class Searches:
         verdict = Verdict(None)
         if moved is not None or has_changed or group.durations.lessons > group.judgement.lessons:
             verdict = self._moves.judge(group, now)
-        group.judgement.note_looked(now)
+        group.judgement.judged_s = now
         is_unclear = estimates.is_unclear(group.active_devices, now)
         if plans.preparing is not None and is_worth_finishing(verdict, plans.preparing.plan):
             return []

@@ -49,7 +49,7 @@ from hepti_mqtt.runtime.coordinator.kv_caches import waiting_texts
 from hepti_mqtt.runtime.coordinator.models import PlanGroup, PlanGroups
 from hepti_mqtt.runtime.coordinator.moves import Moves
 from hepti_mqtt.runtime.coordinator.orders import Orders
-from hepti_mqtt.runtime.coordinator.plans import Ids, PlanSnapshot, ServedModel
+from hepti_mqtt.runtime.coordinator.plans import Ids, PlanReport, PlanSnapshot, ServedModel
 from hepti_mqtt.runtime.coordinator.prefixes import HeldText
 from hepti_mqtt.runtime.coordinator.rollout import SETTLE_UNSERVED_S, Rollout, Standby
 from hepti_mqtt.runtime.coordinator.scheduler import Scheduler
@@ -144,36 +144,34 @@ class CoordinatorSession:
             self._change_runs(partial(self._handle_request, event, now), event.request.key.model, now)
         else:
             self._handle_all(event, now)
+        if self._checks:
+            self.assert_invariants()
         out, self._pending = self._pending, []
         return devices_first(out)
 
     def _change_runs(self, act: Step, model: str, now: float) -> None:
         """Handle an event that changes no plan: only runs of its model may begin."""
-        steps: list[Step] = [act, partial(self._scheduler.dispatch_ready, model, now)]
-        self._do([*steps, self._check] if self._checks else steps)
+        self._do([act, partial(self._scheduler.dispatch_ready, model, now)])
 
     def _handle_all(self, event: CoordinatorEvent, now: float) -> None:
         """Handle an event, then release, prepare, dispatch and search."""
         self._mark_runs_beside_work()
         self._is_settled, self._snapshot = False, None
-        steps: list[Step] = [
-            self._learn,
-            partial(self._take_event, event, now),
-            self._learn,
-            partial(self._advance, now),
-            partial(self._standby.handle, event, now),
-        ]
-        self._do([*steps, self._check] if self._checks else steps)
+        self._do(
+            [
+                self._learn,
+                partial(self._take_event, event, now),
+                self._learn,
+                partial(self._advance, now),
+                partial(self._standby.handle, event, now),
+            ]
+        )
         self._is_settled = not self._loading_devices() and all(
             group.active is not None
             and group.former_plans.recalled is None
             and not (group.plans.retiring or group.plans.preparing or group.plans.searching)
             for group in self.groups
         )
-
-    def _check(self) -> list[CoordinatorCommand]:
-        self.assert_invariants()
-        return []
 
     def _do(self, steps: Iterable[Step]) -> None:
         """Collect the commands of all steps, including those before an error; then raise every error."""
@@ -371,8 +369,7 @@ class CoordinatorSession:
                     text.session.leave()
                 if was_active:
                     boots = {d: self.fleet.member(d).boot for d in record.plan.devices} | lost_boot
-                    former = EarlierPlan(record.plan, record.decision.chosen.price.needs, boots)
-                    group.former_plans.note_lost(former)
+                    group.former_plans.recalled = EarlierPlan(record.plan, record.decision.chosen.price.needs, boots)
                 released = self._rollout.drop_replica(group, record, device, now, why)
                 if released is None:
                     plans.retire(record, "lost", now, why)
@@ -461,7 +458,7 @@ class CoordinatorSession:
             return self._handle_progress(device, message, now)
         if isinstance(message, messages.TaskDone):
             return self._scheduler.complete_task(device, message, now)
-        if not isinstance(message, messages.Ready | messages.PrepareFailed | messages.PrepareProgress):
+        if not isinstance(message, PlanReport) or self.groups.concerns_others(device, message):
             self.counters["foreign_message"] += 1
             return []
         if isinstance(message, messages.PrepareFailed) and message.code in ("mesh", "forgotten"):
@@ -602,11 +599,12 @@ class CoordinatorSession:
 
     def _connection(self, event: BrokerConnection, now: float) -> list[CoordinatorCommand]:
         self._online = event.online
-        self._scheduler.mark_broker_lost()
+        for run in self.groups.runs():  # the broker may have lost its frames
+            run.broker_was_lost = True
         if event.online:  # devices could not be heard, so restart their timeouts
             self.fleet.reset_silence(now)
             self._scheduler.admission.expect_burst(now)
-            self._searches.note_connected()
+            self._searches.is_connected = True
             for group in self.groups:
                 if (record := group.plans.preparing) is not None:
                     record.progress_s, record.device_progress_s, record.prepare_sent_s = now, {}, -inf

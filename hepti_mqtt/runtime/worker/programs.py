@@ -125,7 +125,7 @@ class ProgramBuildQueue:
             del self._waiting[frame.run_id]
         if not isinstance(event.result, Exception):
             self._counters["programs_built_late" if late else "programs_built_ahead"] += 1
-            resident.cache_program(shape, event.result)
+            resident.programs[shape] = event.result
         return resident, shape, late
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ they are built. So all numbers that determine the count of ops or regions are li
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,6 +20,7 @@ from hepti_mqtt.core.errors import BadNameError, PlanError, WireError
 from hepti_mqtt.core.ids import PlanVersion, check_name
 from hepti_mqtt.core.plan import Plan, WeightDtype, WireDtype
 from hepti_mqtt.core.program import WeightRef
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.cost.memory import (
     KEPT_PROGRAMS,
@@ -180,7 +181,7 @@ class ResidentPlan:
     loaded: bool = False  #: weights and urgent Programs are resident
     filters_acknowledged: bool = False
     subscribed: bool = False  #: filters are acknowledged, and peers are joined
-    programs: OrderedDict[ProgramKey, BoundProgram] = field(default_factory=OrderedDict)  #: least recently used first
+    programs: Recent[ProgramKey, BoundProgram] = field(default_factory=lambda: Recent(KEPT_PROGRAMS))
     state: ResidentState = "asked"  #: changed only by `ResidentPlans`
 
     @property
@@ -209,12 +210,6 @@ class ResidentPlan:
     def ready(self) -> bool:
         """Return whether runs can start under the plan."""
         return self.loaded and self.subscribed and self.state != "released"
-
-    def cache_program(self, shape: ProgramKey, bound: BoundProgram) -> None:
-        """Cache a Program, and drop the least recently used one beyond `KEPT_PROGRAMS`."""
-        self.programs[shape] = bound
-        while len(self.programs) > KEPT_PROGRAMS:
-            self.programs.popitem(last=False)
 
     def request_program(self, shape: RequestShape | None) -> None:
         """Queue the Program of a shape that a run needs soon, unless it is cached."""
@@ -282,6 +277,8 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
         filters, peers = _routes(message, plan, device, ended.sources, topics)
     except (KeyError, TypeError, ValueError, PlanError, WireError):
         return None
+    programs = Recent[ProgramKey, BoundProgram](KEPT_PROGRAMS)
+    programs.update((shape, bound.renewed()) for shape, bound in ended.programs.items())
     return replace(
         ended,
         plan=plan,
@@ -291,7 +288,7 @@ def renewed(ended: ResidentPlan, message: Prepare, device: str, topics: Topics) 
         frame_key=FrameKey(message.key, message.checked),
         urgent_shapes=deque(shape for shape in shapes[: message.build_first] if shape not in ended.programs),
         prebuild_shapes=deque(shape for shape in shapes[message.build_first :] if shape not in ended.programs),
-        programs=OrderedDict((shape, bound.renewed()) for shape, bound in ended.programs.items()),
+        programs=programs,
         loaded=False,
         filters_acknowledged=False,
         subscribed=False,

@@ -14,6 +14,7 @@ from hepti_mqtt.core.errors import HeptiError, PlanError
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.program import NUMPY_DTYPE, SlotDtype, publish_targets, state_name
+from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.core.spec import PlainShape, RequestShape, Spec
 from hepti_mqtt.models.generation import drawn_token
 from hepti_mqtt.protocol import messages
@@ -178,11 +179,11 @@ class WorkerRuns:
         self._heirs: dict[int, int] = {}  # run that stops before a block -> run that continues it
         self._left: dict[int, Plan] = {}  # heir without this device -> its plan
         self._followers: dict[int, tuple[ResidentPlan, Frame]] = {}  # steps ahead, by the run before them
-        self._answers: OrderedDict[int, Array] = OrderedDict()  # candidates of each item, by run
+        self._answers = Recent[int, Array](MAX_ANSWERS)  # candidates of each item, by run
         self.early = EarlyFrames()
         self._early_leases: deque[messages.LeaseTasks] = deque(maxlen=EARLY_LEASES)  # before their runs
         self.sessions = DecoderSessions(counters)
-        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._ended = Recent[int, None](MAX_REMEMBERED_RUNS)
         self._waited_s: float | None = None  # wait for other devices in the last ended run
 
     @property
@@ -564,8 +565,6 @@ class WorkerRuns:
         run.outputs_sent += 1
         if run.chooses:
             self._answers[outgoing.run_id] = outgoing.array[-len(run.sessions) :].copy()
-            while len(self._answers) > MAX_ANSWERS:
-                self._answers.popitem(last=False)
         frame = self._frame_for(run, outgoing, "output")
         if decode_followed(run.frame) is not None:  # the planner compares the token ids with its own
             items = len(run.sessions)
@@ -644,8 +643,6 @@ class WorkerRuns:
         self.early.drop(run_id)
         self._take_leases(run_id)
         self._ended[run_id] = None
-        while len(self._ended) > MAX_REMEMBERED_RUNS:
-            self._ended.popitem(last=False)
 
     def _up(self, message: messages.Message) -> Publish:
         return Publish(self._topics.reports(self._device), messages.encode(message), 1)

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from site_processes import PATIENCE_S, ROOT
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli import output, show
 from hepti_mqtt.cli.main import main
@@ -203,10 +204,21 @@ def test_what_is_not_believed_of_a_device_does_not_count_in_a_search(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"active": {"strategy": "magic"}}, {"active": {"version": [1]}}, {"spec": {"family": "new"}}], ids=str
+    "changed",
+    [
+        {"active": {"strategy": "magic"}},
+        {"active": {"strategy": [1]}},
+        {"active": {"version": [1]}},
+        {"active": {"predicted_tokens": "many"}},
+        {"spec": {"family": "new"}},
+    ],
+    ids=str,
 )
-def test_a_plan_of_another_version_is_told_so(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_another_version_or_author_is_refused_with_the_own_version(
+    changed: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explained(monkeypatch, changed) == WireError.exit_code
+    assert __version__ in capsys.readouterr().err
 
 
 def test_a_plan_on_a_device_that_is_refused_now_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:

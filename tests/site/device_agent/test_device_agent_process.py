@@ -40,7 +40,7 @@ DECODE = {
     "status": messages.decode_status,
     "caps": messages.decode_caps,
     "heartbeat": messages.decode_heartbeat,
-    "up": messages.decode_report,
+    "up": lambda payload: messages.decode_sealed_report(payload)[0],
 }
 
 

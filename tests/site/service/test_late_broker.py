@@ -14,13 +14,13 @@ from hepti_mqtt.service.setup import PlannerConfig
 from hepti_mqtt.transport.url import BrokerUrl
 
 
-def test_a_planner_waits_for_its_broker(checkpoints, tmp_path, free_tcp_port):
+def test_a_planner_waits_for_its_broker(bert, tmp_path, free_tcp_port):
     url, stop = BrokerUrl.parse(f"mqtt://127.0.0.1:{free_tcp_port}"), threading.Event()
     waits, log = threading.Event(), logging.Logger("late")
     config = PlannerConfig(
         url,
         "late",
-        PlannerOptions({"bert": checkpoints["bert"].path}, home_assistant=None),
+        PlannerOptions({"bert": bert.path}, home_assistant=None),
         state_dir=tmp_path,
         log=log,
     )

@@ -67,9 +67,9 @@ def test_weights_that_the_only_model_cannot_have_end_the_planner_at_the_start(cn
         open_models(pinned("w8a8", cnn=cnn), stack)
 
 
-def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, checkpoints, caplog):
+def test_of_several_models_one_that_cannot_have_the_weights_keeps_f32(cnn, bert, caplog):
     with contextlib.ExitStack() as stack:
-        opened = open_models(pinned("w8a8", cnn=cnn, bert=checkpoints["bert"].path), stack)
+        opened = open_models(pinned("w8a8", cnn=cnn, bert=bert.path), stack)
     assert {name: model.pins.weight_dtype for name, model in opened.items()} == {"cnn": "f32", "bert": "w8a8"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "model cnn" in said
@@ -175,13 +175,13 @@ def listen(url):
 
 
 @pytest.fixture
-def run(url, checkpoints, tmp_path):
+def run(url, bert, tmp_path):
     """Run a planner of a site on a thread; its future has the outcome. Planners that still run end with the test."""
     started = []
 
     def start(site, **options):
         stop, outcome = threading.Event(), Future()
-        models = {"bert": checkpoints["bert"].path}
+        models = {"bert": bert.path}
         config = PlannerConfig(url, site, PlannerOptions(models, home_assistant=None, **options), tmp_path)
 
         def work():
@@ -212,8 +212,8 @@ def test_it_says_that_it_is_there_and_takes_everything_back(run, listen):
     ear.status("offline")
 
 
-def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, checkpoints, tmp_path):
-    directory, models, log = state_directory("idle", tmp_path), {"bert": checkpoints["bert"]}, logging.getLogger("test")
+def test_a_planner_that_never_serves_leaves_the_last_state_to_the_next_one(run, listen, bert, tmp_path):
+    directory, models, log = state_directory("idle", tmp_path), {"bert": bert}, logging.getLogger("test")
     plans = {"bert": EarlierPlan(Plan("bert", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5), {"a": 9})}
     save_state(directory, plans, (), models, log)
     ear = listen("idle")
@@ -265,14 +265,13 @@ def test_too_many_unread_requests_are_refused_under_their_id(run, listen, monkey
 
 
 @pytest.fixture
-def unconnected(checkpoints, tmp_path, monkeypatch):
+def unconnected(bert, tmp_path, monkeypatch):
     """A planner that only hears what it is told here, with an inbox that takes nothing that may be lost."""
     monkeypatch.setattr(planner, "INBOX", 0)
-    checkpoint = checkpoints["bert"]
     config = PlannerConfig(
-        NOWHERE, "full", PlannerOptions({"bert": checkpoint.path}, home_assistant=None), state_dir=tmp_path
+        NOWHERE, "full", PlannerOptions({"bert": bert.path}, home_assistant=None), state_dir=tmp_path
     )
-    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoint, Pins())})
+    new_planner = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
     yield new_planner
     new_planner.control.close()
     new_planner.channel.close()
@@ -331,17 +330,17 @@ def test_single_forged_statuses_end_no_planner(unconnected, monkeypatch):
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=logging.getLevelName)
-def test_invariants_are_checked_in_service_at_debug_level(checkpoints, tmp_path, monkeypatch, caplog, level):
+def test_invariants_are_checked_in_service_at_debug_level(bert, tmp_path, monkeypatch, caplog, level):
     log = logging.getLogger(f"planner at {level}")
     log.setLevel(level)
     config = PlannerConfig(
         NOWHERE,
         "checked",
-        PlannerOptions({"bert": checkpoints["bert"].path}, home_assistant=None),
+        PlannerOptions({"bert": bert.path}, home_assistant=None),
         state_dir=tmp_path,
         log=log,
     )
-    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", checkpoints["bert"], Pins())})
+    started = planner._Planner(config, Start(1, 7), {"bert": OpenModel("bert", bert, Pins())})
     monkeypatch.setattr(CoordinatorSession, "assert_invariants", lambda _: 1 // 0)
     started._run_guarded(lambda: started._handle(Tick()))
     for connection in (started.control, started.channel, started.bulk):
@@ -366,6 +365,60 @@ def test_a_request_that_finds_the_inbox_full_is_refused_under_its_id(unconnected
     assert json.loads(reply.payload)["error"]["code"] == "overloaded"
 
 
+@pytest.fixture
+def begun(unconnected, monkeypatch):
+    """The requests that the planner that is not connected has begun to compute."""
+    out = []
+    monkeypatch.setattr(unconnected.inbox, "offer", lambda event, _: out.append(event.request) or True)
+    return out
+
+
+def answer_to(request, checkpoint):
+    request.outputs[0] = np.ones(checkpoint.spec.output_shape(request.batches[0].shape), np.float32)
+    return interface.AnswerRequest(request, Plan("bert", PlanVersion(1, 1), "single", ("a",), "a"), ())
+
+
+def ask(unconnected, **delivery):
+    body = json.dumps({"id": "q1", "text": "hello", **delivery}).encode()
+    unconnected._handle_message(unconnected.topics.request("bert", "me"), body)
+
+
+def test_a_repeated_request_is_computed_once_and_answered_on_each_of_its_topics(unconnected, said, begun, checkpoints):
+    topics = [unconnected.topics.response("bert", "me", name) for name in ("q1", "there")]
+    ask(unconnected)
+    ask(unconnected, reply_to=topics[1])
+    ask(unconnected, top_k=3)
+    while unconnected.reading.step():
+        continue
+    (request,) = begun
+    (refused,) = said
+    assert json.loads(refused.payload)["error"]["code"] == "id_in_use"
+    unconnected._execute(answer_to(request, checkpoints["bert"]))
+    while unconnected.answering.step():
+        continue
+    assert [reply.topic for reply in said[1:]] == topics
+    assert all(json.loads(reply.payload)["ok"] for reply in said[1:])
+
+
+def test_a_request_that_is_answered_while_its_repeat_is_read_is_computed_once(
+    unconnected, said, begun, checkpoints, monkeypatch
+):
+    ask(unconnected)
+    assert unconnected.reading.step()
+    read = unconnected.handler.read_request
+
+    def read_slowly(*args):
+        result = read(*args)
+        unconnected._answer(answer_to(begun[0], checkpoints["bert"]))
+        return result
+
+    monkeypatch.setattr(unconnected.handler, "read_request", read_slowly)
+    ask(unconnected)
+    assert unconnected.reading.step()
+    assert len(begun) == 1
+    assert [json.loads(reply.payload)["ok"] for reply in said] == [True, True]
+
+
 def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, monkeypatch):
     acknowledged = []
     monkeypatch.setattr(BrokerConnection, "acknowledge", lambda _, receipt: acknowledged.append(receipt))
@@ -375,18 +428,18 @@ def test_a_request_that_is_taken_back_keeps_no_place_at_the_broker(unconnected, 
     assert acknowledged == [receipt]
 
 
-def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said):
+def test_each_client_has_its_turn_with_requests_and_with_answers(unconnected, said, begun):
     topics = unconnected.topics
     for client in ("greedy", "greedy", "greedy", "small"):
         unconnected._handle_message(topics.request("bert", client), b"not JSON")
     assert unconnected.reading.step()
     assert unconnected.reading.step()
     assert [reply.topic.split("/")[-2] for reply in said] == ["greedy", "small"]
-    jobs = [
-        unconnected.handler.read_request(RawRequest("bert", name, b'{"text": "a"}'), 1.0)
-        for name in ("greedy", "greedy", "small")
-    ]
-    for job in jobs:
+    for client in ("greedy", "greedy", "small"):
+        unconnected._handle_message(topics.request("bert", client), b'{"text": "a"}')
+    while unconnected.reading.step():
+        continue
+    for job in sorted(begun, key=lambda request: request.key.client):
         unconnected._execute(interface.RefuseRequest(job, OverloadedError("no")))
     del said[:]
     while unconnected.answering.step():
@@ -457,8 +510,8 @@ def test_a_mistake_with_one_request_does_not_end_the_planner(run, listen, monkey
     assert ear.ask("bert", id="q2", text="")["error"]["code"] == "bad_request"
 
 
-def test_a_bad_model_and_a_bad_pin_end_it(checkpoints, tmp_path):
-    model = checkpoints["bert"].path
+def test_a_bad_model_and_a_bad_pin_end_it(bert, tmp_path):
+    model = bert.path
     for error, models, pins in (
         (ModelError, {"m": tmp_path / "nothing"}, PinOptions()),
         (ConfigError, {}, PinOptions()),

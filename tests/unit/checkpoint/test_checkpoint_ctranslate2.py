@@ -1,11 +1,7 @@
 """CTranslate2's files: what was converted reads as the original does, and what is none is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +13,11 @@ _PARTS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 _KINDS = {np.dtype("<f4"): 0, np.dtype("<i1"): 1, np.dtype("<i2"): 2, np.dtype("<f2"): 4}
 
 
-def text(value: str) -> bytes:
+def text(value):
     return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
 
 
-def converted(original: Path, into: Path, *, dtype: str = "<f4", version: int = 6, spec: str = "WhisperSpec") -> Path:
+def converted(original, into, *, dtype="<f4", version=6, spec="WhisperSpec"):
     """Write a model as CTranslate2's converter does: joined matrices, zeros as the bias of keys."""
     into.mkdir()
     (into / "tokenizer.json").write_bytes((original / "tokenizer.json").read_bytes())
@@ -35,7 +31,7 @@ def converted(original: Path, into: Path, *, dtype: str = "<f4", version: int = 
         for side in ("encoder", "decoder"):
             variables[f"{side}/{name}"] = np.array(value, "<i2")
     out = [struct.pack("<I", version), text(spec), struct.pack("<I", 3)]
-    stored: dict[str, np.ndarray] = {}
+    stored = {}
     for name, array in variables.items():
         if array.ndim == 2 and name.endswith("weight") and dtype == "<i1":
             scale = 127 / np.abs(array).max(axis=1)
@@ -51,7 +47,7 @@ def converted(original: Path, into: Path, *, dtype: str = "<f4", version: int = 
     return into
 
 
-def variables_of(tensors: Mapping[str, np.ndarray], layers: int, decoders: int):
+def variables_of(tensors, layers, decoders):
     for n, bands in (("1", "conv1"), ("2", "conv2")):
         matrix = tensors[f"stem.{bands}.weight"]  # [3 c, h], rows (place, channel)
         yield f"encoder/conv{n}/weight", matrix.reshape(3, -1, matrix.shape[1]).transpose(2, 1, 0)
@@ -77,23 +73,23 @@ def variables_of(tensors: Mapping[str, np.ndarray], layers: int, decoders: int):
             yield from norm_of(f"{stored}ffn/layer_norm", tensors, f"{own}mlp_norm")
 
 
-def linear_of(name: str, tensors, own: str, *parts: str):
+def linear_of(name, tensors, own, *parts):
     yield f"{name}/weight", np.concatenate([tensors[f"{own}{part}.weight"].T for part in parts])
     yield f"{name}/bias", np.concatenate([tensors[f"{own}{part}.bias"] for part in parts])
 
 
-def norm_of(name: str, tensors, own: str):
+def norm_of(name, tensors, own):
     yield f"{name}/gamma", tensors[f"{own}.weight"]
     yield f"{name}/beta", tensors[f"{own}.bias"]
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     return make_model("tiny-whisper", tmp_path_factory.mktemp("speech") / "original")
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("<f4", 0.0), ("<f2", 1e-3), ("<i1", 1e-2)])
-def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, dtype: str, error: float) -> None:
+def test_a_converted_model_is_the_original(original, tmp_path, dtype, error):
     with (
         Checkpoint.open(original) as want,
         Checkpoint.open(converted(original, tmp_path / "c", dtype=dtype)) as got,
@@ -106,7 +102,7 @@ def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, dtype
         assert all(got.tile(entry.hashes[0]) for entry in got.manifest.entries)
 
 
-def test_what_is_no_such_model_is_refused(original: Path, tmp_path: Path) -> None:
+def test_what_is_no_such_model_is_refused(original, tmp_path):
     for number, (more, error) in enumerate(
         [({"version": 5}, UnsupportedModelError), ({"spec": "TransformerSpec"}, UnsupportedModelError)]
     ):

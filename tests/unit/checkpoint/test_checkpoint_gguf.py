@@ -1,18 +1,16 @@
 """GGUF files: a converted model is the original in everything, and what is none or not known is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from gguf_writer import converted
 from golden_cases import GOLDEN
+from question_cases import put
 from tokenizers import Tokenizer
 
 from hepti_mqtt.checkpoint import KINDS, Checkpoint, described_spec, make_model
@@ -22,10 +20,9 @@ from hepti_mqtt.core.storage import STORAGES
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     path = make_model("tiny-llama", tmp_path_factory.mktemp("llama") / "original")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "rope_scaling": None}))
+    put("config.json", rope_scaling=None)(path)
     return path
 
 
@@ -42,7 +39,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("q4_0", 0.2),
     ],
 )
-def test_a_converted_model_is_the_original(original: Path, tmp_path: Path, storage: str, error: float) -> None:
+def test_a_converted_model_is_the_original(original, tmp_path, storage, error):
     """Of queries and keys, too, whose rows stand in another order in the file."""
     path = converted(original, tmp_path / "m.gguf", storage, table="f16" if error else "f32")
     with Checkpoint.open(original) as want, Checkpoint.open(path) as got:
@@ -81,11 +78,10 @@ UNSAID = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_other_architectures_are_their_originals(tmp_path: Path, kind: str) -> None:
+def test_other_architectures_are_their_originals(tmp_path, kind):
     architecture, more = FAMILIES[kind]
     original = make_model(kind, tmp_path / "original")
-    config = json.loads((original / "config.json").read_text())
-    (original / "config.json").write_text(json.dumps(config | UNSAID.get(kind, {})))
+    put("config.json", **UNSAID.get(kind, {}))(original)
     keys = {f"{architecture}.{key}": value for key, value in more.items()}
     ends = {"tokenizer.ggml.eot_token_id": 4} if architecture == "gemma3" else {}
     path = converted(original, tmp_path / "m.gguf", "f32", "f32", architecture, **keys, **ends)
@@ -113,9 +109,7 @@ def test_other_architectures_are_their_originals(tmp_path: Path, kind: str) -> N
     ],
     ids=str,
 )
-def test_every_tensor_of_a_file_is_read_or_refused(
-    original: Path, tmp_path: Path, names: list[str], reads: bool
-) -> None:
+def test_every_tensor_of_a_file_is_read_or_refused(original, tmp_path, names, reads):
     widths = {"gate": 48, "up": 48, "down": 32}
     added = {name: (np.full(widths.get(name[10:-5], 32), 0.5, np.float32), "f32") for name in names}
     path = converted(original, tmp_path / "m.gguf", "f32", "f32", added=added)
@@ -126,7 +120,7 @@ def test_every_tensor_of_a_file_is_read_or_refused(
         assert all((tensors[name] == 0.5).all() for name in biases if names)
 
 
-def test_a_split_model_is_its_parts(original: Path, tmp_path: Path) -> None:
+def test_a_split_model_is_its_parts(original, tmp_path):
     whole = converted(original, tmp_path / "whole.gguf", "q8_0")
     (tmp_path / "parts").mkdir()
     first = converted(original, tmp_path / "parts" / "m.gguf", "q8_0", files=3)
@@ -163,9 +157,7 @@ PIECES = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 211,
         (PIECES | {"tokenizer.ggml.token_type": [1] * 211}, (2,)),
     ],
 )
-def test_a_text_ends_at_the_named_tokens_and_at_control_tokens_by_their_names(
-    original: Path, tmp_path: Path, more: dict[str, Any], ends: tuple[int, ...]
-) -> None:
+def test_a_text_ends_at_the_named_tokens_and_at_control_tokens_by_their_names(original, tmp_path, more, ends):
     control = more.get("control", ())
     more = {key: value for key, value in more.items() if key != "control"}
     path = converted(original, tmp_path / "m.gguf", "f16", control=control, **more)
@@ -173,7 +165,7 @@ def test_a_text_ends_at_the_named_tokens_and_at_control_tokens_by_their_names(
         assert model.end_tokens == ends
 
 
-def test_pieces_without_named_ids_begin_with_the_usual_token(original: Path, tmp_path: Path) -> None:
+def test_pieces_without_named_ids_begin_with_the_usual_token(original, tmp_path):
     with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **PIECES)) as model:
         assert model.tokenizer.encode("ab").ids[0] == 1
 
@@ -187,15 +179,13 @@ def test_pieces_without_named_ids_begin_with_the_usual_token(original: Path, tmp
         ({"factor": 0.0}, None),
     ],
 )
-def test_a_factor_without_a_type_scales_linearly(
-    original: Path, tmp_path: Path, more: dict[str, Any], scaling: dict[str, Any] | None
-) -> None:
+def test_a_factor_without_a_type_scales_linearly(original, tmp_path, more, scaling):
     keys = {f"llama.rope.scaling.{key}": value for key, value in more.items()}
     with Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **keys)) as model:
         assert model.config.get("rope_scaling") == scaling
 
 
-def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) -> None:
+def test_a_directory_with_one_file_is_its_model(original, tmp_path):
     path = converted(original, tmp_path / "model.Q8_0.gguf", "q8_0")
     with Checkpoint.open(tmp_path) as of_directory, Checkpoint.open(path) as of_file:
         assert of_directory.manifest.entries == of_file.manifest.entries
@@ -204,10 +194,10 @@ def test_a_directory_with_one_file_is_its_model(original: Path, tmp_path: Path) 
         Checkpoint.open(tmp_path)
 
 
-def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Path) -> None:
+def test_texts_are_read_by_the_files_own_tokenizer(original, tmp_path):
     """Digits one by one, control tokens as text, and BOS where the file says so."""
     for has_bos in (False, True):
-        more: dict[str, Any] = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": has_bos}
+        more = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": has_bos}
         with Checkpoint.open(converted(original, tmp_path / f"{has_bos}.gguf", "f16", **more)) as model:
             encoding = model.tokenizer.encode("ab10</s>")
             assert encoding.tokens == ["<s>"] * has_bos + ["ab", "1", "0", "<", "/", "s", ">"]
@@ -216,30 +206,38 @@ def test_texts_are_read_by_the_files_own_tokenizer(original: Path, tmp_path: Pat
             assert model.extras["tokenizer_config.json"]["chat_template"] == "{{ messages[0].content }}"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"general.architecture": "gemma2"},
-        {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.0},
-        {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
-        {"llama.attention.sliding_window": 16},
-        {"tokenizer.ggml.pre": "an unknown one"},
-        {"tokenizer.ggml.model": "bert"},
-        {"tokenizer.ggml.add_eos_token": True},
-        {"llama.attention.value_length": 16},
-    ],
+NOT_COMPUTED = (
+    {"general.architecture": "gemma2"},
+    {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_scale": 2.0},
+    {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
+    {"llama.attention.sliding_window": 16},
+    {"tokenizer.ggml.pre": "an unknown one"},
+    {"tokenizer.ggml.model": "bert"},
+    {"tokenizer.ggml.add_eos_token": True},
+    {"llama.attention.value_length": 16},
 )
-def test_what_is_not_computed_is_refused(original: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError):
-        Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more))
+#: Vocabularies that disagree.
+WRONG = (
+    {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.token_type": [1] * 4},
+    {"tokenizer.ggml.tokens": ["a"] * 211},
+    {"tokenizer.ggml.token_type": [1] * 4},
+    {"tokenizer.ggml.eos_token_id": 999},
+    {"tokenizer.ggml.merges": ["a nothing"]},
+    {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 4},
+    {"llama.vocab_size": 300},
+)
+
+
+@pytest.mark.parametrize("more", [*NOT_COMPUTED, *WRONG])
+def test_what_is_wrong_or_not_computed_is_refused(original, tmp_path, more):
+    with pytest.raises(UnsupportedModelError if more in NOT_COMPUTED else ModelError):
+        _ = Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more)).tokenizer
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("llama.attention.head_count_kv", 3), ("tokenizer.ggml.merges", None)], ids=str
 )
-def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(
-    original: Path, tmp_path: Path, key: str, value: object
-) -> None:
+def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(original, tmp_path, key, value):
     path = converted(original, tmp_path / "m.gguf", "f16", **{key: value})
     with pytest.raises(ModelError) as error:
         _ = Checkpoint.open(path).tokenizer
@@ -247,34 +245,17 @@ def test_what_the_metadata_gets_wrong_names_the_file_that_has_it(
     assert value is not None or key in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.token_type": [1] * 4},
-        {"tokenizer.ggml.tokens": ["a"] * 211},
-        {"tokenizer.ggml.token_type": [1] * 4},
-        {"tokenizer.ggml.eos_token_id": 999},
-        {"tokenizer.ggml.merges": ["a nothing"]},
-        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 4},
-        {"llama.vocab_size": 300},
-    ],
-)
-def test_a_vocabulary_that_disagrees_is_refused(original: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(ModelError):
-        _ = Checkpoint.open(converted(original, tmp_path / "m.gguf", "f16", **more)).tokenizer
-
-
-def test_a_file_of_another_size_or_content_is_refused(original: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_a_file_of_another_size_or_content_is_refused(original, tmp_path, cases):
     """Cut anywhere, or with any of its bytes changed, it is read or refused; nothing of a claimed size is made."""
     path = converted(original, tmp_path / "m.gguf", "q8_0")
     whole = path.read_bytes()
     for size in (0, 3, 4, 20, 100, 1000, 3000, len(whole) // 2, len(whole) - 40):
         path.write_bytes(whole[:size])
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ModelError):
             Checkpoint.open(path)
-        assert ".gguf" not in str(caught.value).replace(str(path), ""), "it has the right name already"
     rng = random.Random(3)
-    for _ in range(300):
+    for _ in range(cases):
         data, at = bytearray(whole), rng.randrange(8000)  # metadata and the list of tensors
         data[at : at + 8] = rng.choice([b"\xff" * 8, rng.randbytes(8), b"\0" * 8])
         path.write_bytes(data)
@@ -282,14 +263,14 @@ def test_a_file_of_another_size_or_content_is_refused(original: Path, tmp_path: 
             Checkpoint.open(path).close()
 
 
-def test_a_quantisation_that_is_not_read_is_named(original: Path, tmp_path: Path) -> None:
+def test_a_quantisation_that_is_not_read_is_named(original, tmp_path):
     path = converted(original, tmp_path / "m.gguf", "q8_0")
     name, data = b"blk.0.attn_q.weight", bytearray(path.read_bytes())
     kind = data.index(name) + len(name) + 4 + 16
     assert data[kind] == 8
     data[kind] = 16
     path.write_bytes(data)
-    with pytest.raises(UnsupportedModelError, match="IQ2_XXS"):
+    with pytest.raises(UnsupportedModelError):
         Checkpoint.open(path)
 
 
@@ -297,7 +278,7 @@ BLOCKS = np.load(GOLDEN / "gguf-blocks.npz")
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS.files if " " not in name])
-def test_blocks_are_decoded_as_by_the_formats_own_library(name: str) -> None:
+def test_blocks_are_decoded_as_by_the_formats_own_library(name):
     """Widened to another storage they have the same values, but for what is rounded."""
     storage, raw, want = STORAGES[name], BLOCKS[name], BLOCKS[f"{name} values"]
     np.testing.assert_array_equal(storage.decode(raw), want)
@@ -310,7 +291,7 @@ def test_blocks_are_decoded_as_by_the_formats_own_library(name: str) -> None:
 @pytest.mark.parametrize(
     "case", json.loads((GOLDEN / "pieces.json").read_text()), ids=["a space in front", "none", "of users"]
 )
-def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
+def test_texts_become_the_pieces_of_sentencepiece(case):
     metadata = {f"tokenizer.ggml.{key}": value for key, value in case["metadata"].items()}
     metadata["tokenizer.ggml.model"] = "llama"
     data, _ = tokenizer_files(Path("m.gguf"), metadata)
@@ -327,7 +308,7 @@ def test_texts_become_the_pieces_of_sentencepiece(case: dict[str, Any]) -> None:
         tokenizer_files(Path("m.gguf"), {**metadata, **users})
 
 
-def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path: Path) -> None:
+def test_messages_become_ids_by_the_files_own_template(original, tmp_path):
     template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}</s>"
     path = converted(original, tmp_path / "m.gguf", "q8_0", **{"tokenizer.chat_template": template})
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 40, "chat_template": "another"}')
@@ -338,7 +319,7 @@ def test_messages_become_ids_by_the_files_own_template(original: Path, tmp_path:
         assert model.spec.max_tokens == 40
 
 
-def test_a_header_or_a_config_alone_describes_a_model(original: Path, tmp_path: Path) -> None:
+def test_a_header_or_a_config_alone_describes_a_model(original, tmp_path):
     whole = converted(original, tmp_path / "whole.gguf", "q4_0", table="q8_0")
     with Checkpoint.open(whole) as model:
         spec = model.spec

@@ -1,13 +1,9 @@
 """Experts in MXFP4 in safetensors: the values that codes and exponents stand for, whatever part is read."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from gguf_writer import FP4
+from question_cases import put
 from safetensors.numpy import load_file, save_file
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -16,7 +12,7 @@ from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 PACKING = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
 
-def packed(path: Path, **config: object) -> dict[str, np.ndarray]:
+def packed(path, **config):
     """Replace the experts of a model by codes and exponents; return what these stand for, by stored name."""
     weights, values = load_file(path / "model.safetensors"), {}
     rng = np.random.default_rng(5)
@@ -28,12 +24,11 @@ def packed(path: Path, **config: object) -> dict[str, np.ndarray]:
         weights[f"{name}_scales"] = exponents
         values[name] = FP4[codes] * 2.0 ** (exponents.repeat(32, axis=2).astype(int) - 127)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    read = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**read, "quantization_config": PACKING, **config}))
+    put("config.json", quantization_config=PACKING | config)(path)
     return values
 
 
-def test_packed_experts_have_the_values_of_their_codes(tmp_path: Path) -> None:
+def test_packed_experts_have_the_values_of_their_codes(tmp_path):
     path = make_model("tiny-gpt-oss", tmp_path / "m")
     with Checkpoint.open(path) as numbers:
         plain = dict(numbers.tensors())
@@ -54,27 +49,13 @@ def test_packed_experts_have_the_values_of_their_codes(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(tensors[name], plain[name])
 
 
-@pytest.mark.parametrize("how", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}])
-def test_other_packings_are_refused(tmp_path: Path, how: dict) -> None:
-    path = make_model("tiny-gpt-oss", tmp_path / "m")
-    packed(path, quantization_config=how)
-    with pytest.raises(UnsupportedModelError):
-        Checkpoint.open(path)
-
-
-def test_codes_without_exponents_are_refused(tmp_path: Path) -> None:
-    path = make_model("tiny-gpt-oss", tmp_path / "m")
-    packed(path)
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.0.mlp.experts.down_proj_scales"]
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(ModelError):
-        Checkpoint.open(path)
-
-
-def test_only_families_with_packed_experts_may_say_so(tmp_path: Path) -> None:
-    path = make_model("tiny-mixtral", tmp_path / "m")
-    read = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**read, "quantization_config": PACKING}))
-    with pytest.raises(UnsupportedModelError):
+@pytest.mark.parametrize("fault", ["fp8", "bitsandbytes", "no exponents", "another family"])
+def test_other_packings_are_refused(tmp_path, fault):
+    path = make_model("tiny-mixtral" if fault == "another family" else "tiny-gpt-oss", tmp_path / "m")
+    packed(path, **({"quant_method": fault} if fault in ("fp8", "bitsandbytes") else {}))
+    if fault == "no exponents":
+        weights = load_file(path / "model.safetensors")
+        del weights["model.layers.0.mlp.experts.down_proj_scales"]
+        save_file(weights, path / "model.safetensors")
+    with pytest.raises(ModelError if fault == "no exponents" else UnsupportedModelError):
         Checkpoint.open(path)

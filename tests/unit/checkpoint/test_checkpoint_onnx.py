@@ -1,7 +1,5 @@
 """ONNX files: what is computed is what ONNX's own evaluator computes; what is not supported is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -16,18 +14,9 @@ from hepti_mqtt.core.errors import ModelError, UnsupportedModelError
 from hepti_mqtt.models.shapes import ImageBatch
 
 onnx = pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-
-
-helper = onnx.helper
-
-
 evaluator = pytest.importorskip("onnx.reference")
-
-
+helper, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
 SIDE = 13
-
-
-FLOAT = onnx.TensorProto.FLOAT
 
 
 class Made:

@@ -1,7 +1,5 @@
 """pytorch_model.bin, read without PyTorch: the tensors of it, and nothing that a pickle could run."""
 
-from __future__ import annotations
-
 import collections
 import io
 import json
@@ -137,9 +135,8 @@ class Evil:
 def test_what_is_no_tensor_is_refused_and_never_called(bert, stored, torch):
     for state in ({**stored, "x": Evil()}, Evil(), [1, 2], {"state_dict": 3}):
         save(bert / "pytorch_model.bin", state, torch)
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ModelError):
             Checkpoint.open(bert)
-        assert "pytorch_model.bin" in str(caught.value) or "lacks" in str(caught.value)
 
 
 @pytest.mark.parametrize(

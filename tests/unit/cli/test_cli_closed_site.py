@@ -1,10 +1,7 @@
 """`hepti site`: a closed site in one command, and what to copy where."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,14 +9,14 @@ from hepti_mqtt.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_environment(monkeypatch):
     for name in ("HEPTI_BROKER", "HEPTI_SITE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
+def run(capsys):
+    def run(*arguments):
         code = main(["site", *arguments])
         said = capsys.readouterr()
         return code, said.out, said.err
@@ -27,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_a_site_in_one_command_says_what_to_copy_where_and_no_password(run: Any, tmp_path: Path) -> None:
+def test_a_site_in_one_command_says_what_to_copy_where_and_no_password(run, tmp_path):
     place = tmp_path / "home"
     code, init, err = run("init", "--dir", str(place))
     assert (code, err) == (0, "")
@@ -44,7 +41,7 @@ def test_a_site_in_one_command_says_what_to_copy_where_and_no_password(run: Any,
         assert password not in init + added + gone
 
 
-def test_as_json(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_json(run, tmp_path, monkeypatch):
     place = tmp_path / "home"
     code, out, _ = run(
         "init", "--dir", str(place), "--json", "--site", "attic", "--host", "broker.lan", "--port", "18883"
@@ -80,7 +77,7 @@ def test_as_json(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "init x",
     ],
 )
-def test_what_is_wrong_ends_with_2(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+def test_what_is_wrong_ends_with_2(run, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "something").touch()
     if "planner" in arguments:

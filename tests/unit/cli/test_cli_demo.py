@@ -1,7 +1,5 @@
 """What `hepti demo` refuses, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess
@@ -25,14 +23,14 @@ with child_processes() as children:
 """
 
 
-def test_a_demo_without_its_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_without_its_model_is_refused(monkeypatch):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError):
         demo.find_model()
 
 
 @pytest.mark.parametrize("status", ["online", "offline"])
-def test_the_demo_starts_no_devices_beside_those_of_a_site(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_starts_no_devices_beside_those_of_a_site(status, monkeypatch):
     site = MagicMock()
     site.__enter__.return_value.devices.return_value = [
         {"device": "kitchen", "status": status}, {"device": "old", "status": "offline"},
@@ -50,14 +48,14 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("devices", [{"attic": 1.0}, {"attic": 0.5, "kitchen": 0.5}])
-def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(devices: dict[str, float]) -> None:
+def test_the_summary_counts_right_answers_and_predicts_nothing_on_shared_cores(devices):
     text = " ".join(demo.summary({"devices": devices}, 30.0, MEASURED, (3300.0, 971.0)))
     assert all(words in text for words in ("2 of 3", "32 to 84 ms", "3.4 times")), "one method gave another answer"
     assert "predicted" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_demo_that_is_told_to_end_takes_its_processes_along(number: signal.Signals) -> None:
+def test_a_demo_that_is_told_to_end_takes_its_processes_along(number):
     process = subprocess.Popen([sys.executable, "-c", WITH_A_CHILD], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))

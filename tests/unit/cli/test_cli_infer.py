@@ -1,7 +1,5 @@
 """What `hepti infer` sends for its options."""
 
-from __future__ import annotations
-
 import base64
 import json
 

@@ -1,7 +1,5 @@
 """The units that `hepti-agent install` writes."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,24 +17,24 @@ WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1)
 
 
 @given(st.lists(WORDS, min_size=1))
-def test_a_command_is_read_back_as_it_was(words: list[str]) -> None:
+def test_a_command_is_read_back_as_it_was(words):
     unit = unit_text(BUNDLED, words, {}, is_users=False)
     assert words_of(unit, "ExecStart") == words
     assert systemd_word("$HOME 100%") == '"$$HOME 100%%"'
 
 
-def settings(unit: str) -> list[str]:
+def settings(unit):
     return [line for line in unit.splitlines() if line and not line.startswith("#")]
 
 
-def test_the_systems_unit_differs_from_ours_in_command_and_site_alone() -> None:
+def test_the_systems_unit_differs_from_ours_in_command_and_site_alone():
     made, own = settings(unit_text(BUNDLED, COMMAND, {"HEPTI_SITE": "attic"}, is_users=False)), settings(BUNDLED)
     changed = [(a, b) for a, b in zip(own, made, strict=True) if a != b]
     assert [a.partition("=")[0] for a, _ in changed] == ["ExecStart", "Environment"]
     assert changed[1][1] == f"{changed[1][0]} HEPTI_SITE=attic"
 
 
-def test_a_users_unit_asks_for_nothing_that_needs_root() -> None:
+def test_a_users_unit_asks_for_nothing_that_needs_root():
     unit = unit_text(BUNDLED, COMMAND, {"HEPTI_BROKER": "/home/me/.config/hepti/agent.login"}, is_users=True)
     keys = {line.partition("=")[0] for line in settings(unit)}
     assert keys.isdisjoint({"User", "DynamicUser", "LoadCredential", "PrivateUsers", "ProtectSystem", "After"})
@@ -46,7 +44,7 @@ def test_a_users_unit_asks_for_nothing_that_needs_root() -> None:
 
 
 @pytest.mark.parametrize("is_users", [False, True])
-def test_systemd_takes_the_unit(is_users: bool, tmp_path: Path) -> None:
+def test_systemd_takes_the_unit(is_users, tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     path = tmp_path / "hepti-agent.service"
@@ -57,14 +55,14 @@ def test_systemd_takes_the_unit(is_users: bool, tmp_path: Path) -> None:
     assert "hepti-agent.service:" not in done.stderr
 
 
-def test_options_are_those_that_were_given() -> None:
+def test_options_are_those_that_were_given():
     given_ = ["--threads", "2", "--memory", "1GiB", "--no-mesh", "--metrics", "[::1]:9301"]
     args = build().parse_args(["agent", "install", "--broker", "mqtt://hub", "--id", "pi-1", "--user", *given_])
     assert sorted(agent_options(args)) == sorted(given_)
     assert agent_options(build().parse_args(["agent"])) == []
 
 
-def test_what_cannot_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_installed_is_said(monkeypatch, tmp_path):
     install = ["agent", "install", "--broker", "mqtt://hub"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(install) == 2, "there is no systemctl"
@@ -79,9 +77,7 @@ def test_what_cannot_be_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not (tmp_path / "config").exists()
 
 
-def test_a_dry_run_prints_the_unit_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_unit_and_writes_nothing(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     install = ["agent", "install", "--broker", "mqtt://hub", "--id", "pi-1", "--user", "--dry-run"]
     assert main(install) == 0

@@ -1,7 +1,5 @@
 """What `hepti top` does with a terminal, and without one."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess
@@ -16,7 +14,7 @@ print("left")
 """
 
 
-def test_a_terminal_shows_it_again_and_again_until_q() -> None:
+def test_a_terminal_shows_it_again_and_again_until_q():
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=theirs, stdout=theirs, env={**os.environ, "TERM": "xterm"}
@@ -36,6 +34,6 @@ def test_a_terminal_shows_it_again_and_again_until_q() -> None:
         os.close(ours)
 
 
-def test_without_a_terminal_it_is_printed_once() -> None:
+def test_without_a_terminal_it_is_printed_once():
     out = subprocess.run([sys.executable, "-c", PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, check=True)
     assert out.stdout.decode().splitlines() == ["look 1 [not markup]", "left"]

@@ -1,10 +1,9 @@
 """What a client waits for and knows, without a broker; requests and answers as Python users have them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -14,30 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from hepti_mqtt import __version__
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.cli.output import status_text
 from hepti_mqtt.client import Answer
 from hepti_mqtt.client import session as module
 from hepti_mqtt.client.body import encode_picture, request_body
+from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.client.described import random_input
 from hepti_mqtt.client.session import ClientSession, RequestEnded, RequestPublish, error_from, odd_clocks
 from hepti_mqtt.core import errors
-from hepti_mqtt.core.errors import (
-    BadNameError,
-    IdInUseError,
-    OverloadedError,
-    PlanError,
-    RemoteError,
-    RequestError,
-    WireError,
-)
 from hepti_mqtt.protocol import messages
-from hepti_mqtt.protocol import messages as protocol_messages
 from hepti_mqtt.protocol.messages import Status, encode_status
 from hepti_mqtt.protocol.topics import Topics
 
 T = Topics("home")
-CAPS = protocol_messages.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
+CAPS = messages.Caps("a", 3, 4, 2, 1 << 30, 1 << 20, "neon", "0", {"linear": []}, 0, 4)
 
 
 @pytest.fixture
@@ -66,7 +57,9 @@ def test_a_request_is_taken_back_when_its_last_caller_has_gone(session):
     assert session.forget("m", "q1", 2) is None
 
 
-@pytest.mark.parametrize(("code", "error"), [("overloaded", OverloadedError), ("from-the-future", RemoteError)])
+@pytest.mark.parametrize(
+    ("code", "error"), [("overloaded", errors.OverloadedError), ("from-the-future", errors.RemoteError)]
+)
 def test_an_error_answer_ends_a_request(session, code, error):
     session.add_request("m", "q1", {}, "token", 0.0)
     payload = json.dumps({"id": "q1", "ok": False, "error": {"code": code, "message": "later"}}).encode()
@@ -126,7 +119,7 @@ def test_of_several_groups_one_that_goes_gives_its_requests_back_and_one_without
     no_plan = reply(ok=False, error={"code": "no_plan", "message": "no device is online"})
     assert session.handle_message(*no_plan, 1.0) == [asked]
     ((_, error),) = session.handle_message(*no_plan, 1.0)
-    assert isinstance(error, PlanError), "both were asked"
+    assert isinstance(error, errors.PlanError), "both were asked"
     held, untaken = (session.add_request("m", name, {}, "token", 0.8) for name in ("q2", "q3"))
     taken("q2", "a")
     assert [type(event) for event in say("b", "offline")] == [module.CheckLater], "somebody may be about to take it"
@@ -151,10 +144,10 @@ def test_arrays_and_numbers_of_numpy_are_plain_in_json(session):
 @pytest.mark.parametrize(
     ("model", "name", "body", "error"),
     [
-        ("m", "q1", {"text": object()}, RequestError),
-        ("m", "q1", {"deadline_ms": float("nan")}, RequestError),
-        ("No Model", "q1", {}, BadNameError),
-        ("m", "a/b", {}, BadNameError),
+        ("m", "q1", {"text": object()}, errors.RequestError),
+        ("m", "q1", {"deadline_ms": float("nan")}, errors.RequestError),
+        ("No Model", "q1", {}, errors.BadNameError),
+        ("m", "a/b", {}, errors.BadNameError),
     ],
 )
 def test_what_cannot_be_asked_is_refused_here(session, model, name, body, error):
@@ -165,7 +158,7 @@ def test_what_cannot_be_asked_is_refused_here(session, model, name, body, error)
 
 def test_an_id_that_waits_is_for_the_same_request_alone(session):
     first = session.add_request("m", "q1", {"text": "hello"}, 1, 0.0)
-    with pytest.raises(IdInUseError):
+    with pytest.raises(errors.IdInUseError):
         session.add_request("m", "q1", {"text": "other"}, 2, 0.0)
     assert session.add_request("m", "q1", {"text": "hello"}, 3, 0.0) == first
     session.forget("m", "q1", 1)
@@ -224,12 +217,13 @@ OLD = {
 
 
 @pytest.mark.parametrize("lacks", OLD)
-def test_a_record_of_another_version_is_told_so(session, lacks):
+def test_a_record_of_another_version_or_author_is_refused_with_the_own_version(session, lacks):
     session.handle_message(*status(boot=1), now=0.0)
     session.handle_message(T.plan("m"), msgpack.packb(OLD[lacks]), 0.0)
     assert (session.models(), session.unused()) == (["m"], {}), "it is served"
-    with pytest.raises(WireError):
+    with pytest.raises(errors.WireError) as refused:
         session.record("m")
+    assert __version__ in str(refused.value)
     session.handle_message(*record("m", boot=1, unused={"a": "put aside"}), now=0.0)
     assert session.record("m") is not None
     assert session.unused() == {"a": "put aside"}
@@ -241,7 +235,8 @@ def test_an_answer_of_another_version_ends_its_request_with_the_reason(session, 
     answer = an_answer("q1")
     old = without({**answer, "plan": without(answer["plan"], lacks)}, lacks)
     ((_, outcome),) = session.handle_message(T.response("m", "me", "q1"), json.dumps(old).encode(), 1.0)
-    assert isinstance(outcome, WireError)
+    assert isinstance(outcome, errors.WireError)
+    assert __version__ in str(outcome)
     assert session.to_resend(0.0) == []
 
 
@@ -250,7 +245,7 @@ def test_devices_are_put_together_from_what_they_say(session):
         session.handle_message(*message, 0.0)
         return session.devices[name].to_dict(name)
 
-    beat = protocol_messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
+    beat = messages.Heartbeat(3, 1, 0.25, 1 << 30, None, None, None, 1.0, 0)
     device("a", T.status("a"), encode_status(Status("online", 3)))
     told = device("a", T.caps("a"), messages.encode_caps(CAPS))
     assert (told["device"], told["status"], told["boot"], told["threads"]) == ("a", "online", 3, 2)
@@ -367,6 +362,31 @@ def test_an_error_that_is_none_is_a_wire_error(nonsense):
         error_from(nonsense)
 
 
+# -- answers in parts: each token once and in order, and from the first where a text begins again ---------------------
+
+
+def part(index, token, attempt=0):
+    return {"index": index, "token": token, "text": str(token)} | ({"attempt": attempt} if attempt else {})
+
+
+@pytest.mark.parametrize(
+    ("parts", "ids", "shown"),
+    [
+        ([part(0, 5), part(1, 6)], [5, 6], [(0, 5), (1, 6)]),
+        ([part(0, 5), part(0, 5), part(1, 6)], [5, 6], [(0, 5), (1, 6)]),  # one came twice
+        ([part(0, 5), part(2, 7)], [5, 6, 7], [(0, 5), (1, 6), (2, 7)]),  # one was lost
+        ([part(0, 5), part(0, 8, 1), part(1, 6), part(1, 9, 1)], [8, 9], [(0, 5), (0, 8), (1, 9)]),  # tried again
+        ([part(0, 5), part(0, 8, 1)], [5], [(0, 5), (0, 8), (0, 5)]),  # and the first text was the better one
+        ([], [5, 6], [(0, 5), (1, 6)]),
+    ],
+)
+def test_each_token_is_shown_once(parts, ids, shown):
+    stream = AnswerStream(lambda _: None)
+    found = [one for each in parts for one in stream.take(each)]
+    stream.set_result(SimpleNamespace(result={"ids": ids}))
+    assert [(one["index"], one["token"]) for one in found + stream.rest()] == shown
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +413,7 @@ def test_base64_that_would_be_too_long_a_name_is_no_file_and_a_file_that_is_not_
     encoded = base64.b64encode(bytes(300)).decode()
     assert encode_picture(encoded) == encoded
     for missing in (tmp_path / "nothing.png", str(tmp_path / "nothing.png")):
-        with pytest.raises(RequestError):
+        with pytest.raises(errors.RequestError):
             encode_picture(missing)
 
 
@@ -406,12 +426,12 @@ def test_a_body_has_only_what_was_given(picture):
     assert set(request_body(images=[picture, picture])) == {"images"}
     assert request_body(truncate=False) == {"truncate": False}
     assert request_body(audio=b"sound", language="en") == {"audio": "c291bmQ=", "language": "en"}
-    with pytest.raises(RequestError):
+    with pytest.raises(errors.RequestError):
         request_body(audio="nothing.wav")
 
 
 @pytest.mark.parametrize(("photographs", "kind"), [(False, "PNG"), (True, "JPEG")])
-def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs: bool, kind: str) -> None:
+def test_random_pictures_are_noise_or_like_a_camera_s_and_seeded(photographs, kind):
     spec = spec_of_kind("vgg16")
     files = [base64.b64decode(random_input(spec, 1, seed, photographs)["image"]) for seed in (0, 0, 1)]
     assert files[0] == files[1] != files[2]

@@ -1,7 +1,5 @@
 """The directory of a closed site and its certificates."""
 
-from __future__ import annotations
-
 import datetime
 import ssl
 import sys
@@ -132,8 +130,9 @@ def test_a_certificate_is_valid_for_every_name_and_address(authority, host, tmp_
 
 def test_it_is_invalid_for_other_names_and_authorities(authority, tmp_path):
     pair = make_certificate(authority, ("broker.home",), NOW)
-    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+    with pytest.raises(ssl.SSLCertVerificationError) as caught:
         shake(authority, pair, "other.home", tmp_path)
+    assert caught.value.verify_code == 62  # OpenSSL's, for another host name
     with pytest.raises(ssl.SSLCertVerificationError):
         shake(make_authority("hepti site test", NOW), pair, "broker.home", tmp_path)
 

@@ -1,10 +1,7 @@
 """A process: signals that end it, its files and its log."""
 
-from __future__ import annotations
-
 import logging
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -16,7 +13,7 @@ ENDING = [signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
-def nobody_handles_signals() -> Iterator[None]:
+def nobody_handles_signals():
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
     yield
     for number, handler in before.items():
@@ -24,10 +21,10 @@ def nobody_handles_signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_ends_through_every_finally_and_means_what_it_did_afterwards(number: signal.Signals) -> None:
-    passed: list[str] = []
+def test_a_signal_ends_through_every_finally_and_means_what_it_did_afterwards(number):
+    passed = []
 
-    def work() -> None:
+    def work():
         with exit_on_signals(), ExitStack() as stack:
             stack.callback(passed.append, "closed")
             signal.raise_signal(number)
@@ -39,7 +36,7 @@ def test_a_signal_ends_through_every_finally_and_means_what_it_did_afterwards(nu
     assert [signal.getsignal(n) for n in ENDING] == [signal.SIG_DFL] * 2
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_a_signal_that_is_ignored_stays_so():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     with exit_on_signals():
         signal.raise_signal(signal.SIGHUP)
@@ -50,7 +47,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     ("number", "handler", "stops"),
     [*((number, signal.SIG_DFL, True) for number in (*ENDING, signal.SIGINT)), (signal.SIGHUP, signal.SIG_IGN, False)],
 )
-def test_a_signal_sets_the_stop_event_unless_nohup_ignores_it(number, handler, stops) -> None:
+def test_a_signal_sets_the_stop_event_unless_nohup_ignores_it(number, handler, stops):
     interrupt = signal.getsignal(signal.SIGINT)
     signal.signal(number, handler)
     try:
@@ -62,10 +59,10 @@ def test_a_signal_sets_the_stop_event_unless_nohup_ignores_it(number, handler, s
         signal.signal(signal.SIGINT, interrupt)
 
 
-def test_a_second_signal_waits_until_everything_is_removed() -> None:
+def test_a_second_signal_waits_until_everything_is_removed():
     removed = []
 
-    def work() -> None:
+    def work():
         with exit_on_signals(), block_signals():
             signal.raise_signal(signal.SIGTERM)
             removed.append(True)
@@ -77,7 +74,7 @@ def test_a_second_signal_waits_until_everything_is_removed() -> None:
 
 def test_write_leaves_no_temporary_file_behind(tmp_path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
+    with pytest.raises(IsADirectoryError):
         write_atomically(tmp_path / "taken", b"x")
     write_atomically(tmp_path / "file", b"y")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]

@@ -1,7 +1,5 @@
 """What users set: flags, environment, options and YAML; each error names the key, the file and the line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from pathlib import Path
@@ -61,7 +59,9 @@ def test_plain_data_is_read(tmp_path):
         ("a: !!python/object/apply:os.system ['true']\n", "line 1"),
         ("a: *nobody\n", "line 1"),
         ("a: 1\n---\nb: 2\n", "line 2"),
-        ("[" * 3_000, ""),
+        ("[" * 3_000, "line 1"),
+        ("- " * 3_000, "line 1"),
+        ("a:\n  - {b: " + "{a: " * 3_000, "line 2"),
         ("a: \x00\n", ""),
         ("? [1]\n: 2\n", "line 1"),
     ],

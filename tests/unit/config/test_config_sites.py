@@ -1,7 +1,5 @@
 """Site files: valid files, defaults and mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The deployment files agree with each other and with the code."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shlex
@@ -25,7 +23,7 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 CONFIGURATIONS = ("mosquitto.conf", "open.conf")
 
 
-def settings(name: str) -> dict[str, str]:
+def settings(name):
     lines = (ROOT / "broker" / name).read_text().splitlines()
     return dict(line.split(" ", 1) for line in lines if line and not line.startswith("#") and " " in line)
 
@@ -106,7 +104,7 @@ def test_the_state_of_a_container_is_in_volumes():
         assert {v for v in mounts.values() if v[0].islower()} <= set(COMPOSE["volumes"])
 
 
-def pinned(name: str) -> dict[str, str]:
+def pinned(name):
     return {line.split("==")[0].lower(): line for line in (ROOT / f"requirements{name}.lock").read_text().splitlines()}
 
 

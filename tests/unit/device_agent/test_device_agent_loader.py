@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device_agent_support import LOG, Device, Model, check_weights
+from device_agent_support import LOG, Device, Model, check_weights, sha
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +109,20 @@ def test_a_damaged_packed_copy_is_made_again_from_tiles(tmp_path, damage):
     assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
     assert again.counters["cache_corrupt"] > 0
     assert again.counters["tiles_asked"] == 0
+
+
+def test_a_packed_copy_in_use_is_not_evicted_and_its_weight_outlives_the_file(tmp_path):
+    ref = STORED[0]
+    first = load(Device(tmp_path), refs=(ref,))
+    first.save()
+    again = load(Device(tmp_path, first.cache.bytes), refs=(ref,))
+    (packed,) = (path for path in tmp_path.glob("??/*") if len(path.name) > 64)
+    large = bytes(first.cache.bytes)
+    again.cache.put(sha(large), large)
+    assert packed.exists()
+    assert sha(large) not in again.cache
+    packed.unlink()
+    assert_equal(arrays(again.of(Loaded)[0].weights), arrays(first.of(Loaded)[0].weights))
 
 
 def test_packed_copies_take_no_room_from_tiles_of_other_loads(tmp_path):

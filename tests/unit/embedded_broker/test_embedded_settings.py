@@ -1,7 +1,5 @@
 """Settings and passwords, and the configuration of broker/."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,16 +1,9 @@
 """What programs for cameras and homes send with pictures, and what the planner is asked: shapes of their sources."""
 
-from __future__ import annotations
-
 import base64
-from typing import Any
 
 import pytest
-from gateway_client import Client
-from starlette.testclient import TestClient
-
-from hepti_mqtt.gateway.app import create_app
-from hepti_mqtt.gateway.site import Site
+from gateway_client import Client, post
 
 FIRST, SECOND = (base64.b64encode(f"{name} picture".encode()).decode() for name in ("first", "second"))
 PROMPT = "Describe what happens."
@@ -18,20 +11,20 @@ SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "requir
 FRIGATE = {"temperature": 0.5, "repeat_penalty": 1.05, "presence_penalty": 0.3}
 
 
-def url(picture: str, **more: Any) -> dict[str, Any]:
+def url(picture, **more):
     return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}", **more}}
 
 
-def text(words: str) -> dict[str, str]:
+def text(words):
     return {"type": "text", "text": words}
 
 
-def image(picture: str) -> dict[str, str]:
+def image(picture):
     return {"type": "image", "image": picture}
 
 
 # Each: the path, the body, the content of the last message as the planner gets it, and other keys of its request.
-CASES: dict[str, tuple[str, dict[str, Any], list[Any], dict[str, Any]]] = {
+CASES = {
     "Frigate, OpenAI: the prompt, then each frame after its caption": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [
@@ -82,16 +75,16 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def asked(path: str, body: dict[str, Any]) -> dict[str, Any]:
+def asked(path, body):
     """Return the request to the planner for a body that a program sends."""
     client = Client()
-    answer = TestClient(create_app(Site(client, 5.0))).post(path, json={"model": "any", **body})  # type: ignore[arg-type]
+    answer = post(path, client, model="any", **body)
     assert answer.status_code == 200, answer.text
     return client.asked[-1]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_planner_is_asked_what_a_program_for_cameras_sends(case: str) -> None:
+def test_the_planner_is_asked_what_a_program_for_cameras_sends(case):
     path, body, content, others = CASES[case]
     request = asked(path, body)
     assert request["messages"][-1]["content"] == content
@@ -108,6 +101,6 @@ def test_the_planner_is_asked_what_a_program_for_cameras_sends(case: str) -> Non
         ("a", [FIRST, SECOND], [image(FIRST), image(SECOND), text("a")]),
     ],
 )
-def test_marks_of_ollama_are_the_places_of_pictures(text_of: str, images: list[str], content: list[Any]) -> None:
+def test_marks_of_ollama_are_the_places_of_pictures(text_of, images, content):
     body = {"messages": [{"role": "user", "content": text_of, "images": images}], "stream": False}
     assert asked("/api/chat", body)["messages"][-1]["content"] == content

@@ -1,81 +1,35 @@
 """What real clients send, row by row, and what they get: accepted, refused by their own key, or in another shape."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
-from gateway_client import Described
-from starlette.testclient import TestClient
+from gateway_client import (
+    CALL,
+    CHAT,
+    EMBED,
+    GENERATE,
+    HELLO,
+    OLLAMA,
+    RESPONSES,
+    TEXT,
+    TOOL,
+    Described,
+    Writer,
+    events,
+    http_of,
+    post,
+)
 
 from hepti_mqtt.client import Answer
-from hepti_mqtt.client.connection import AnswerStream
 from hepti_mqtt.core.errors import ContextLengthError, RequestError
-from hepti_mqtt.gateway.app import create_app
-from hepti_mqtt.gateway.site import Site
 
-HELLO = [{"role": "user", "content": "hello"}]
-TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
 CALLED = [
     {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": {
         "name": "open", "arguments": '{"door": 1}'}}]},
     {"role": "tool", "tool_call_id": "c1", "content": '{"success": true}'},
 ]  # fmt: skip
-CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-OLLAMA, GENERATE = "/api/chat", "/api/generate"
-NEEDED: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HELLO},
-    TEXT: {"prompt": "hello"},
-    EMBED: {"input": "1"},
-    OLLAMA: {"messages": HELLO, "stream": False},
-    GENERATE: {"prompt": "hello", "stream": False},
-    "/api/embed": {"input": "1"},
-    "/v1/responses": {"input": "hello"},
-}
-
-
-class Writer(Described):
-    """Writes thoughts and a text, and remembers what was asked."""
-
-    def __init__(self, text: str = "well", thinking: str = "", error: Exception | None = None) -> None:
-        super().__init__(thinking=bool(thinking))
-        self.text, self.thinking, self.error = text, thinking, error
-
-    def _written(self) -> Answer:
-        result = {"ids": [1, 2], "text": self.text, "finish": "stop"}
-        result |= {"thinking": self.thinking} if self.thinking else {}
-        return Answer({"result": result, "tokens": 5, "cached_tokens": 3}, 1.0)
-
-    def submit(self, model: str, **request: Any) -> Future[Answer]:
-        if not {"text", "messages"} & request.keys():
-            return super().submit(model, **request)
-        self.asked.append(request)
-        future: Future[Answer] = Future()
-        if self.error is None:
-            future.set_result(self._written())
-        else:
-            future.set_exception(self.error)
-        return future
-
-    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
-        self.asked.append(request)
-        stream = AnswerStream(put)
-        put({"index": 0, "token": 1, "text": "", "thinking": self.thinking})
-        put({"index": 1, "token": 2, "text": self.text, "thinking": ""})
-        stream.set_result(self._written())
-        return stream
-
-
-def client_of(planner: Writer, **options: Any) -> TestClient:
-    return TestClient(create_app(Site(planner, 5.0, "m"), **options), base_url="http://localhost")
-
-
-def post(path: str, planner: Writer, **body: Any) -> Any:
-    return client_of(planner).post(path, json={"model": "m", **NEEDED[path], **body})
-
 
 ACCEPTED = [
     *((CHAT, {key: None}, {}) for key in ("temperature", "tools", "seed", "stop", "audio", "prediction", "verbosity")),
@@ -112,13 +66,13 @@ ACCEPTED = [
     (OLLAMA, {"options": {"num_predict": 32_000, "repeat_penalty": 1.1}},
      {"max_new_tokens": 32_000, "repetition_penalty": 1.1, "fit": True}),
     (OLLAMA, {"options": {"num_predict": -2}}, {}),
-    ("/v1/responses", {"max_output_tokens": 7, "store": False, "truncation": "disabled"}, {"max_new_tokens": 7}),
+    (RESPONSES, {"max_output_tokens": 7, "store": False, "truncation": "disabled"}, {"max_new_tokens": 7}),
 ]  # fmt: skip
 SENT = {"deadline_ms", "fit", "messages", "text", "texts", "tools", "truncate"}
 
 
 @pytest.mark.parametrize(("path", "body", "sent"), ACCEPTED, ids=str)
-def test_what_is_accepted_reaches_the_planner(path: str, body: dict[str, Any], sent: dict[str, Any]) -> None:
+def test_what_is_accepted_reaches_the_planner(path, body, sent):
     planner = Writer()
     answer = post(path, planner, **body)
     assert answer.status_code == 200, answer.text
@@ -128,7 +82,7 @@ def test_what_is_accepted_reaches_the_planner(path: str, body: dict[str, Any], s
 
 
 #: A path, the keys added to its body, and the key that the refusal names; Ollama's clients read a text.
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED = [
     (GENERATE, {"images": "aGVsbG8="}, ""),
     (OLLAMA, {"messages": [{**HELLO[0], "images": "aGVsbG8="}]}, ""),
     (GENERATE, {"suffix": "x"}, ""),
@@ -167,20 +121,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"prompt": [1, 2]}, "prompt"),
     (TEXT, {"prompt": []}, "prompt"),
-    (EMBED, {"input": []}, "input"),
-    (EMBED, {"input": None}, "input"),
-    (EMBED, {"input": [{"text": "1"}]}, "input"),
-    (EMBED, {"input": [[1]]}, "input"),
-    (EMBED, {"dimensions": 0}, "dimensions"),
-    ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
-    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
-    ("/v1/responses", {"input": [{"type": "item_reference", "id": "1"}]}, "input"),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-]
+    *((EMBED, {"input": value}, "input") for value in (
+        [], None, [{"text": "1"}], [[1]], [7], True, ["1"] * 2049,
+    )),
+    (EMBED, {"encoding_format": "int8"}, "encoding_format"),
+    *((EMBED, {"dimensions": value}, "dimensions") for value in (0, 2.5)),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=str)
-def test_what_would_change_the_answer_is_refused_by_its_key(path: str, body: dict[str, Any], param: str) -> None:
+def test_what_would_change_the_answer_is_refused_by_its_key(path, body, param):
     planner = Writer()
     answer = post(path, planner, **body)
     assert (answer.status_code, planner.asked) == (400, [])
@@ -188,60 +142,54 @@ def test_what_would_change_the_answer_is_refused_by_its_key(path: str, body: dic
     assert isinstance(error, str) if path.startswith("/api/") else error["param"] == param
 
 
-def test_the_planners_refusal_names_the_clients_key() -> None:
+def test_the_planners_refusal_names_the_clients_key():
     planner = Writer(error=RequestError("max_new_tokens must be an integer from 1 to 5", "max_new_tokens"))
-    for path, key in ((CHAT, "max_completion_tokens"), (TEXT, "max_tokens"), ("/v1/responses", "max_output_tokens")):
+    for path, key in ((CHAT, "max_completion_tokens"), (TEXT, "max_tokens"), (RESPONSES, "max_output_tokens")):
         error = post(path, planner, **{key: 9}).json()["error"]
         assert error["param"] == key
         assert error["message"].startswith(key)
-    long = Writer(error=ContextLengthError("messages has 9 tokens", "messages"))
-    answer = post(CHAT, long)
+    answer = post(CHAT, Writer(error=ContextLengthError("messages has 9 tokens", "messages")))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_one_choice_for_each_prompt() -> None:
+def test_one_choice_for_each_prompt():
     whole = post(TEXT, Writer(), prompt=["a", "b"]).json()
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "well"), (1, "well")]
     assert whole["usage"]["prompt_tokens"] == 10
-    streamed = post(TEXT, Writer(), prompt=["a", "b"], stream=True).text
-    events = [json.loads(one.removeprefix("data: ")) for one in streamed.split("\n\n") if "{" in one]
     texts = {0: "", 1: ""}
-    for one in events:
+    for one in events(post(TEXT, Writer(), prompt=["a", "b"], stream=True)):
         texts[one["choices"][0]["index"]] += one["choices"][0]["text"]
     assert texts == {0: "well", 1: "well"}
 
 
-def test_usage_and_models() -> None:
-    http = client_of(Writer())
-    usage = post(CHAT, Writer()).json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
-    events = post(CHAT, Writer(), stream=True, stream_options={"include_usage": True}).text.split("\n\n")
-    *chunks, last = [json.loads(one.removeprefix("data: ")) for one in events if "{" in one]
+def test_usage_and_models():
+    http = http_of(Writer())
+    assert post(CHAT, Writer()).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    *chunks, last = events(post(CHAT, Writer(), stream=True, stream_options={"include_usage": True}))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["usage"]["total_tokens"] == 7
     assert http.get("/v1/models/m").json()["id"] == "m"
     assert http.get("/v1/models/nobody").status_code == 404
+    assert post(EMBED, Writer(), model="nobody").json()["error"]["code"] == "model_not_found"
 
 
-def test_thoughts_are_apart_from_the_answer() -> None:
-    planner = Writer("yes", "hm")
+def test_thoughts_are_apart_from_the_answer():
+    planner = Writer("yes", thinking="hm")
     message = post(CHAT, planner).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
-    events = post(CHAT, planner, stream=True).text.split("\n\n")
-    deltas = [json.loads(one.removeprefix("data: "))["choices"][0]["delta"] for one in events if "{" in one]
+    deltas = [event["choices"][0]["delta"] for event in events(post(CHAT, planner, stream=True))]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
     assert post(OLLAMA, planner).json()["message"] == {"role": "assistant", "content": "yes", "thinking": "hm"}
-    lines = [json.loads(line) for line in post(OLLAMA, planner, stream=True).text.splitlines()]
+    lines = events(post(OLLAMA, planner, stream=True))
     assert "".join(line["message"].get("thinking", "") for line in lines) == "hm"
     assert post(GENERATE, planner).json()["thinking"] == "hm"
-    output = post("/v1/responses", planner).json()["output"]
+    output = post(RESPONSES, planner).json()["output"]
     assert [item["type"] for item in output] == ["reasoning", "message"]
     assert "reasoning_content" not in post(CHAT, Writer()).json()["choices"][0]["message"]
 
 
-def test_a_response_and_its_events() -> None:
-    call = '<tool_call>{"name": "open", "arguments": {"door": 1}}</tool_call>'
+def test_a_response_and_its_events():
     tool = {"type": "function", **TOOL["function"]}
     turns = [
         {"role": "user", "content": [{"type": "input_text", "text": "open"}]},
@@ -249,24 +197,23 @@ def test_a_response_and_its_events() -> None:
         {"type": "function_call", "call_id": "c1", "name": "open", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "done"},
     ]
-    planner = Writer(f"I do. {call}")
+    planner = Writer(f"I do. {CALL}")
     body = {"input": turns, "instructions": "Be brief.", "tools": [tool]}
-    whole = post("/v1/responses", planner, **body).json()
+    whole = post(RESPONSES, planner, **body).json()
     assert [item["type"] for item in whole["output"]] == ["message", "function_call"]
     assert [one["role"] for one in planner.asked[-1]["messages"]] == ["system", "user", "assistant", "tool"]
     assert planner.asked[-1]["tools"] == [TOOL]
-    text = post("/v1/responses", planner, stream=True, **body).text
-    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-    assert [one["sequence_number"] for one in events] == list(range(len(events)))
-    shown = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
+    parts = events(post(RESPONSES, planner, stream=True, **body))
+    assert [one["sequence_number"] for one in parts] == list(range(len(parts)))
+    shown = "".join(one["delta"] for one in parts if one["type"] == "response.output_text.delta")
     assert shown.strip() == "I do."
-    assert events[-1]["type"] == "response.completed"
-    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == shown
+    assert parts[-1]["type"] == "response.completed"
+    message, call = parts[-1]["response"]["output"]
+    assert (message["type"], message["content"][0]["text"], call["type"]) == ("message", shown, "function_call")
 
 
-def test_ollamas_own_client_finds_what_it_asks_for() -> None:
-    http = client_of(Writer())
+def test_ollamas_own_client_finds_what_it_asks_for():
+    http = http_of(Writer())
     assert tuple(map(int, http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)
     assert http.head("/").status_code == 200
     (listed, *_), running = http.get("/api/tags").json()["models"], http.get("/api/ps").json()["models"]
@@ -290,11 +237,11 @@ def test_ollamas_own_client_finds_what_it_asks_for() -> None:
     assert http.get("/api/nothing").json().keys() == {"error"}
 
 
-def test_tei_hugging_face_cohere_and_jina() -> None:
-    http = client_of(Described())
-    ranker = TestClient(create_app(Site(Described(task="classification"), 5.0, "ranker")))
-    labels = TestClient(create_app(Site(Described(task="classification"), 5.0, "labels")))
-    vectors = TestClient(create_app(Site(Described(task="embedding"), 5.0, "m")))
+def test_tei_hugging_face_cohere_and_jina():
+    http = http_of(Described())
+    ranker = http_of(Described(task="classification"), model="ranker")
+    labels = http_of(Described(task="classification"), model="labels")
+    vectors = http_of(Described(task="embedding"))
     assert len(vectors.post("/", json={"inputs": ["1", "2"]}).json()) == 2
     assert labels.post("/", json={"inputs": "1", "parameters": {"top_k": 1}}).json()[0]["label"] == "a"
     documents = {"query": "q", "documents": ["1", {"text": "3"}], "top_n": 9}
@@ -306,18 +253,18 @@ def test_tei_hugging_face_cohere_and_jina() -> None:
     assert http.post("/embed", json={"inputs": "1", "dimensions": 2}).status_code == 200
 
 
-def test_a_similarity_is_never_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_similarity_is_never_above_one(monkeypatch):
     """As by f32, if a text is compared with itself."""
-    answer: Future[Answer] = Future()
+    answer = Future()
     ranking = [{"index": 0, "score": 1.0000001}, {"index": 1, "score": 0.5}]
     answer.set_result(Answer({"result": {"ranking": ranking}, "tokens": 5}, 1.0))
     monkeypatch.setattr(Writer, "submit", lambda *_, **__: answer)
     body = {"inputs": {"source_sentence": "a", "sentences": ["a", "b"]}}
-    assert client_of(Writer()).post("/similarity", json=body).json() == [1.0, 0.5]
+    assert http_of(Writer()).post("/similarity", json=body).json() == [1.0, 0.5]
 
 
-def test_a_zipped_body_is_read_within_the_limit() -> None:
-    http = client_of(Writer())
+def test_a_zipped_body_is_read_within_the_limit():
+    http = http_of(Writer())
     head = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     body = json.dumps({"model": "m", "input": "1"}).encode()
     assert http.post(EMBED, content=gzip.compress(body), headers=head).status_code == 200
@@ -343,13 +290,13 @@ PAGE = {"Origin": "https://chat.example"}
         ({"Origin": "null"}, {}, 403),
     ],
 )
-def test_a_gateway_without_keys_answers_no_foreign_page(headers, options, status) -> None:
-    http = client_of(Writer(), **{"names": [], **options})
+def test_a_gateway_without_keys_answers_no_foreign_page(headers, options, status):
+    http = http_of(Writer(), **{"names": [], **options})
     assert http.get("/v1/models", headers=headers).status_code == status
 
 
-def test_pages_of_a_named_origin_may_ask() -> None:
-    http = client_of(Writer(), keys=["k"], origins=[PAGE["Origin"]])
+def test_pages_of_a_named_origin_may_ask():
+    http = http_of(Writer(), ["k"], origins=[PAGE["Origin"]])
     asked = {**PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     preflight, answer = (
         http.options(CHAT, headers=asked),

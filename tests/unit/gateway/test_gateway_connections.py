@@ -1,11 +1,7 @@
 """Connections whose client does not keep up, on a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import uvicorn
@@ -27,35 +23,35 @@ class Transport(asyncio.Transport):
     unread = 0.0
     aborted = False
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
+    def get_extra_info(self, name, default=None):
         return default
 
-    def get_write_buffer_size(self) -> int:
+    def get_write_buffer_size(self):
         return int(self.unread)
 
-    def is_closing(self) -> bool:
+    def is_closing(self):
         return self.aborted
 
-    def write(self, data: Any) -> None:
+    def write(self, data):
         """Send nowhere."""
 
-    def abort(self) -> None:
+    def abort(self):
         self.aborted = True
 
     close = abort
 
 
-async def answer_at_once(_scope: Any, _receive: Any, send: Any) -> None:
+async def answer_at_once(_scope, _receive, send):
     await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def answer_never(_scope: Any, receive: Any, _send: Any) -> None:
+async def answer_never(_scope, receive, _send):
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def connected(app: Any) -> tuple[Connection, Transport]:
+def connected(app):
     config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off")
     config.load()
     connection, transport = Connection(config, ServerState(), {}, asyncio.get_running_loop()), Transport()
@@ -63,7 +59,7 @@ def connected(app: Any) -> tuple[Connection, Transport]:
     return connection, transport
 
 
-async def seconds_until_abort(app: Any, sent: bytes, unread: Sequence[float]) -> float | None:
+async def seconds_until_abort(app, sent, unread):
     """Return when a connection is aborted, swept every five seconds while `unread` bytes wait for the client."""
     connection, transport = connected(app)
     if sent:
@@ -82,7 +78,7 @@ async def seconds_until_abort(app: Any, sent: bytes, unread: Sequence[float]) ->
 
 SOON = STALLED_S + STEP_S
 LONG = 40
-CASES: dict[str, tuple[Any, bytes, Sequence[float], float | None]] = {
+CASES = {
     "nothing comes": (answer_never, b"", [0] * LONG, SOON),
     "half a head": (answer_never, HEAD, [0] * LONG, SOON),
     "the rest of a refused body": (answer_at_once, HEAD + b"\r\n1", [0] * LONG, SOON),
@@ -101,13 +97,13 @@ CASES: dict[str, tuple[Any, bytes, Sequence[float], float | None]] = {
 class Endless(Client):
     """Writes a text that does not end."""
 
-    def stream(self, model: str, request: Any, put: Any) -> AnswerStream:
+    def stream(self, model, request, put):
         self.text = AnswerStream(put)
         put({"index": 0, "token": 7, "text": "x"})
         return self.text
 
 
-async def text_of_who_reads_nothing() -> AnswerStream:
+async def text_of_who_reads_nothing():
     """Return the text of a chat whose client reads nothing."""
     client = Endless()
     connection, transport = connected(create_app(Site(client, 600.0)))
@@ -131,19 +127,19 @@ async def text_of_who_reads_nothing() -> AnswerStream:
     return client.text
 
 
-def test_the_text_of_a_client_who_reads_nothing_is_taken_back() -> None:
+def test_the_text_of_a_client_who_reads_nothing_is_taken_back():
     assert asyncio.run(text_of_who_reads_nothing()).cancelled()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_is_behind_is_sent_away(case: str) -> None:
+def test_who_is_behind_is_sent_away(case):
     app, sent, unread, expected = CASES[case]
     found = asyncio.run(seconds_until_abort(app, sent, unread))
     assert (found is None) == (expected is None)
     assert found is None or abs(found - (expected or 0)) <= 2 * STEP_S
 
 
-def test_an_answer_does_not_wait_for_an_acknowledgement_of_its_head() -> None:
+def test_an_answer_does_not_wait_for_an_acknowledgement_of_its_head():
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:

@@ -1,54 +1,47 @@
 """Vectors of pictures and texts for programs that search photos: what they send, and what they read of the answers."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
-from typing import Any
 
 import numpy as np
 import pytest
-from gateway_client import ROWS, Client
+from gateway_client import ROWS, Client, http_of
 from PIL import Image
-from starlette.testclient import TestClient
-
-from hepti_mqtt.gateway.app import create_app
-from hepti_mqtt.gateway.site import Site
 
 
 class Photos(Client):
     """Answers texts and pictures, each with one vector."""
 
-    def models(self, timeout: float = 5.0) -> list[str]:
+    def models(self, timeout=5.0):
         return ["vit-b-32__openai", "other"]
 
 
-def unit(row: int) -> Any:
+def unit(row):
     return ROWS[row] / np.linalg.norm(ROWS[row])
 
 
 @pytest.fixture
-def client() -> Photos:
+def client():
     return Photos()
 
 
 @pytest.fixture
-def http(client: Photos) -> TestClient:
-    return TestClient(create_app(Site(client, 5.0)))
+def http(client):
+    return http_of(client, model=None)
 
 
-def jpeg() -> bytes:
+def jpeg():
     file = io.BytesIO()
     Image.new("RGB", (31, 17)).save(file, "JPEG")
     return file.getvalue()
 
 
-def entries(kind: str, name: Any = "ViT-B-32__openai", task: str = "clip", **more: Any) -> str:
+def entries(kind, name="ViT-B-32__openai", task="clip", **more):
     return json.dumps({task: {kind: {"modelName": name, **more}}})
 
 
-def test_immich_searches_by_text_and_picture(http: TestClient, client: Photos) -> None:
+def test_immich_searches_by_text_and_picture(http, client):
     assert http.get("/ping").text == "pong"
     image = ("blob", jpeg(), "application/octet-stream")  # a Blob of a FormData
     seen = http.post("/predict", files={"image": image}, data={"entries": entries("visual")}).json()
@@ -80,23 +73,21 @@ def test_immich_searches_by_text_and_picture(http: TestClient, client: Photos) -
         ({"entries": entries("textual"), "image": "a text"}, 400),
     ],
 )
-def test_immich_is_refused_what_is_not_computed(
-    http: TestClient, client: Photos, fields: dict[str, str], status: int
-) -> None:
+def test_immich_is_refused_what_is_not_computed(http, client, fields, status):
     answer = http.post("/predict", files={name: (None, value) for name, value in fields.items()})
     assert (answer.status_code, client.asked) == (status, [])
 
 
-def test_a_file_that_is_no_picture(http: TestClient, client: Photos) -> None:
+def test_a_file_that_is_no_picture(http, client):
     form = {"entries": (None, entries("visual")), "image": ("blob", b"no picture")}
     assert (http.post("/predict", files=form).status_code, client.asked) == (400, [])
 
 
-def test_frigate_searches_by_meaning(http: TestClient, client: Photos) -> None:
+def test_frigate_searches_by_meaning(http, client):
     """Texts first, then pictures, as its client for llama.cpp sends them."""
     assert "other" in {model["id"] for model in http.get("/v1/models").json()["data"]}
     marker = http.get("/props", params={"model": "other"}).json()["media_marker"]
-    content: list[dict[str, Any]] = [{"prompt_string": "a red car"}, {"prompt_string": "a dog"}]
+    content = [{"prompt_string": "a red car"}, {"prompt_string": "a dog"}]
     picture = base64.b64encode(jpeg()).decode()
     content.append({"prompt_string": f"{marker}\n", "multimodal_data": [picture]})
     found = http.post("/embeddings", json={"model": "other", "content": content}).json()
@@ -119,6 +110,6 @@ def test_frigate_searches_by_meaning(http: TestClient, client: Photos) -> None:
         [{"prompt_string": "<__media__>", "multimodal_data": ["aaaa", "aaaa"]}],
     ],
 )
-def test_frigate_is_refused_what_is_not_understood(http: TestClient, client: Photos, content: Any) -> None:
+def test_frigate_is_refused_what_is_not_understood(http, client, content):
     answer = http.post("/embeddings", json={"model": "other", "content": content})
     assert (answer.status_code, client.asked) == (400, [])

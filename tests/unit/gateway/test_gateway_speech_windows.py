@@ -1,12 +1,9 @@
 """Long recordings are read window by window, and written in the forms of OpenAI's service."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +22,11 @@ class Planner:
 
     site = "home"
 
-    def __init__(self, temperature: float = 0.0) -> None:
-        self.asked: list[dict[str, Any]] = []
+    def __init__(self, temperature=0.0):
+        self.asked = []
         self.temperature = temperature
 
-    def submit(self, model: str, **request: Any) -> Future[Any]:
+    def submit(self, model, **request):
         self.asked.append(request)
         samples = samples_of("a", pcm_of("a", request["audio"]), 31)
         first, seconds = samples[0], len(samples) / RATE
@@ -48,26 +45,26 @@ class Planner:
         }  # fmt: skip
         if request.get("timestamps"):
             result |= {"segments": segments, "seek": 29.0 if seconds == 30.0 else seconds}
-        answer: Future[Any] = Future()
+        answer = Future()
         answer.set_result(SimpleNamespace(result=result))
         return answer
 
-    def models(self, timeout: float = 0.0) -> list[str]:
+    def models(self, timeout=0.0):
         return ["whisper"]
 
 
-def site(planner: Planner) -> Site:
-    return Site(planner, 60.0)  # type: ignore[arg-type]
+def site(planner):
+    return Site(planner, 60.0)
 
 
-def recording(seconds: int) -> bytes:
+def recording(seconds):
     """Return a recording whose samples say how late it is, with sounds between that are no even noise."""
     late = np.repeat(np.arange(seconds, dtype=np.float32) / 100, RATE)
     sounds = np.where(np.arange(len(late)) // 2000 % 2, 0.004, 0) * np.where(np.arange(len(late)) % 2, 1, -1)
     return wav_of((late + sounds * (np.arange(len(late)) % RATE > 100)).astype(np.float32))
 
 
-def test_each_window_begins_where_the_last_segment_ended() -> None:
+def test_each_window_begins_where_the_last_segment_ended():
     planner = Planner()
     found = asyncio.run(site(planner).transcribe("whisper", recording(70), prompt="Names"))
     assert found.text == " ".join(map(str, range(70)))
@@ -78,23 +75,23 @@ def test_each_window_begins_where_the_last_segment_ended() -> None:
     assert planner.asked[2]["prompt"] == ["Names", *range(29), *range(29)]
 
 
-def test_what_was_drawn_at_random_is_not_gone_on_with() -> None:
+def test_what_was_drawn_at_random_is_not_gone_on_with():
     planner = Planner(temperature=0.8)
     asyncio.run(site(planner).transcribe("whisper", recording(40), prompt="Names"))
     assert [asked["prompt"] for asked in planner.asked] == [["Names"], None]
 
 
-def test_a_short_recording_is_one_request_without_times() -> None:
+def test_a_short_recording_is_one_request_without_times():
     planner = Planner()
     assert asyncio.run(site(planner).transcribe("whisper", recording(3))).segments == ()
     assert not planner.asked[0]["timestamps"]
 
 
-def ask(**fields: Any) -> Any:
+def ask(**fields):
     return asyncio.run(transcriptions(site(Planner()), checked(RecordingBody, {"file": recording(2), **fields})))
 
 
-def test_every_form_of_an_answer() -> None:
+def test_every_form_of_an_answer():
     assert ask() == {"text": "0 1"}
     assert ask(response_format="text") == "0 1\n"
     assert ask(response_format="srt") == (
@@ -114,7 +111,7 @@ def test_every_form_of_an_answer() -> None:
     assert (both["words"], both["segments"]) == (words["words"], verbose["segments"])
 
 
-def test_words_of_later_windows_have_times_of_the_recording() -> None:
+def test_words_of_later_windows_have_times_of_the_recording():
     fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "file": recording(40)}
     found = [(one["word"], one["start"]) for one in ask(**fields)["words"]]
     assert found == [(str(i), pytest.approx(i + 0.1)) for i in range(40)]
@@ -135,6 +132,6 @@ def test_words_of_later_windows_have_times_of_the_recording() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_done_is_refused(fields: dict[str, Any]) -> None:
+def test_what_is_not_done_is_refused(fields):
     with pytest.raises(RequestError):
         ask(**fields)

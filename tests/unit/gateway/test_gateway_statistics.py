@@ -1,20 +1,16 @@
 """Statistics for the dashboard: the planner's outcomes of all requests, and the gateway's own errors."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from hepti_mqtt.core.errors import DeadlineError, RequestError
 from hepti_mqtt.gateway.statistics import ERRORS, HOUR_S, GatewayStatistics
 
 NOW_S = 1e9
 
 
-def _answer(at_s: float, outcome: str = "ok") -> dict[str, Any]:
+def _answer(at_s, outcome="ok"):
     return {"time": at_s, "model": "m", "outcome": outcome, "latency_ms": 5.0, "predicted_ms": None, "plan": None}
 
 
-def test_errors_of_all_clients_are_shown_once_and_own_ones_with_words() -> None:
+def test_errors_of_all_clients_are_shown_once_and_own_ones_with_words():
     statistics = GatewayStatistics()
     statistics.add_error("m", RequestError("too long"), NOW_S - 10)
     statistics.add_error("m", DeadlineError("late"), NOW_S - 5)  # which the planner does not know of
@@ -28,7 +24,7 @@ def test_errors_of_all_clients_are_shown_once_and_own_ones_with_words() -> None:
     assert shown["answers"] == served[:1]
 
 
-def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
+def test_tokens_per_second_are_those_of_the_last_seconds():
     statistics = GatewayStatistics()
     assert statistics.tokens_per_s(NOW_S) is None
     for step in range(40):
@@ -37,6 +33,6 @@ def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
     assert statistics.tokens_per_s(NOW_S + 60) is None
 
 
-def test_what_is_older_than_an_hour_or_too_much_is_left_out() -> None:
+def test_what_is_older_than_an_hour_or_too_much_is_left_out():
     served = [_answer(NOW_S - HOUR_S - 1, "overloaded"), *(_answer(NOW_S, "overloaded") for _ in range(2 * ERRORS))]
     assert len(GatewayStatistics().to_dict(served, NOW_S)["errors"]) == ERRORS

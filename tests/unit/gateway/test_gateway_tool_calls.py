@@ -1,7 +1,5 @@
 """Calls of tools in a text that grows: nothing of a call is shown, and no text is lost."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -53,7 +51,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def divided(text: str, tools: list[dict], cuts: list[int]) -> tuple[str, list[str]]:
+def divided(text, tools, cuts):
     parser, shown, at = ToolText(tools), "", 0
     for stop in [*sorted(cuts), len(text)]:
         shown += parser.feed(text[at:stop])

@@ -1,13 +1,9 @@
 """Wyoming, heard by the protocol's own reference client, and by clients that break off."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
 import wave
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from wyoming.error import Error
 from wyoming.info import Describe, Info
 from wyoming.ping import Ping, Pong
 
-from hepti_mqtt.core.errors import DeadlineError, HeptiError
+from hepti_mqtt.core.errors import DeadlineError
 from hepti_mqtt.gateway import wyoming
 from hepti_mqtt.gateway.site import Spoken
 from hepti_mqtt.gateway.wyoming import Event, Wyoming, encode_event, read_event
@@ -30,11 +26,11 @@ PATIENCE_S = 30.0
 class FakeSite:
     """Hears how long a recording is; several at once wait for each other."""
 
-    def __init__(self, error: HeptiError | None = None, together: int = 1) -> None:
-        self.asked: list[tuple[str, bytes, dict[str, Any]]] = []
+    def __init__(self, error=None, together=1):
+        self.asked = []
         self.error, self.barrier = error, asyncio.Barrier(together)
 
-    async def transcribe(self, model: str, recording: bytes, **options: Any) -> Spoken:
+    async def transcribe(self, model, recording, **options):
         self.asked.append((model, recording, options))
         await self.barrier.wait()
         if self.error is not None:
@@ -45,14 +41,14 @@ class FakeSite:
         return Spoken(f"{len(recording)} bytes", str(options["language"] or "en"), 1.0)
 
 
-def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **options: Any) -> None:
+def conversation(site, talk, **options):
     """Serve while `talk`, which is given the port, runs."""
 
-    async def speech() -> Mapping[str, list[str]]:
+    async def speech():
         return {"whisper": ["de", "en"]}
 
-    async def main() -> None:
-        service = Wyoming(site, speech, **options)  # type: ignore[arg-type]
+    async def main():
+        service = Wyoming(site, speech, **options)
         server = await asyncio.start_server(service.serve, "127.0.0.1", 0, limit=wyoming.MAX_LINE)
         async with server, asyncio.timeout(PATIENCE_S):
             await talk(server.sockets[0].getsockname()[1])
@@ -60,35 +56,35 @@ def conversation(site: FakeSite, talk: Callable[[int], Awaitable[None]], **optio
     asyncio.run(main())
 
 
-async def say(client: AsyncTcpClient, pcm: np.ndarray, rate: int = 16_000, channels: int = 1) -> None:
+async def say(client, pcm, rate=16_000, channels=1):
     await client.write_event(AudioStart(rate, 2, channels).event())
     for first in range(0, len(pcm), 1024):
         await client.write_event(AudioChunk(rate, 2, channels, pcm[first : first + 1024].tobytes()).event())
     await client.write_event(AudioStop().event())
 
 
-async def program(client: AsyncTcpClient) -> Any:
+async def program(client):
     await client.write_event(Describe().event())
     return Info.from_event(await client.read_event()).asr[0]
 
 
-async def transcript(client: AsyncTcpClient, pcm: np.ndarray, *form: int) -> Transcript:
+async def transcript(client, pcm, *form):
     await say(client, pcm, *form)
     return Transcript.from_event(await client.read_event())
 
 
-def with_client(site: FakeSite, talk: Callable[[AsyncTcpClient], Awaitable[None]], **options: Any) -> None:
-    async def connect(port: int) -> None:
+def with_client(site, talk, **options):
+    async def connect(port):
         async with AsyncTcpClient("127.0.0.1", port) as client:
             await talk(client)
 
     conversation(site, connect, **options)
 
 
-def test_a_command_is_described_spoken_and_written() -> None:
+def test_a_command_is_described_spoken_and_written():
     site = FakeSite()
 
-    async def talk(client: AsyncTcpClient) -> None:
+    async def talk(client):
         await client.write_event(Ping("here").event())
         assert Pong.from_event(await client.read_event()).text == "here"
         assert [(m.name, m.languages) for m in (await program(client)).models] == [("whisper", ["de", "en"])]
@@ -104,10 +100,10 @@ def test_a_command_is_described_spoken_and_written() -> None:
     assert [options["language"] for _, _, options in site.asked] == ["de", None]
 
 
-def test_a_home_has_languages_and_names() -> None:
+def test_a_home_has_languages_and_names():
     site, both = FakeSite(), ["de", "en"]
 
-    async def talk(client: AsyncTcpClient) -> None:
+    async def talk(client):
         assert (await program(client)).models[0].languages == both
         for fields in (*({"language": one} for one in ("de-CH", "nb-NO", None)), {"transcript_names": ["Attic"]}):
             await client.write_event(Transcribe(**fields).event())
@@ -118,8 +114,8 @@ def test_a_home_has_languages_and_names() -> None:
     assert [options["prompt"] for _, _, options in site.asked] == ["Kitchen"] * 3 + ["Kitchen, Attic"]
 
 
-def test_a_long_recording_is_shown_as_it_is_written() -> None:
-    async def talk(client: AsyncTcpClient) -> None:
+def test_a_long_recording_is_shown_as_it_is_written():
+    async def talk(client):
         await say(client, np.tile(SOUND, 31))
         kinds = [await client.read_event() for _ in range(5)]
         assert [event.type.removeprefix("transcript") for event in kinds] == ["-start", "-chunk", "-chunk", "", "-stop"]
@@ -129,10 +125,10 @@ def test_a_long_recording_is_shown_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("audio", [False, True])
-def test_a_stop_without_sound_is_an_empty_text(audio: bool) -> None:
+def test_a_stop_without_sound_is_an_empty_text(audio):
     site = FakeSite()
 
-    async def talk(client: AsyncTcpClient) -> None:
+    async def talk(client):
         for _ in range(2):
             if audio:
                 assert (await transcript(client, SOUND[:16])).text == ""
@@ -144,9 +140,9 @@ def test_a_stop_without_sound_is_an_empty_text(audio: bool) -> None:
     assert not site.asked
 
 
-def test_several_satellites_speak_at_once() -> None:
-    async def talk(port: int) -> None:
-        async def one(length: int) -> str:
+def test_several_satellites_speak_at_once():
+    async def talk(port):
+        async def one(length):
             async with AsyncTcpClient("127.0.0.1", port) as client:
                 return (await transcript(client, SOUND[:length])).text
 
@@ -156,8 +152,8 @@ def test_several_satellites_speak_at_once() -> None:
     conversation(FakeSite(together=3), talk)
 
 
-def test_what_fails_is_an_error_and_the_end_of_the_connection() -> None:
-    async def talk(client: AsyncTcpClient) -> None:
+def test_what_fails_is_an_error_and_the_end_of_the_connection():
+    async def talk(client):
         await say(client, SOUND)
         assert Error.from_event(await client.read_event()).code == "deadline"
         assert await client.read_event() is None
@@ -182,8 +178,8 @@ BROKEN = [
 ]
 
 
-def test_broken_clients_are_told_and_harm_nobody() -> None:
-    async def talk(port: int) -> None:
+def test_broken_clients_are_told_and_harm_nobody():
+    async def talk(port):
         for data in BROKEN:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(data)
@@ -202,11 +198,11 @@ def test_broken_clients_are_told_and_harm_nobody() -> None:
     conversation(FakeSite(), talk)
 
 
-def test_one_client_too_many_and_a_silent_one_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_too_many_and_a_silent_one_are_turned_away(monkeypatch):
     monkeypatch.setattr(wyoming, "CLIENTS", 1)
     monkeypatch.setattr(wyoming, "STALL_S", 0.05)
 
-    async def talk(port: int) -> None:
+    async def talk(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(encode_event(Event("audio-chunk", {"rate": 16_000, "width": 2, "channels": 1}, bytes(64))))
         other, mine = await asyncio.open_connection("127.0.0.1", port)

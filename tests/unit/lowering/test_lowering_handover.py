@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_builder import validate
 from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, served, tensors
 from together import bound
 
@@ -18,7 +19,6 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.plan import Plan
-from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering.handover import HandoverError
 from hepti_mqtt.models import representative_shape
 from hepti_mqtt.runtime.worker.executor import BoundProgram, Executor

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from program_builder import ProgramBuilder
+from program_builder import ProgramBuilder, validate
 from sites import EVERY_FAMILY, FAMILIES, METHODS, always, plan, request, served, tensors
 from small_cnns import cnn, conv
 from swarm import Swarm
@@ -19,7 +19,7 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import Checkpoint, spec_of_kind
 from hepti_mqtt.core.ids import PLANNER
 from hepti_mqtt.core.profiles import Curve, DeviceProfile
-from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets, validate
+from hepti_mqtt.core.program import Compute, Program, Recv, Send, publish_targets
 from hepti_mqtt.cost.memory import weights_bytes
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes
 from hepti_mqtt.kernels import NarrowMatrix, Workers, loading_bytes, works

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from program_builder import validate
 from sites import EVERY_FAMILY, FAMILIES, TOLERANCE, plan, request, tensors
 from together import run_programs
 
@@ -16,7 +17,6 @@ from hepti_mqtt import models
 from hepti_mqtt.checkpoint import spec_of_kind
 from hepti_mqtt.core.ids import PlanVersion
 from hepti_mqtt.core.plan import Plan, apportion
-from hepti_mqtt.core.program import validate
 from hepti_mqtt.lowering import (
     PLANNER_INDEX,
     GraphBuilder,

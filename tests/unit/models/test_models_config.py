@@ -1,7 +1,5 @@
 """Configs become specs: what is read of the files of a model, and which file and key is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -55,6 +53,15 @@ WRONG = [
     (BERT, {"num_labels": 0, **CLASSIFIER}),
     *((VIT, {"patch_size": value}) for value in (6, 2.5)),
     *((VIT, {"image_size": value}) for value in ([20, 30], 0)),
+    (KINDS["tiny-gemma3"].config, {"use_bidirectional_attention": "all"}),
+    (KINDS["tiny-qwen3"].config, {"num_key_value_heads": 4}),
+    (KINDS["tiny-qwen3"].config, {"layer_types": ["chunked_attention"] * 3}),
+    (KINDS["tiny-smollm3"].config, {"no_rope_layers": [2, 1, 1, 0]}),
+    (KINDS["tiny-granite"].config, {"attention_multiplier": 0}),
+    (KINDS["tiny-qwen2"].config, {"rope_scaling": {"type": "linear", "factor": 0.5}}),
+    (KINDS["tiny-llama"].config, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+    (KINDS["tiny-llama"].config, {"num_key_value_heads": 3}),
+    (KINDS["tiny-llama"].config, {"eos_token_id": 211}),
 ]
 UNSUPPORTED = [
     *((DEBERTA, {key: None}) for key in ("relative_attention", "share_att_key", "position_biased_input")),
@@ -74,6 +81,26 @@ UNSUPPORTED = [
     (KINDS["tiny-distilbert"].config, {"activation": "mish"}),
     (KINDS["tiny-distilbert"].config, {"architectures": ["BertModel"]}),
     (KINDS["tiny-electra"].config, {"architectures": ["ElectraForPreTraining"]}),
+    (KINDS["tiny-qwen3"].config, {"causal_mode": "prefix"}),
+    (KINDS["tiny-gemma3"].config, {"attention_sinks": 4}),
+    (KINDS["tiny-gemma3"].config, {"attn_logit_softcapping": 50.0}),
+    (KINDS["tiny-qwen3"].config, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    (KINDS["tiny-gemma3-text"].config, {"final_logit_softcapping": 30.0}),
+    (KINDS["tiny-gemma3-text"].config, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
+    (KINDS["tiny-phi3"].config, {"partial_rotary_factor": 0.75}),
+    (KINDS["tiny-phi3"].config, {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}),
+    (KINDS["tiny-smollm3"].config, {"use_sliding_window": True}),
+    (KINDS["tiny-smollm3"].config, {"layer_types": ["sliding_attention"] * 4}),
+    (KINDS["tiny-llama"].config, {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}),
+    (KINDS["tiny-llama"].config, {"sliding_window": 8}),
+    (KINDS["tiny-llama"].config, {"rope_interleaved": True}),
+    (KINDS["tiny-llama"].config, {"hidden_act": "gelu_10"}),
+    (
+        KINDS["tiny-modernbert"].config,
+        {"classifier_pooling": "max", "architectures": ["ModernBertForSequenceClassification"]},
+    ),
+    (KINDS["tiny-nomic"].config, {"auto_map": {"AutoModel": "somebody/else--modeling.NomicBertModel"}}),
+    (KINDS["tiny-nomic"].config, {"rotary_emb_interleaved": True}),
 ]
 POOLINGS = (
     {**MEAN, "pooling_mode_cls_token": True},
@@ -289,14 +316,6 @@ def test_weights_of_another_family_are_refused(kind, given, tmp_path):
         Checkpoint.open(path)
 
 
-def test_wrong_values_are_named():
-    for base, changes in WRONG:
-        with pytest.raises(ModelError) as caught:
-            spec_of(base, **changes)
-        assert not isinstance(caught.value, UnsupportedModelError)
-        assert next(iter(changes)) in str(caught.value), changes
-
-
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA, QWEN2, GEMMA3 = (KINDS[f"tiny-{name}"].config for name in ("llama", "qwen2", "gemma3-text"))
@@ -318,6 +337,8 @@ DECODERS = [
     (GEMMA3, {"layer_types": None, "_sliding_window_pattern": 2}, {"layer_types": None}),
     (GEMMA3, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, None),
     (KINDS["tiny-gpt2"].config, {"is_causal": False}, None),
+    (KINDS["tiny-gemma3"].config, {"architectures": ["Gemma3ForCausalLM"]}, None),
+    (KINDS["tiny-qwen3-text"].config, {"is_causal": False}, None),
     (KINDS["tiny-gpt2"].config, {"is_causal": True}, {}),
 ]
 
@@ -401,12 +422,26 @@ def test_a_value_of_pictures_that_makes_no_sense_is_refused_by_its_key(kind):
         assert next(iter(change)) in str(caught.value), change
 
 
-def test_what_is_not_supported_is_named():
-    for base, changes in UNSUPPORTED:
-        with pytest.raises(UnsupportedModelError) as caught:
-            spec_of(base, **changes)
-        key = list(changes)[-1]
-        assert key in str(caught.value) or str(changes[key]).strip("[]'") in str(caught.value), changes
+def names_in(value):
+    """Yield the keys and values of JSON as texts."""
+    if isinstance(value, dict):
+        yield from map(str, value)
+        yield from (name for one in value.values() for name in names_in(one))
+    elif isinstance(value, list):
+        yield from (name for one in value for name in names_in(one))
+    else:
+        yield str(value)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "error"),
+    [*((*row, ModelError) for row in WRONG), *((*row, UnsupportedModelError) for row in UNSUPPORTED)],
+)
+def test_a_config_is_refused_by_what_is_wrong_or_not_supported(base, changes, error):
+    with pytest.raises(error) as caught:
+        spec_of(base, **changes)
+    assert type(caught.value) is error
+    assert any(name in str(caught.value) for name in names_in(changes))
 
 
 def test_labels_and_activations():
@@ -430,5 +465,5 @@ def test_the_number_of_experts_has_either_name(kind, key, other):
     renamed = {**config, other: config[key]}
     del renamed[key]
     assert models.spec_from_config(renamed, {}) == models.spec_from_config(config, {})
-    with pytest.raises(ModelError, match=other):
+    with pytest.raises(ModelError):
         models.spec_from_config({**config, other: 99}, {})

@@ -1,7 +1,5 @@
 """The NumPy oracle of every family, and stem and head as ops by the kernels' contract."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The next token: probabilities as transformers changes them, draws that depend on seed and place alone, and ends."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -58,16 +56,11 @@ def test_penalties_of_the_text_and_biases_change_the_likeliest_token():
 
 def test_a_text_ends_at_its_end_token_or_where_it_says():
     rules = replace(LIKELIEST, end=(3,), stops=lambda tokens: len(tokens) == 4)
-    assert [rules.ends(tokens) for tokens in ([], [1], [1, 3], [1, 3, 1], [1, 1, 1, 1])] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
+    ended = [rules.ends(tokens) for tokens in ([], [1], [1, 3], [1, 3, 1], [1, 1, 1, 1])]
+    assert ended == [False, False, True, False, True]
 
 
-def row_of(logits: np.ndarray, temperature: float, count: int) -> Candidates:
+def row_of(logits, temperature, count):
     """Return what devices say of a row."""
     best = np.argsort(-logits, kind="stable")[:count]
     lower = logits.astype(np.float64) - logits.max()
@@ -95,8 +88,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("count", [64, 1000])
-@pytest.mark.parametrize("spread", [2.0, 4.0])
+@pytest.mark.parametrize(("count", "spread"), [(64, 2.0), (64, 4.0), (1000, 4.0)])
 def test_candidates_give_the_token_of_all_logits_or_none(name, count, spread, monkeypatch):
     monkeypatch.setattr("hepti_mqtt.models.generation.CANDIDATES", count)
     sampling, hot = SAMPLINGS[name]

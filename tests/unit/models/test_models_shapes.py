@@ -1,7 +1,5 @@
 """Request shapes belong to the families: plain forms are their inverses, and a new family brings its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import readings
@@ -24,7 +22,7 @@ from hepti_mqtt.service.requests import ModelInput, split_into_batches
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
-def test_a_shape_comes_back_from_its_plain_form(name: str) -> None:
+def test_a_shape_comes_back_from_its_plain_form(name):
     spec = EVERY_FAMILY[name]
     for shape in (
         models.largest_shape(spec),
@@ -36,7 +34,7 @@ def test_a_shape_comes_back_from_its_plain_form(name: str) -> None:
         assert shape.size == sum(shape.sizes) == shape.plain().size
 
 
-def test_items_that_are_joined_can_be_taken_apart() -> None:
+def test_items_that_are_joined_can_be_taken_apart():
     tokens = TokenBatch((3, 5), mask_rows=(1, 4)).concatenate([TokenBatch((2,), mask_rows=(0,))])
     assert tokens == TokenBatch((3, 5, 2), mask_rows=(1, 4, 8))
     assert tokens.mask_positions == ((0, 1), (1, 1), (2, 0))
@@ -47,13 +45,13 @@ def test_items_that_are_joined_can_be_taken_apart() -> None:
     assert images.slice_items(1, 3) == (ImageBatch(2, 5), slice(1, 3))
 
 
-def test_a_session_is_not_divided_and_images_have_none() -> None:
+def test_a_session_is_not_divided_and_images_have_none():
     prompt = TokenBatch((3,), cache=64)
     assert prompt.slice_items(0, 1) == (prompt, slice(None))
     assert prompt.decode_step(1) == TokenBatch((1,), cache=64)
-    with pytest.raises(ValueError, match="session"):
+    with pytest.raises(ValueError):
         prompt.slice_items(0, 0)
-    with pytest.raises(ValueError, match="no session"):
+    with pytest.raises(ValueError):
         ImageBatch(1).decode_step(1)
 
 
@@ -67,7 +65,7 @@ def test_a_session_is_not_divided_and_images_have_none() -> None:
         ("tiny-gpt2", PlainShape((1,), session_rows=2**20)),
     ],
 )
-def test_a_forged_shape_of_another_family_is_refused(name: str, plain: PlainShape) -> None:
+def test_a_forged_shape_of_another_family_is_refused(name, plain):
     with pytest.raises(PlanError):
         shape_of(EVERY_FAMILY[name], plain)
 
@@ -77,11 +75,11 @@ ASKED = (Series(((9, 4),)), Series(((3, 2), (5, 0))), Series(((6, 1),), "hidden"
 
 
 @pytest.fixture(autouse=True)
-def _one_more_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_more_family(monkeypatch):
     monkeypatch.setitem(families.FAMILIES, readings.FAMILY, readings)
 
 
-def inputs(shape: Series, seed: int = 0) -> np.ndarray:
+def inputs(shape, seed=0):
     return models.random_inputs(SPEC, shape, np.random.default_rng(seed))
 
 
@@ -89,7 +87,7 @@ DECIDERS = {"searched": decide, "row": everyone(("row", {"variant": "kv"})), "co
 
 
 @pytest.mark.parametrize("decider", DECIDERS)
-def test_it_is_planned_divided_and_answered(decider: str) -> None:
+def test_it_is_planned_divided_and_answered(decider):
     held = tensors(SPEC)
     hosts = dict.fromkeys(("d0", "d1"), (1e9, 1 << 30))
     swarm = Swarm(SPEC, held, hosts, decider=DECIDERS[decider], batching=Batching())
@@ -111,7 +109,7 @@ def test_it_is_planned_divided_and_answered(decider: str) -> None:
     assert {type(stats.shape) for stats in runs} == {Series}
 
 
-def test_what_is_too_large_for_one_run_is_cut() -> None:
+def test_what_is_too_large_for_one_run_is_cut():
     shape = Series(((9, 8), (7, 0), (8, 3)))
     readings_of_all = inputs(shape)
     whole = ModelInput(shape, readings_of_all, is_list=True, top_k=1)
@@ -129,7 +127,7 @@ def test_what_is_too_large_for_one_run_is_cut() -> None:
 @pytest.mark.parametrize(
     "forged", [PlainShape((3,)), PlainShape((3, 3), mask_rows=(1, 2)), PlainShape((21,), mask_rows=(0,))]
 )
-def test_a_shape_that_none_of_its_requests_has_is_refused(forged: PlainShape) -> None:
+def test_a_shape_that_none_of_its_requests_has_is_refused(forged):
     with pytest.raises(PlanError):
         shape_of(SPEC, forged)
 

@@ -1,7 +1,5 @@
 """Checkpoints of two towers: what their files may say, and what they may lack."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans survive the wire, and shares divide exactly."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

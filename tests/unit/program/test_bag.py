@@ -1,7 +1,5 @@
 """Leases: every task is computed, whoever is slow or lost."""
 
-from __future__ import annotations
-
 from math import inf
 
 from hypothesis import given
@@ -11,7 +9,7 @@ from hepti_mqtt.strategies.task_queue import TaskQueue
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.data())
-def test_every_task_is_computed_whoever_is_lost(tasks: int, took: list[int], data: st.DataObject) -> None:
+def test_every_task_is_computed_whoever_is_lost(tasks, took, data):
     devices = [f"d{i}" for i in range(len(took))]
     lost = data.draw(st.dictionaries(st.sampled_from(devices[1:]), st.integers(0, 60))) if devices[1:] else {}
     bag = TaskQueue(tasks, devices, 0.0)
@@ -35,7 +33,7 @@ def test_every_task_is_computed_whoever_is_lost(tasks: int, took: list[int], dat
     assert sum(bag.tasks_done_by_device().values()) == tasks
 
 
-def test_a_late_lease_is_taken_over_once_and_the_first_result_counts() -> None:
+def test_a_late_lease_is_taken_over_once_and_the_first_result_counts():
     bag = TaskQueue(2, ["fast", "slow", "third"], 0.0)
     assert bag.lease_tasks(0.0) == []
     bag.complete_task("fast", 0, 1.0)

@@ -1,9 +1,5 @@
 """The run machine of executor and simulator: the next op, the effect of an exchange, the end of slots and runs."""
 
-from __future__ import annotations
-
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +9,7 @@ from hepti_mqtt.core.program import Recv, slots_written
 from hepti_mqtt.core.schedule import ProgramRun, RunMachine, make_template
 
 
-def both(b: ProgramBuilder) -> int:
+def both(b):
     """Two inputs, an op on each, and their sum: ops 2, 3, 4 and the Send 5."""
     x, y = b.recv((1,), "planner", 0), b.recv((1,), "peer", 1)
     late, early = b.compute("add", (y,), (1,)), b.compute("add", (x,), (1,))
@@ -21,7 +17,7 @@ def both(b: ProgramBuilder) -> int:
     return x
 
 
-def begun(machine: RunMachine[ProgramRun], run_id: int) -> ProgramRun:
+def begun(machine, run_id):
     b = ProgramBuilder("me")
     both(b)
     run = ProgramRun(run_id, make_template(b.build()))
@@ -29,14 +25,14 @@ def begun(machine: RunMachine[ProgramRun], run_id: int) -> ProgramRun:
     return run
 
 
-def fill(machine: RunMachine[ProgramRun], run: ProgramRun, *key: object) -> bool:
+def fill(machine, run, *key):
     slot = machine.slot_for(run, key)
     assert isinstance(slot, int)
     return machine.fill_slot(run, slot)
 
 
 def test_the_first_ready_op_of_the_first_admission_is_next():
-    machine: RunMachine[ProgramRun] = RunMachine()
+    machine = RunMachine()
     second, first = begun(machine, 9), begun(machine, 4)
     assert machine.next_op() is None
     fill(machine, second, 1, 0, "peer")
@@ -46,7 +42,7 @@ def test_the_first_ready_op_of_the_first_admission_is_next():
 
 
 def test_an_exchange_fills_its_slot_once():
-    machine: RunMachine[ProgramRun] = RunMachine()
+    machine = RunMachine()
     run = begun(machine, 1)
     assert machine.slot_for(run, (0, 1, "planner")) == "unexpected"
     assert fill(machine, run, 0, 0, "planner")
@@ -54,7 +50,7 @@ def test_an_exchange_fills_its_slot_once():
 
 
 def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
-    machine: RunMachine[ProgramRun] = RunMachine()
+    machine = RunMachine()
     run = begun(machine, 1)
     with pytest.raises(ValueError):
         begun(machine, 1)
@@ -66,7 +62,7 @@ def test_a_run_that_was_dropped_is_never_next_and_none_begins_twice():
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its_last_reader(rng, ops):
     program = any_program(rng, ops)
-    machine: RunMachine[ProgramRun] = RunMachine()
+    machine = RunMachine()
     run = ProgramRun(1, make_template(program))
     machine.admit(run)
     inputs = [op for op in program.ops if isinstance(op, Recv)]
@@ -95,7 +91,7 @@ def test_ops_begin_when_all_that_they_read_is_there_and_a_slot_is_over_after_its
     assert len(set(over)) == len(over)
 
 
-def any_program(rng: random.Random, ops: int):
+def any_program(rng, ops):
     """Return a Program of ops that read some earlier slots, one or several times, and write one or two."""
     b = ProgramBuilder("me")
     slots = [b.recv((1,), "peer", n) for n in range(rng.randint(1, 4))]

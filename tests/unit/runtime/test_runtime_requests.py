@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_site import ROW, SPEC, Site, everyone, settled
 
-from hepti_mqtt.core.errors import DeadlineError, IdInUseError, PlanError, RemoteError
+from hepti_mqtt.core.errors import DeadlineError, PlanError, RemoteError
 from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.models.shapes import TokenBatch
 from hepti_mqtt.protocol import messages
@@ -137,21 +137,6 @@ def test_a_request_that_arrives_after_its_cancellation_is_refused_for_a_while() 
     site.now += CANCELLED_S
     site.serve("r2")
     assert "r2" in site.answers, "later it is another request with the same id"
-
-
-def test_a_repeated_request_runs_once_and_another_one_under_its_id_is_refused() -> None:
-    site = settled("a", in_flight=1)
-    first = site.submit("r1", 8)
-    for name in ("r2", "r1", "r2"):
-        site.submit(name, 8)
-    for name, run_id in (("r1", 1), ("r2", 2)):
-        other = Request(RequestKey("m", "c", name), first.batches, "other", 60.0, digest=b"other")
-        (refused,) = site.session.handle(interface.RequestArrived(other), site.now)
-        assert refused.request.reply_context == "other"
-        assert isinstance(refused.error, IdInUseError)
-        site.answer(run_id)
-    assert set(site.answers) == {"r1", "r2"}
-    assert len(site.work) == 2
 
 
 def test_a_request_that_a_device_cannot_compute_ends_with_the_devices_error_after_two_attempts() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_site import Site, caps, everyone, preparing, settled
+from scripted_site import ROW, Site, caps, everyone, preparing, settled
 
 from hepti_mqtt import __version__
 from hepti_mqtt.core.errors import ModelError, PlanError, RemoteError
@@ -147,6 +148,35 @@ def test_progress_with_other_plans_counts_because_a_device_loads_one_after_anoth
     assert seconds >= 60 if loaded_bytes else seconds < 25
 
 
+# -- devices outside of the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("site_of_plan", "report"),
+    [
+        *((state, code) for state in (preparing, settled) for code in ("mesh", "forgotten")),
+        *((preparing, kind) for kind in ("memory", "wire", "ready", "progress")),
+    ],
+)
+def test_a_report_of_a_device_outside_of_the_plan_changes_nothing(
+    site_of_plan: Callable[..., Site], report: str
+) -> None:
+    site = site_of_plan("a", "b", "c", pins=ROW)
+    prepare, version = last_prepare(site)
+    about = (prepare.transaction_id, "m", version)
+    reports = {
+        "ready": messages.Ready(*about, 5, b"otherone"),
+        "progress": messages.PrepareProgress(*about, 1, 2),
+    }
+    stray = reports.get(report, messages.PrepareFailed(*about, report, "no", 0, ("a",)))
+    for count in range(1, 9):
+        assert site.receive("c", stray) == []
+        assert site.session.counters["foreign_message"] == count
+    site.ready("a", "b")
+    assert site.plan.version == version
+    site.serve("r")
+
+
 # -- standby ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +255,17 @@ def test_unused_and_pinned_models_have_no_standby(options: dict) -> None:
     site, _, _ = serving("a", "b", **options)
     site.pass_by(5)
     assert not standby_searches(site)
+
+
+def test_only_its_device_reports_on_a_standby_plan() -> None:
+    site, _, other = serving("a", "b")
+    site.mute = {other}
+    site.pass_by(5)
+    version = standby_searches(site)[0].question.plan_version
+    assert site.receive(site.plan.root, messages.Ready(0, "m", version, 5, bytes(8))) == []
+    released = [command.topic for command in site.receive(other, messages.Ready(0, "m", version, 5, bytes(8)))]
+    assert len(released) == 1, "it keeps the weights"
+    assert other in released[0]
 
 
 @pytest.mark.parametrize("refuses", [True, False])

@@ -113,7 +113,7 @@ class Device:
             else:
                 out.append(command)
             if isinstance(command, Publish):
-                self.sent.append(messages.decode_report(command.payload))
+                self.sent.append(messages.decode_sealed_report(command.payload)[0])
             elif isinstance(command, LogTrouble):
                 self.troubles.append(command)
         while self.builds and self.orders:

@@ -1,7 +1,5 @@
 """Forecasts: computed on a thread of their own, looked up without waiting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames, sent_bytes, simulate
 from hepti_mqtt.models.shapes import TokenBatch
-from hepti_mqtt.planner import SimulatedRequest
+from hepti_mqtt.planner import RequestSimulation
 from hepti_mqtt.runtime.coordinator.plans import PlanSnapshot
 from hepti_mqtt.runtime.coordinator.requests import RunStats
 from hepti_mqtt.service import forecast as module
@@ -26,8 +24,8 @@ SHAPES = [TokenBatch((n,)) for n in (5, 6, 7)]
 
 
 @pytest.fixture(scope="module")
-def spec(checkpoints):
-    return checkpoints["bert"].spec
+def spec(bert):
+    return bert.spec
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def test_what_the_search_has_simulated_is_known_at_once_and_not_simulated_again(
         TopicNames("home", "bert"), spec, SHAPES[0], device_programs(spec, one.plan, SHAPES[0]), CLUSTER
     )
     forecasts.request("bert", SHAPES[:2])
-    forecasts.set_plans((replace(one, simulated=SimulatedRequest(SHAPES[0], simulation)), other))
+    forecasts.set_plans((replace(one, simulated=RequestSimulation(SHAPES[0], simulation)), other))
     forecast = forecasts.lookup(one.plan, SHAPES[0])
     assert not forecasts.lookup(other.plan, SHAPES[0]).simulated, "the search has simulated it under one plan"
     make_all()
@@ -179,10 +177,13 @@ def test_what_is_asked_for_waits_for_no_pause(forecasts, spec, simulated, make_a
     assert {number for number, _ in simulated[2:]} == {1}, "the other plan is gone"
 
 
-def test_what_waits_and_what_is_kept_is_bounded(forecasts, spec, simulated, monkeypatch, make_all):
-    monkeypatch.setattr(module, "MAX_PENDING", 2)
-    monkeypatch.setattr(module, "KEPT", 1)
-    monkeypatch.setattr(module, "RECENT_SHAPES", 1)
+@pytest.fixture
+def low_limits(monkeypatch):
+    for name, limit in {"MAX_PENDING": 2, "KEPT": 1, "RECENT_SHAPES": 1}.items():
+        monkeypatch.setattr(module, name, limit)
+
+
+def test_what_waits_and_what_is_kept_is_bounded(low_limits, forecasts, spec, simulated, make_all):
     one = standing(spec)
     forecasts.set_plans((one,))
     forecasts.request("bert", SHAPES)

@@ -1,11 +1,8 @@
 """Texts by a JSON schema: whatever the model likes, the text is JSON by it; what is no schema is refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ pytest.importorskip("llguidance")
 PADDED = 5  # rows of the logits that are no token
 
 
-def byte_level() -> Tokenizer:
+def byte_level():
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '{"', '":', "true", "\u0120{", "}}"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
@@ -30,7 +27,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def sentence_piece() -> Tokenizer:
+def sentence_piece():
     pieces = ["<s>", "<|end|>", "\u2581", '{"', "\u2581{", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<s>"))
@@ -40,7 +37,7 @@ def sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-def opened(tokenizer: Tokenizer) -> Any:
+def opened(tokenizer):
     ends = (tokenizer.token_to_id("<|end|>"),)
     return SimpleNamespace(model="m", has_tokenizer=True, tokenizer=tokenizer, end_tokens=ends, spec=None)
 
@@ -56,12 +53,12 @@ NOTHING = {"type": "object", "additionalProperties": False}
 FUNCTIONS = [{"name": "open", "parameters": DOOR}, {"name": "stop", "parameters": NOTHING}]
 
 
-def is_door(value: Any) -> bool:
+def is_door(value):
     values = {"door": ("front", "back"), "open": (True, False), "for": (1, 2, None)}
     return {"door", "open"} <= value.keys() and all(one in values[key] for key, one in value.items())
 
 
-def is_call(value: Any) -> bool:
+def is_call(value):
     right = {"open": is_door, "stop": lambda given: given == {}}
     return value.keys() == {"name", "arguments"} and right[value["name"]](value["arguments"])
 
@@ -72,11 +69,11 @@ SCHEMAS = {"an object": (DOOR, is_door), "a call": (call_schema(FUNCTIONS, "argu
 @pytest.mark.parametrize("name", OPENED)
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema: str, temperature: float) -> None:
+def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name, schema, temperature):
     checkpoint, (wanted, fits) = OPENED[name], SCHEMAS[schema]
     vocab = checkpoint.tokenizer.get_vocab_size() + PADDED
     for seed in range(10):
-        rng, tokens = np.random.default_rng(seed), list[int]()
+        rng, tokens = np.random.default_rng(seed), []
         rules = with_schema(checkpoint, TokenRules(checkpoint.end_tokens, seed=seed), wanted, vocab)
         while not rules.ends(tokens):
             logits = rng.standard_normal((1, vocab), np.float32) * 4
@@ -105,12 +102,12 @@ def test_a_text_is_json_by_its_schema_whatever_the_model_likes(name: str, schema
         {"description": "x" * 200_000},
     ],
 )
-def test_a_schema_that_is_none_or_not_supported_is_refused(schema: Any) -> None:
+def test_a_schema_that_is_none_or_not_supported_is_refused(schema):
     with pytest.raises(RequestError):
         JsonGrammar(OPENED["byte level"], schema, 300)
 
 
-def test_no_token_at_all_is_an_error_and_no_text() -> None:
+def test_no_token_at_all_is_an_error_and_no_text():
     grammar = JsonGrammar(OPENED["byte level"], DOOR, 8)  # all tokens that the schema allows are beyond the logits
     with pytest.raises(ModelError):
         grammar.allowed([])
@@ -119,23 +116,19 @@ def test_no_token_at_all_is_an_error_and_no_text() -> None:
 @pytest.mark.parametrize(
     ("value", "schema"),
     [
-        (None, None),
-        ({"type": "text"}, None),
+        *((value, None) for value in (None, {"type": "text"})),
         ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_schema", "json_schema": {"name": "d", "schema": DOOR}}, DOOR),
+        *((value, RequestError) for value in ("json", {"type": "xml"}, {"type": "json_schema"}, [])),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, RequestError),
     ],
 )
-def test_formats(value: Any, schema: Any) -> None:
-    assert read_format(value) == schema
-
-
-NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": "x"}}
-
-
-@pytest.mark.parametrize("value", ["json", {"type": "xml"}, {"type": "json_schema"}, NO_SCHEMA, []])
-def test_a_format_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(RequestError):
-        read_format(value)
+def test_formats(value, schema):
+    if schema is RequestError:
+        with pytest.raises(RequestError):
+            read_format(value)
+    else:
+        assert read_format(value) == schema
 
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
@@ -155,7 +148,7 @@ TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
         (5, TOOLS, None),
     ],
 )
-def test_a_choice_of_tools_names_what_must_be_called(choice: Any, tools: Any, names: list[str] | None) -> None:
+def test_a_choice_of_tools_names_what_must_be_called(choice, tools, names):
     if names is None:
         with pytest.raises(RequestError):
             read_choice(choice, tools)
@@ -163,7 +156,7 @@ def test_a_choice_of_tools_names_what_must_be_called(choice: Any, tools: Any, na
         assert [function["name"] for function in read_choice(choice, tools)] == names
 
 
-def test_without_the_library_a_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_schema_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match="grammar"):
+    with pytest.raises(RequestError):
         JsonGrammar(OPENED["byte level"], DOOR, 300)

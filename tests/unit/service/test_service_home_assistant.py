@@ -1,10 +1,7 @@
 """Discovery for Home Assistant: payloads against a schema written from its own, and what follows from its messages."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import msgpack
 import pytest
@@ -23,16 +20,20 @@ TASKS = {"mini": "embedding", "mood": "classification"}
 # -- Home Assistant's rules (components/mqtt/schemas.py: device discovery, and those of the platforms used) -----------
 
 
-def topic(value: Any) -> str:
+def topic(value):
     if not isinstance(value, str) or not value or set("+#\0") & set(value):
         raise vol.Invalid("not a topic to publish to")
     return value
 
 
-def template(value: Any) -> str:
+def template(value):
     if not isinstance(value, str) or value.count("{{") != value.count("}}"):
         raise vol.Invalid("not a template")
     return value
+
+
+def optional(*names):
+    return dict.fromkeys(map(vol.Optional, names), str)
 
 
 ENTITY = {
@@ -43,19 +44,18 @@ ENTITY = {
     vol.Optional("json_attributes_topic"): topic,
     vol.Optional("json_attributes_template"): template,
     vol.Optional("value_template"): template,
-    vol.Optional("device_class"): str,
+    **optional("device_class"),
 }
 SENSOR = {
     **ENTITY,
-    vol.Optional("unit_of_measurement"): str,
+    **optional("unit_of_measurement"),
     vol.Optional("state_class"): vol.Any("measurement", "total", "total_increasing"),
     vol.Optional("options"): vol.All([str], vol.Length(min=1)),
 }
 SWITCH = {
     **ENTITY,
+    **optional("payload_on", "payload_off"),
     vol.Required("command_topic"): topic,
-    vol.Optional("payload_on"): str,
-    vol.Optional("payload_off"): str,
     vol.Optional("retain"): bool,
 }
 PLATFORMS = {"sensor": vol.Schema(SENSOR), "update": vol.Schema(ENTITY), "switch": vol.Schema(SWITCH)}
@@ -65,15 +65,11 @@ DISCOVERY = vol.Schema(
             {
                 vol.Optional("identifiers"): [str],
                 vol.Optional("connections"): [[str]],
-                vol.Optional("name"): str,
-                vol.Optional("manufacturer"): str,
-                vol.Optional("model"): str,
-                vol.Optional("sw_version"): str,
-                vol.Optional("via_device"): str,
+                **optional("name", "manufacturer", "model", "sw_version", "via_device"),
             },
             lambda device: device if device.get("identifiers") or device.get("connections") else vol.Invalid("no id"),
         ),
-        vol.Required("origin"): {vol.Required("name"): str, vol.Optional("sw_version"): str},
+        vol.Required("origin"): {vol.Required("name"): str, **optional("sw_version")},
         vol.Required("components"): vol.Schema({str: lambda part: PLATFORMS[part["platform"]](part)}),
         vol.Optional("state_topic"): topic,
         vol.Optional("availability"): [{vol.Required("topic"): topic, vol.Optional("value_template"): template}],
@@ -86,11 +82,11 @@ OBJECT_ID = re.compile(r"homeassistant/device/[a-zA-Z0-9_-]+/config")
 class Broker:
     """What is retained."""
 
-    def __init__(self, session: HomeAssistantSession) -> None:
-        self.session, self.kept = session, dict[str, bytes]()
-        self.topics: list[str] = []
+    def __init__(self, session):
+        self.session, self.kept = session, {}
+        self.topics = []
 
-    def take(self, messages: Any) -> None:
+    def take(self, messages):
         for message in messages:
             assert message.retain
             self.topics.append(message.topic)
@@ -99,39 +95,37 @@ class Broker:
             else:
                 self.kept.pop(message.topic, None)
 
-    def hear(self, topic_: str, payload: bytes, now: float = 0.0) -> None:
+    def hear(self, topic_, payload, now=0.0):
         self.take(self.session.handle_message(topic_, payload, now))
 
-    def configs(self) -> dict[str, Any]:
+    def configs(self):
         return {name: json.loads(body) for name, body in self.kept.items() if name.endswith("/config")}
 
-    def state(self, kind: Any, name: str) -> dict[str, Any]:
-        state_of_entity: dict[str, Any] = json.loads(self.kept[TOPICS.home(kind, name)])
-        return state_of_entity
+    def state(self, kind, name):
+        return json.loads(self.kept[TOPICS.home(kind, name)])
 
 
-def started(tasks: dict[str, str] = TASKS) -> Broker:
+def started(tasks=TASKS):
     broker = Broker(HomeAssistantSession(TOPICS, "homeassistant", tasks))
     broker.take(broker.session.handle_connection(0.0))
     return broker
 
 
-def online(name: str, broker: Broker, version: str = "0.2.0") -> None:
+def online(name, broker, version="0.2.0"):
     broker.hear(TOPICS.status(name), encode_status(Status("online", 7, version=version)))
 
 
-def beat(cpu: float = 0.25, temperature: float | None = 48.5) -> bytes:
+def beat(cpu=0.25, temperature=48.5):
     return encode_heartbeat(Heartbeat(7, 1, cpu, 1 << 30, temperature, 2e-3, 1e7, 1.25, 1 << 20))
 
 
-def record(devices: tuple[str, ...], weights: tuple[float, ...]) -> bytes:
+def record(devices, weights):
     fields = a_record()
     plan = {"strategy": "row", "devices": list(devices), "weights": {"rows": list(weights)}, "reason": "why " * 100}
-    payload: bytes = msgpack.packb({**fields, "active": {**A_PLAN, **plan}, "preparing": None})
-    return payload
+    return msgpack.packb({**fields, "active": {**A_PLAN, **plan}, "preparing": None})
 
 
-def test_every_payload_is_valid_and_names_its_own() -> None:
+def test_every_payload_is_valid_and_names_its_own():
     broker = started({**TASKS, "gpt": "generation", "cat": "image_classification", "order": RANKING})
     for name in ("pi-1", "pi_2"):
         online(name, broker)
@@ -150,7 +144,7 @@ def test_every_payload_is_valid_and_names_its_own() -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True), unique=True, max_size=6), st.integers(0, 5))
-def test_devices_that_are_forgotten_leave_nothing(names: list[str], kept: int) -> None:
+def test_devices_that_are_forgotten_leave_nothing(names, kept):
     broker = started()
     for name in names:
         online(name, broker)
@@ -160,7 +154,7 @@ def test_devices_that_are_forgotten_leave_nothing(names: list[str], kept: int) -
     assert {TOPICS.home("device", name) for name in names[kept:]}.isdisjoint(broker.kept)
 
 
-def test_a_birth_message_brings_everything_again() -> None:
+def test_a_birth_message_brings_everything_again():
     broker = started()
     online("pi-1", broker)
     broker.topics.clear()
@@ -170,7 +164,7 @@ def test_a_birth_message_brings_everything_again() -> None:
     assert set(broker.topics) == set(broker.kept)
 
 
-def test_what_an_earlier_planner_left_is_cleared_and_nothing_else() -> None:
+def test_what_an_earlier_planner_left_is_cleared_and_nothing_else():
     broker = started()
     online("pi-1", broker)
     ghost, other = "homeassistant/device/hepti_home_MODEL_old/config", "homeassistant/device/zigbee_lamp/config"
@@ -185,7 +179,7 @@ def test_what_an_earlier_planner_left_is_cleared_and_nothing_else() -> None:
     assert {other, neighbour} < broker.kept.keys()
 
 
-def test_states_say_load_share_and_plan() -> None:
+def test_states_say_load_share_and_plan():
     broker = started()
     online("a", broker)
     online("b", broker)
@@ -200,7 +194,7 @@ def test_states_say_load_share_and_plan() -> None:
     assert broker.state("model", "mood")["state"] == "no plan"
 
 
-def test_a_switch_shows_what_people_want_whatever_comes_first() -> None:
+def test_a_switch_shows_what_people_want_whatever_comes_first():
     broker = started()
     broker.hear(TOPICS.use("a"), b"off")  # retained: before the device is known
     online("a", broker)
@@ -215,7 +209,7 @@ def test_a_switch_shows_what_people_want_whatever_comes_first() -> None:
         assert broker.state("device", "a")["use"] == "on"
 
 
-def test_heartbeats_are_passed_on_slowly() -> None:
+def test_heartbeats_are_passed_on_slowly():
     broker = started()
     online("a", broker)
     for second in range(100):
@@ -223,10 +217,10 @@ def test_heartbeats_are_passed_on_slowly() -> None:
     assert broker.topics.count(TOPICS.home("device", "a")) <= 2 + 100 / STATE_S
 
 
-def test_labels_long_texts_and_errors() -> None:
+def test_labels_long_texts_and_errors():
     broker = started({"mood": "classification", "gpt": "generation", "ears": "transcription"})
 
-    def reply(model: str, latency_ms: float, now: float, **answer: Any) -> dict[str, Any]:
+    def reply(model, latency_ms, now, **answer):
         broker.take(broker.session.record_reply(model, latency_ms, json.dumps(answer).encode(), now))
         return broker.state("model", model)
 
@@ -246,7 +240,7 @@ def test_labels_long_texts_and_errors() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[]", b"null"])
-def test_what_cannot_be_read_is_ignored(payload: bytes) -> None:
+def test_what_cannot_be_read_is_ignored(payload):
     broker = started()
     online("a", broker)
     kept = dict(broker.kept)

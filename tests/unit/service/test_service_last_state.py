@@ -1,10 +1,6 @@
 """The state that a planner leaves to the next one: read again until it is replaced, and only for the same model."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ PLAN = Plan("tiny", PlanVersion(4, 2), "single", ("a",), "a", predicted_s=0.5)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Checkpoint]]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     opened = [Checkpoint.open(make_model("tiny-llama", root / str(seed), seed), "tiny") for seed in (1, 2)]
     yield opened
@@ -31,17 +27,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Check
         checkpoint.close()
 
 
-def saved(directory: Path, models: dict[str, Checkpoint]) -> None:
+def saved(directory, models):
     longest = largest_shape(models["tiny"].spec).session_rows
     texts = [HeldText((PlanVersion(4, 2), n), np.arange(-3, 9 + n, dtype=np.int32), longest, "tiny") for n in (5, 3)]
     save_state(directory, {"tiny": EarlierPlan(PLAN, {"a": 9})}, texts, models, LOG)
 
 
-def described(state: LastState) -> tuple[object, ...]:
+def described(state):
     return state.plans, [(t.session, t.ids.tolist(), t.model) for t in state.texts]
 
 
-def test_texts_and_plans_stay_until_they_are_replaced(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+def test_texts_and_plans_stay_until_they_are_replaced(tmp_path, checkpoints):
     models = {"tiny": checkpoints[0], "tiny.image": checkpoints[1]}
     saved(tmp_path, models)
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
@@ -53,7 +49,7 @@ def test_texts_and_plans_stay_until_they_are_replaced(tmp_path: Path, checkpoint
     assert described(read_state(tmp_path, models, LOG)) == (plans, [])
 
 
-def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path: Path, checkpoints: list[Checkpoint]) -> None:
+def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path, checkpoints):
     one, other = checkpoints
     for before, after in (
         ({"tiny": one}, {"tiny": other}),
@@ -64,9 +60,7 @@ def test_texts_of_another_model_or_another_tower_are_dropped(tmp_path: Path, che
 
 
 @pytest.mark.parametrize("fault", ["a changed byte", "empty", "another format", "another version"])
-def test_a_file_that_is_not_this_planners_is_dropped(
-    tmp_path: Path, checkpoints: list[Checkpoint], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_this_planners_is_dropped(tmp_path, checkpoints, fault, monkeypatch):
     models = {"tiny": checkpoints[0]}
     saved(tmp_path, models)
     data = bytearray((tmp_path / FILE).read_bytes())

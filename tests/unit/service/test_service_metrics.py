@@ -1,12 +1,9 @@
 """Prometheus: what is exposed can be parsed, keeps its conventions, and is what dashboard and alerts ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,19 +26,19 @@ BEAT = Heartbeat(
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def parsed(text: str) -> tuple[Samples, dict[str, str]]:
+def parsed(text):
     """Return the samples by name and labels, and the type of each family."""
     families = list(text_string_to_metric_families(text))
     samples = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
     return samples, {family.name: family.type for family in families}
 
 
-def value(samples: Samples, name: str, **labels: str) -> float:
+def value(samples, name, **labels):
     return samples[name, frozenset(labels.items())]
 
 
 @pytest.fixture
-def planner() -> PlannerMetrics:
+def planner():
     """Return the metrics of a site that has answered, refused, and changed its plan."""
     metrics, site = PlannerMetrics(["m"], lambda: {"malformed": 2}), settled("a", "b", decider=everyone)
     site.event(interface.DeviceHeartbeat("a", BEAT))
@@ -58,9 +55,9 @@ def planner() -> PlannerMetrics:
     return metrics
 
 
-def test_the_planner_counts_what_happened(planner: PlannerMetrics) -> None:
+def test_the_planner_counts_what_happened(planner):
     samples, types = parsed(generate_latest(planner.registry).decode())
-    expected: list[tuple[str, float, dict[str, str]]] = [
+    expected = [
         ("hepti_planner_request_seconds_count", 1, {"model": "m", "outcome": "ok"}),
         ("hepti_planner_request_seconds_bucket", 1, {"model": "m", "outcome": "ok", "le": "0.025"}),
         ("hepti_planner_request_seconds_count", 1, {"model": "m", "outcome": "deadline"}),
@@ -78,19 +75,19 @@ def test_the_planner_counts_what_happened(planner: PlannerMetrics) -> None:
     assert not [name for name in types if name.endswith(units)], "names by Prometheus' conventions"
 
 
-def queries() -> list[str]:
+def queries():
     panels = json.loads((CONFIGS / "grafana.json").read_text())["panels"]
     rules = yaml.safe_load((CONFIGS / "alerts.yaml").read_text())["groups"][0]["rules"]
     return [t["expr"] for panel in panels for t in panel["targets"]] + [rule["expr"] for rule in rules]
 
 
-def test_dashboard_and_alerts_ask_for_what_there_is(planner: PlannerMetrics) -> None:
+def test_dashboard_and_alerts_ask_for_what_there_is(planner):
     served = planner.serve(("127.0.0.1", 0))
     try:
         samples, _ = parsed(read(served))
     finally:
         served.close()
-    labels: dict[str, set[str]] = {}
+    labels = {}
     for name, pairs in samples:
         labels.setdefault(name, set()).update(key for key, _ in pairs)
     metrics = queries()
@@ -104,14 +101,13 @@ def test_dashboard_and_alerts_ask_for_what_there_is(planner: PlannerMetrics) -> 
             assert set(group.replace(" ", "").split(",")) <= set().union(*(labels[name] for name in names)), query
 
 
-def read(server: Any) -> str:
+def read(server):
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20) as answer:
-        text: str = answer.read().decode()
-        return text
+        return answer.read().decode()
 
 
-def test_an_agent_serves_its_last_heartbeat_and_one_address_has_one_server() -> None:
-    last: list[Heartbeat | None] = [None]
+def test_an_agent_serves_its_last_heartbeat_and_one_address_has_one_server():
+    last = [None]
     served = serve_device(("127.0.0.1", 0), "a", lambda: last[0])
     try:
         assert "hepti_agent_info" in read(served)

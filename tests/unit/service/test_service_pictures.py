@@ -1,19 +1,19 @@
 """Pictures in requests: what is read of them, what is refused before it costs memory or time, labels and maps."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io
-import json
 import struct
+import sys
 import urllib.parse
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
+from question_cases import put
 from service_support import encoded, noise, run
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
@@ -105,9 +105,9 @@ def test_avif_is_read_and_heic_where_its_library_is(vision, monkeypatch):
     plain, turned = read_input(vision, {"images": files}).inputs.astype(int)
     assert abs(plain - want).max() < 9
     assert abs(turned[:, ::-1, ::-1] - want).max() < 9
-    if boxed_pictures.importlib.util.find_spec("pi_heif") is not None:
+    if find_spec("pi_heif") is not None:
         assert read_input(vision, {"image": HEIC}).inputs.shape == (1, 3, 20, 20)
-    monkeypatch.setattr(boxed_pictures, "_HEIC", "no_such_library")
+    monkeypatch.setitem(sys.modules, "pi_heif", None)
     with pytest.raises(RequestError):
         read_input(vision, {"image": HEIC})
 
@@ -167,8 +167,7 @@ def test_damaged_pictures_are_read_or_refused(vision, kind):
 
 def test_a_resample_that_pillow_does_not_know_is_a_model_error(tmp_path):
     path = make_model("tiny-vit", tmp_path / "m")
-    file = path / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "resample": 9}))
+    put("preprocessor_config.json", resample=9)(path)
     with pytest.raises(ModelError):
         Checkpoint.open(path)
 
@@ -187,7 +186,7 @@ def test_pixels_are_bounded_over_all_pictures_of_a_request(vision, monkeypatch):
 
 
 def test_no_picture_is_decoded_of_a_request_that_has_too_many_pixels(vision, monkeypatch):
-    monkeypatch.setattr(pictures, "_pixels", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
     with pytest.raises(RequestError):
         read_input(vision, {"images": [encoded(Image.new("1", (3000, 3000)))] * 3})
 

@@ -3,8 +3,6 @@
 `tests/helpers/make_answers.py` writes what the reference answers.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -168,15 +166,6 @@ REFUSED = [
     ("gpt2", {"pairs": [["a", "b"]]}),
     ("gpt2", {"messages": [{"role": "user", "content": "a"}]}),
     ("gpt2", {"text": "a", "tools": [{"type": "function", "function": {"name": "open"}}]}),
-    *(
-        ("gpt2", {"ids": [5], key: value})
-        for key, values in {
-            "top_p": (0,),
-            "logit_bias": ([1], {"a": 1}, {"999999": 1}, {"1": 101}),
-            "stop": (3, [""], ["x"] * 17, [3]),
-        }.items()
-        for value in values
-    ),
     ("minilm", {"text": "a", "temperature": 1}),
     ("bert-entities", {"query": "a", "documents": ["b"]}),
     ("bert-classifier", {"query": "a", "documents": ["b"]}),  # five labels, and no score

@@ -1,25 +1,21 @@
 """What a planner refuses at its start, because no device would take it or no request could be read."""
 
-from __future__ import annotations
-
 import contextlib
-import json
 import threading
 
 import pytest
+from question_cases import put
 
-from hepti_mqtt.checkpoint import Checkpoint, make_model
+from hepti_mqtt.checkpoint import make_model
 from hepti_mqtt.config.options import PinOptions, PlannerOptions
 from hepti_mqtt.core.errors import CertificateDateError, ConfigError, ModelError, UnsupportedModelError
-from hepti_mqtt.models import spec_from_dict
 from hepti_mqtt.service import planner
 from hepti_mqtt.service.setup import PlannerConfig, open_models
 from hepti_mqtt.transport.url import BrokerUrl
 
 
-def configured(path, **changes):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
+def configured(path, file="config.json", **changes):
+    put(file, **changes)(path)
     return path
 
 
@@ -50,22 +46,10 @@ def test_one_of_several_models_that_cannot_be_quantised_is_served_as_it_is(tmp_p
         quantised([bert.parent])
 
 
-def test_many_long_labels_do_not_travel(tmp_path):
-    path = make_model("tiny-bert-classifier", tmp_path / "m")
-    with Checkpoint.open(path) as checkpoint:
-        labels = {str(i): f"{i:073}" for i in range(len(checkpoint.spec.head.labels))}
-    configured(path, id2label=labels)
-    with Checkpoint.open(path) as checkpoint:
-        travelled = spec_from_dict(checkpoint.spec.to_dict())
-        assert (travelled.head.outputs, travelled.head.labels) == (len(labels), ())
-        assert checkpoint.spec.head.labels == tuple(labels.values())
-
-
 def test_what_every_device_would_refuse_is_refused_at_the_start(tmp_path):
     path = configured(make_model("tiny-resnet", tmp_path / "m"), image_size=5000)
-    pictures = path / "preprocessor_config.json"
     framed = {"size": {"shortest_edge": 5000}, "crop_size": {"height": 5000, "width": 5000}}
-    pictures.write_text(json.dumps({**json.loads(pictures.read_text()), **framed}))
+    configured(path, "preprocessor_config.json", **framed)
     with pytest.raises(UnsupportedModelError) as caught:
         opened(path)
     assert "spec.size 5000" in str(caught.value)

@@ -1,127 +1,42 @@
-"""Recordings become the frames that the reference's preprocessor makes; what is no sound is refused."""
-
-from __future__ import annotations
+"""Requests for the text of a recording: prompts, rules of tokens, segments, and words with their times."""
 
 import base64
-import io
 import json
-import struct
-import wave
-from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from question_cases import put
+from word_cases import ANSWERS, TEXTS, bytes_tokenizer
 
 from hepti_mqtt.checkpoint import Checkpoint, make_model
 from hepti_mqtt.core.errors import HeptiError, ModelError, RequestError
 from hepti_mqtt.models.generation import Moments, TokenRules
-from hepti_mqtt.models.mel import log_mel
+from hepti_mqtt.models.mel import RATE, log_mel
 from hepti_mqtt.models.shapes import STEP
 from hepti_mqtt.models.speech import SpeechInput
 from hepti_mqtt.runtime.coordinator.texts import TextSoFar
 from hepti_mqtt.runtime.coordinator.transcriptions import Attempt, Transcription
 from hepti_mqtt.service import sound
 from hepti_mqtt.service.answers import decode_output
+from hepti_mqtt.service.languages import NAMES, language_code
 from hepti_mqtt.service.requests import ModelInput, read_input
 from hepti_mqtt.service.speech import judge, segments_of, window_rows
-
-
-def tone(hz: float, seconds: float, rate: int = 16_000) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * hz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
-
-
-def wav(samples: np.ndarray, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setparams((channels, width, rate, 0, "NONE", ""))
-        scaled = np.rint(np.repeat(samples, channels) * (2 ** (8 * width - 1) - 1)).astype("<i4")
-        raw = scaled.view(np.uint8).reshape(-1, 4)[:, :width]
-        file.writeframes((raw + np.uint8(128) if width == 1 else raw).tobytes())
-    return buffer.getvalue()
-
-
-def riff(form: bytes, data: bytes) -> bytes:
-    return b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data)) + data
-
-
-def form(tag: int, bits: int, rate: int = 16_000, channels: int = 1) -> bytes:
-    frame = channels * bits // 8
-    return struct.pack("<HHIIHH", tag, channels, rate, rate * frame, frame, bits)
-
-
-def heard(file: bytes) -> np.ndarray:
-    return sound.read("audio", base64.b64encode(file).decode(), 30.0)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-@pytest.mark.parametrize("channels", [1, 2])
-def test_samples_of_every_width(width: int, channels: int) -> None:
-    samples = heard(wav(tone(440, 0.3), width=width, channels=channels))
-    np.testing.assert_allclose(samples, tone(440, 0.3), atol=2.0 ** (2 - 8 * width) + 1e-6)
-
-
-def test_floats_and_a_length_that_a_stream_could_not_know() -> None:
-    data = tone(440, 0.2).tobytes()
-    np.testing.assert_array_equal(heard(riff(form(3, 32), data)), tone(440, 0.2))
-    endless = riff(form(3, 32), data).replace(struct.pack("<I", len(data)), struct.pack("<I", 0xFFFFFFFF))
-    np.testing.assert_array_equal(heard(endless), tone(440, 0.2))
-
-
-@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 44_101, 48_000])
-def test_other_rates_keep_what_16_khz_can_hold(rate: int) -> None:
-    samples = heard(wav(tone(1000, 1.0, rate), rate=rate))
-    assert len(samples) == 16_000
-    np.testing.assert_allclose(samples[200:-200], tone(1000, 1.0)[200:-200], atol=1e-3)
-    if rate > 20_000:
-        above = heard(wav(tone(9000, 1.0, rate), rate=rate))
-        assert np.abs(above[200:-200]).max() < 1e-3, "what is higher is left out, not folded down"
-
-
-@pytest.mark.parametrize(
-    ("file", "word"),
-    [
-        (b"", "empty"),
-        (b"not sound at all", "WAV"),
-        (wav(tone(440, 0.0)), "no samples"),
-        (riff(form(7, 8, 8000), b"\x55" * 800), "mu-law"),
-        (wav(tone(440, 31.0)), "31.0 s"),
-        (riff(form(1, 8, 4000), bytes(3600 * 4000)), "3600.0 s"),
-        (riff(form(3, 32), np.full(160, np.nan, "<f4").tobytes()), "NaN"),
-        (riff(form(1, 16, rate=1), b"\0" * 320), "1 samples per second"),
-        (riff(form(1, 16, channels=40), b"\0" * 320), "40 channels"),
-        (riff(form(1, 16), b"")[:36], "without samples"),
-        (b"RIFF\0\0\0\0WAVE" + b"\xff" * 64, "without samples"),
-    ],
-)
-def test_what_is_no_sound_is_refused(file: bytes, word: str) -> None:
-    with pytest.raises(RequestError, match=word):
-        heard(file)
-
-
-def test_frames_are_those_of_the_reference() -> None:
-    """Golden numbers of transformers' WhisperFeatureExtractor (5.24.0) for this signal and the silence after it."""
-    time = np.arange(16_000) / 16_000
-    signal = (0.5 * np.sin(2 * np.pi * (300 + 2000 * time) * time)).astype(np.float32)
-    frames = log_mel(np.pad(signal, (0, 16_000)), 80)
-    assert frames.shape == (200, 80)
-    values = frames[[0, 0, 50, 50, 99, 99, 100, 150], [0, 12, 40, 79, 60, 5, 30, 10]]
-    np.testing.assert_allclose(values, GOLDEN, atol=1e-4)
-
-
-GOLDEN = (1.06782, 0.98929, -0.51637, -0.58907, 0.1164, -0.23715, 0.29337, -0.58907)
+from hepti_mqtt.service.word_times import TokenTimes, split_words, token_times, words_of
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def checkpoint(tmp_path_factory):
     with Checkpoint.open(make_model("tiny-whisper", tmp_path_factory.mktemp("speech") / "m")) as opened:
         yield opened
 
 
-AUDIO = {"audio": base64.b64encode(wav(tone(440, 0.3))).decode()}
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(4800) / RATE)).astype(np.float32)
+AUDIO = {"audio": base64.b64encode(sound.wav_of(TONE)).decode()}
 
 
-def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkpoint) -> None:
+def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint):
     reads, tokens = checkpoint.spec.input_spec, checkpoint.speech
     prepared = read_input(checkpoint, {**AUDIO, "language": "de"})
     assert prepared.shape == reads.run(4, reads.longest)
@@ -129,7 +44,7 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
     steering = [tokens.start, tokens.languages["de"], tokens.tasks["transcribe"], tokens.plain]
     assert prepared.inputs[:5].tolist() == [0, *steering]
     whole = np.zeros(2 * reads.longest * 160, np.float32)
-    whole[:4800] = tone(440, 0.3)
+    whole[:4800] = TONE
     frames = log_mel(whole, reads.bands)
     np.testing.assert_allclose(prepared.inputs[5:] * STEP, frames.reshape(-1), atol=1e-3)  # 16 bits a sample
     prepared_input = read_input(checkpoint, AUDIO)
@@ -139,14 +54,26 @@ def test_a_request_is_the_prompt_and_the_frames_of_its_window(checkpoint: Checkp
     assert prepared_input.rules.forced == (tokens.tasks["transcribe"], tokens.plain)
 
 
+def test_the_text_of_silence_is_empty(checkpoint):
+    for samples, silent in ((np.zeros(RATE // 4, np.float32), True), (TONE[:4000], False)):
+        audio = base64.b64encode(sound.wav_of(samples)).decode()
+        prepared = read_input(checkpoint, {"audio": audio})
+        assert prepared.silent is silent
+        if silent:
+            assert prepared.new_tokens == 1
+            generation = Transcription((1,), 1, prepared.shape, prepared.rules, text=TextSoFar([5], [0.0]))
+            answer = decode_output(checkpoint, prepared, np.array([5]), generation=generation)
+            assert (answer["text"], answer["seconds"]) == ("", 0.25)
+
+
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+def timed(tmp_path_factory):
     """A model with the tokens of times."""
     with Checkpoint.open(make_model("tiny-whisper-turbo", tmp_path_factory.mktemp("speech") / "m")) as opened:
         yield opened
 
 
-def test_what_was_said_before_comes_before_the_prompt(timed: Checkpoint) -> None:
+def test_what_was_said_before_comes_before_the_prompt(timed):
     reads, tokens = timed.spec.input_spec, timed.speech
     light = timed.tokenizer.token_to_id("light")
     request = {**AUDIO, "language": "en", "timestamps": True, "prompt": ["light", tokens.plain + 3, "light"]}
@@ -162,7 +89,7 @@ def test_what_was_said_before_comes_before_the_prompt(timed: Checkpoint) -> None
     assert (unknown.rules.opening, unknown.inputs[1]) == ((tokens.before, light), tokens.start)
 
 
-def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
+def test_a_text_with_times_has_segments(timed):
     tokens, light = timed.speech, timed.tokenizer.token_to_id("light")
     first, rows = tokens.plain + 1, timed.spec.input_spec.longest
     prompt, rules = tokens.begin("en", "transcribe", timed=True)
@@ -185,7 +112,7 @@ def test_a_text_with_times_has_segments(timed: Checkpoint) -> None:
     assert timed_words == result
 
 
-def test_times_of_words_are_asked_of_the_rows_with_sound(timed: Checkpoint) -> None:
+def test_times_of_words_are_asked_of_the_rows_with_sound(timed):
     request = {**AUDIO, "language": "en", "timestamps": "word"}
     prepared_input = read_input(timed, request)
     assert prepared_input.sound_rows == 15, "0.3 s"
@@ -193,10 +120,9 @@ def test_times_of_words_are_asked_of_the_rows_with_sound(timed: Checkpoint) -> N
     assert read_input(timed, {**request, "timestamps": True}).sound_rows == 0
 
 
-def test_a_model_with_the_alignment_heads_of_its_teacher_has_no_times_of_words(tmp_path) -> None:
+def test_a_model_with_the_alignment_heads_of_its_teacher_has_no_times_of_words(tmp_path):
     path = make_model("tiny-whisper-turbo", tmp_path / "m")
-    file = path / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"alignment_heads": [[25, 3]]}))
+    put("generation_config.json", alignment_heads=[[25, 3]])(path)
     with Checkpoint.open(path) as checkpoint:
         read_input(checkpoint, {**AUDIO, "language": "en", "timestamps": True})
         with pytest.raises(RequestError):
@@ -230,23 +156,22 @@ OTHER_MODELS = [
 
 
 @pytest.mark.parametrize(("name", "values"), OTHER_MODELS, ids=str)
-def test_a_model_that_hears_or_writes_otherwise_is_refused(tmp_path, name: str, values: dict) -> None:
+def test_a_model_that_hears_or_writes_otherwise_is_refused(tmp_path, name, values):
     path = make_model("tiny-whisper", tmp_path / "m")
     if "num_beams" in values:
         (path / GENERATION).unlink()
-    before = json.loads((path / name).read_text()) if name == "config.json" else {}
-    (path / name).write_text(json.dumps(before | values))
+    put(name, **values)(path)
     with pytest.raises(ModelError), Checkpoint.open(path) as opened:
         _ = opened.speech
 
 
 @pytest.mark.parametrize("prompt", [[3.5], [True], [[1]], {"a": 1}, 7, [96 + 1], ["light", -1]], ids=str)
-def test_a_prompt_that_is_no_text_is_refused(timed: Checkpoint, prompt) -> None:
+def test_a_prompt_that_is_no_text_is_refused(timed, prompt):
     with pytest.raises(RequestError):
         read_input(timed, {**AUDIO, "prompt": prompt})
 
 
-WRONG: dict[str, tuple] = {
+WRONG = {
     "language": ("xx", 3),
     "task": ("sing",),
     "window": (3600, 0.01, True),
@@ -261,26 +186,26 @@ WRONG: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, one) for key, values in WRONG.items() for one in values])
-def test_what_speech_does_not_know_is_refused(checkpoint: Checkpoint, key: str, value) -> None:
+def test_what_speech_does_not_know_is_refused(checkpoint, key, value):
     with pytest.raises(RequestError):
         read_input(checkpoint, {**AUDIO, key: value})
 
 
-def test_other_models_hear_nothing(tmp_path) -> None:
+def test_other_models_hear_nothing(tmp_path):
     with Checkpoint.open(make_model("tiny-bert", tmp_path / "b")) as words:
         for request in (AUDIO, {"text": "a", "language": "en"}):
             with pytest.raises(HeptiError):
                 read_input(words, request)
 
 
-def test_windows_come_in_steps() -> None:
+def test_windows_come_in_steps():
     reads = SpeechInput(100, 80, 1500, 448)
     assert [window_rows(reads, s) for s in (0.1, 9.4, 9.6, 12.0, 29.9, 30.0)] == [500, 500, 600, 700, 1500, 1500]
     assert window_rows(reads, 3.0, 30) == 1500
     assert window_rows(reads, 3.0, 10.5) == 525
 
 
-def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], silence: float) -> dict:
+def answered(checkpoint, tokens, scores, silence):
     steering, rules = checkpoint.speech.begin("en", "transcribe")
     shape = checkpoint.spec.input_spec.run(len(steering), 24)
     verdict = judge(checkpoint, tokens, scores, silence)
@@ -291,7 +216,7 @@ def answered(checkpoint: Checkpoint, tokens: list[int], scores: list[float], sil
     return decode_output(checkpoint, prepared, np.array(tokens), None, generation)
 
 
-def test_an_answer_says_how_sure_it_is(checkpoint: Checkpoint) -> None:
+def test_an_answer_says_how_sure_it_is(checkpoint):
     end, word = checkpoint.speech.end, checkpoint.tokenizer.token_to_id("light")
     sure = answered(checkpoint, [word, end], [-0.1, -0.3], 0.1)
     assert (sure["text"], sure["language"], sure["doubtful"]) == ("light", "en", False)
@@ -302,7 +227,7 @@ def test_an_answer_says_how_sure_it_is(checkpoint: Checkpoint) -> None:
     assert (silent["text"], silent["doubtful"]) == ("", False)
 
 
-def test_tokens_are_chosen_by_the_rules() -> None:
+def test_tokens_are_chosen_by_the_rules():
     logits = np.array([[0.0, 9.0, 8.0, 7.0, 6.0]], np.float32)
     rules = TokenRules(never=(1,), first_never=(2,), choices=(3, 4), scored=True, silent=1)
     assert rules.choose_prompt(logits) == 3
@@ -325,7 +250,7 @@ END, PLAIN, ZERO = 10, 11, 12  # then moments up to 0.16 s
         ([ZERO, 1, ZERO + 4, ZERO + 4], range(END + 1)),
     ],
 )
-def test_moments_come_in_pairs_and_in_order(before: list[int], allowed) -> None:
+def test_moments_come_in_pairs_and_in_order(before, allowed):
     rules = TokenRules(moments=Moments(ZERO, END, PLAIN, 2))
     for token in range(ZERO + 9):
         logits = np.zeros((1, ZERO + 9), np.float32)
@@ -348,7 +273,64 @@ def test_moments_come_in_pairs_and_in_order(before: list[int], allowed) -> None:
         ([END], [], 0.16),
     ],
 )
-def test_segments_lie_between_moments(ids: list[int], parts: list, seek: float) -> None:
+def test_segments_lie_between_moments(ids, parts, seek):
     segments, ends = segments_of(ids, Moments(ZERO, END, PLAIN, 2), 0.16)
     assert [(round(part.start, 6), round(part.end, 6)) for part in segments] == parts
     assert ends == pytest.approx(seek)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("en", "en"), ("nb-NO", "no"), ("iw", "he"), ("jv", "jw"), ("zh-TW", "zh"), ("zh_Hant_TW", "zh"),
+        ("EN-us", "en"), ("english", "en"), ("German", "de"), ("xx", None), ("", None), ("auto", None),
+    ],
+)  # fmt: skip
+def test_codes_and_names_of_languages(value, code):
+    assert language_code(value, NAMES) == code
+
+
+# Words of a transcript: those of the reference, with the times of their tokens.
+
+REFERENCE = json.loads(ANSWERS.read_text())
+LAST = 1000
+
+
+@pytest.fixture(scope="module")
+def words():
+    return SimpleNamespace(tokenizer=bytes_tokenizer(), speech=SimpleNamespace(end=LAST))
+
+
+@pytest.mark.parametrize(("code", "text"), [(code, text) for code, _, text in TEXTS], ids=str)
+def test_words_are_those_of_the_reference(words, code, text):
+    ids = words.tokenizer.encode(text).ids
+    word_list = split_words(words, code, ids)
+    assert [word.text for word in word_list] == REFERENCE[text]
+    assert [*(word.first for word in word_list), len(ids)] == [0, *(word.stop for word in word_list)], (
+        "no token is left out"
+    )
+
+
+def test_no_word_is_lost_behind_a_broken_character(words):
+    text = "one \ufffd two"
+    ids = words.tokenizer.encode(text).ids
+    word_list = split_words(words, "en", ids)
+    assert word_list[0].text == "one"
+    assert (word_list[-1].text[-4:], word_list[-1].stop) == (" two", len(ids))
+
+
+def test_a_word_lasts_from_its_first_token_to_its_last_one(words):
+    first = words.tokenizer.encode("ab cd").ids
+    ids = [LAST + 5, *first, LAST + 9, LAST]  # moments before and behind
+    beginnings = np.array([0, 3, 7, 9, 12, 20, 22], np.float32)
+    times = token_times(ids, beginnings)
+    assert times[1] == TokenTimes(0.0, 0.06)
+    assert times[-1] == TokenTimes(0.44, 0.44), "nothing is known of the last token"
+    assert words_of(words, "en", ids, times) == [
+        {"word": "ab", "start": 0.0, "end": 0.14},
+        {"word": " cd", "start": 0.14, "end": 0.4},
+    ]
+
+
+def test_a_text_without_tokens_has_no_words(words):
+    assert words_of(words, "en", [LAST], token_times([LAST], None)) == []

@@ -1,12 +1,9 @@
 """Clients in turn, threads that work for them, and searches that leave the processor to requests."""
 
-from __future__ import annotations
-
 import heapq
 import threading
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 from sites import FAMILIES
 
 from hepti_mqtt.core.ids import PlanVersion
-from hepti_mqtt.core.plan import Plan
 from hepti_mqtt.core.profiles import Cluster, Curve, DeviceProfile, Link
 from hepti_mqtt.cost.simulator import TopicNames
 from hepti_mqtt.models import representative_shape
@@ -159,38 +155,38 @@ QUESTION = Question(TopicNames("home", "m"), SPEC, CLUSTER, representative_shape
 
 
 @cache
-def chosen() -> Plan:
+def chosen():
     return decide(QUESTION).chosen.plan
 
 
 class Processor:
     """A processor of which a search gets a part; `waited` has its pauses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = self.computed_s = 0.0
-        self.waited: list[float] = []
+        self.waited = []
         self.in_hand_until_s = 0.0
         clocks = (lambda: self.now_s, lambda: self.computed_s)
         self.pace = SearchThrottle(lambda: self.now_s < self.in_hand_until_s, *clocks, self.sleep, self.wait)
 
-    def compute(self, seconds: float, part: float) -> None:
+    def compute(self, seconds, part):
         self.now_s += seconds / part
         self.computed_s += seconds
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.sleep(seconds)
         self.waited.append(seconds)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now_s += seconds
 
 
-def searching(processor: Processor, **changes: Any) -> Solve:
+def searching(processor, **changes):
     return processor.pace.throttled(replace(Solve("m", 1, QUESTION, chosen()), **changes))
 
 
 @pytest.mark.parametrize(("part", "pause"), [(1.0, 0.0), (0.5, AGAIN * 0.1), (0.25, AGAIN * 0.3), (0.01, MOST_S)])
-def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part: float, pause: float) -> None:
+def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part, pause):
     processor = Processor()
     processor.pace.set_serving(True)
     pauses = searching(processor).question.pause
@@ -203,14 +199,14 @@ def test_a_search_that_has_to_wait_for_the_processor_leaves_it_to_requests(part:
 
 
 @pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.0), (0.1, 0.1), (60.0, IN_HAND_S)])
-def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds: float, pause: float) -> None:
+def test_a_search_does_nothing_while_the_planner_has_something_in_hand(seconds, pause):
     processor = Processor()
     processor.in_hand_until_s = seconds
     searching(processor).question.pause()
     assert processor.now_s == pytest.approx(pause, abs=LOOKS_S)
 
 
-def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
+def test_a_search_does_nothing_while_an_event_is_dealt_with():
     processor = Processor()
     pauses = searching(processor).question.pause
     processor.pace.run_before_searches(pauses)
@@ -221,7 +217,7 @@ def test_a_search_does_nothing_while_an_event_is_dealt_with() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"kind": SearchKind.HURRIED}, {"active": None}, None], ids=str)
-def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any] | None) -> None:
+def test_a_search_that_requests_wait_for_has_no_pauses(changes):
     """Nor has any search while there is nobody to leave the processor to."""
     processor = Processor()
     processor.pace.set_serving(changes is not None)
@@ -232,8 +228,8 @@ def test_a_search_that_requests_wait_for_has_no_pauses(changes: dict[str, Any] |
     assert processor.waited == []
 
 
-def test_every_price_of_a_search_may_be_paused_at() -> None:
-    paused: list[int] = []
+def test_every_price_of_a_search_may_be_paused_at():
+    paused = []
     decide(replace(QUESTION, pause=lambda: paused.append(1)))
     assert len(paused) > 5
 

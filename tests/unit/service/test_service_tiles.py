@@ -1,7 +1,5 @@
 """Tiles on their way to the devices that asked."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -51,12 +49,12 @@ def running(server):
 
 
 @pytest.fixture
-def serve(checkpoints):
+def serve(bert):
     """Ask first, then serve until so many messages are published."""
 
     def run(asks, wanted):
         published = Published(wanted)
-        server = TileServer("home", 7, checkpoints, published, no_complaint, unchanged)
+        server = TileServer("home", 7, {"bert": bert}, published, no_complaint, unchanged)
         for model, device, hashes in asks:
             server.ask(model, device, hashes)
         with running(server):
@@ -70,16 +68,16 @@ def hashes_of(checkpoint, count):
     return list(dict.fromkeys(h for e in checkpoint.manifest.entries for h in e.hashes))[:count]
 
 
-def test_tiles_come_in_the_order_of_asking_and_are_what_their_name_says(serve, checkpoints):
-    wanted = hashes_of(checkpoints["bert"], 5)
+def test_tiles_come_in_the_order_of_asking_and_are_what_their_name_says(serve, bert):
+    wanted = hashes_of(bert, 5)
     _, messages = serve([("bert", "a", wanted)], 5)
     assert [tile_hash(frame.body) for _, frame in messages] == wanted
     assert {topic for topic, _ in messages} == {TOPICS.weights("a")}
     assert {(f.kind, f.model, f.plan_version.boot) for _, f in messages} == {("tile", "bert", 7)}
 
 
-def test_each_device_has_one_tile_in_turn_however_many_others_have_asked_for(serve, checkpoints):
-    wanted = hashes_of(checkpoints["bert"], 9)
+def test_each_device_has_one_tile_in_turn_however_many_others_have_asked_for(serve, bert):
+    wanted = hashes_of(bert, 9)
     _, messages = serve([("bert", "a", wanted[:5]), ("bert", "b", wanted[5:7]), ("bert", "c", wanted[7:])], 9)
     to = [topic for topic, _ in messages]
     assert to == [TOPICS.weights(device) for device in "abcabcaaa"]
@@ -88,22 +86,22 @@ def test_each_device_has_one_tile_in_turn_however_many_others_have_asked_for(ser
         assert own == [digest for digest in wanted if digest in own]
 
 
-def test_the_manifest_is_served_under_its_own_hash(serve, checkpoints):
-    manifest = checkpoints["bert"].manifest
+def test_the_manifest_is_served_under_its_own_hash(serve, bert):
+    manifest = bert.manifest
     _, ((_, frame),) = serve([("bert", "a", [manifest.digest])], 1)
     assert Manifest.decode(bytes(frame.body)) == manifest
 
 
-def test_a_tile_that_a_device_requests_again_before_it_has_gone_is_sent_once(serve, checkpoints):
-    first, second = hashes_of(checkpoints["bert"], 2)
+def test_a_tile_that_a_device_requests_again_before_it_has_gone_is_sent_once(serve, bert):
+    first, second = hashes_of(bert, 2)
     server, messages = serve([("bert", "a", [first, second]), ("bert", "a", [first]), ("bert", "b", [first])], 3)
     sent = [(topic, tile_hash(frame.body)) for topic, frame in messages]
     assert sent == [(TOPICS.weights("a"), first), (TOPICS.weights("b"), first), (TOPICS.weights("a"), second)]
     assert server.counters["sent"] == 3
 
 
-def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, checkpoints):
-    hashes = hashes_of(checkpoints["bert"], 1)
+def test_unknown_tiles_are_counted_and_the_next_ones_served(serve, bert):
+    hashes = hashes_of(bert, 1)
     server, messages = serve([("bert", "a", [bytes(32), *hashes])], 1)
     assert server.counters["unknown"] == 1
     assert tile_hash(messages[0][1].body) == hashes[0]
@@ -141,15 +139,15 @@ def test_weights_that_cannot_be_read_are_named_to_who_waits_and_changed_ones_to_
         assert {*changed} == {WeightsChangedError}
 
 
-def test_close_ends_a_wait_for_a_full_queue(checkpoints):
+def test_close_ends_a_wait_for_a_full_queue(bert):
     tried = threading.Event()
 
     def never(topic, payload):
         tried.set()
         raise NetworkError("the queue is full")
 
-    server = TileServer("home", 7, checkpoints, never, no_complaint, unchanged)
-    server.ask("bert", "a", hashes_of(checkpoints["bert"], 1))
+    server = TileServer("home", 7, {"bert": bert}, never, no_complaint, unchanged)
+    server.ask("bert", "a", hashes_of(bert, 1))
     with running(server):
         assert tried.wait(20)
 
@@ -171,15 +169,15 @@ def test_beside_runs_a_device_gets_a_part_of_its_rate_and_otherwise_all_of_it():
     assert pace.due_s("a") == 0.0
 
 
-def test_what_waits_for_its_pace_goes_out_once_no_run_is_under_way(checkpoints):
-    wanted = hashes_of(checkpoints["bert"], 3)
+def test_what_waits_for_its_pace_goes_out_once_no_run_is_under_way(bert):
+    wanted = hashes_of(bert, 3)
     first, published = Published(1), Published(3)
 
     def publish(topic, payload):
         published(topic, payload)
         first(topic, payload)
 
-    server = TileServer("home", 7, checkpoints, publish, no_complaint, unchanged)
+    server = TileServer("home", 7, {"bert": bert}, publish, no_complaint, unchanged)
     server.set_serving(True)
     server.ask("bert", "a", wanted, bytes_per_s=1e-3)
     with running(server):

@@ -1,7 +1,5 @@
 """Texts of tokens, together, as they come, and each with its probability: the same text, whatever the tokenizer."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from types import SimpleNamespace
 
@@ -135,7 +133,7 @@ class Counting:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_each_token_is_decoded_with_few_others(name):
     counting = Counting(TOKENIZERS[name])
-    written, tokens = WrittenText(SimpleNamespace(has_tokenizer=True, tokenizer=counting)), list[int]()
+    written, tokens = WrittenText(SimpleNamespace(has_tokenizer=True, tokenizer=counting)), []
     for token in TOKENIZERS[name].encode("The he\u6f22" * 200).ids:
         tokens.append(token)
         written.extend_to(tokens)

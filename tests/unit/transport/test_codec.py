@@ -1,7 +1,5 @@
 """The codec without a socket: every split, every truncation, hostile bytes, both versions."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np
@@ -13,20 +11,7 @@ from mqtt_bytes import Reader, publish
 
 from hepti_mqtt.transport import codec
 from hepti_mqtt.transport.buffers import ALIGN, Buffers
-from hepti_mqtt.transport.codec import (
-    FROM_BROKER,
-    FROM_STRANGER,
-    FROM_SUBSCRIBER,
-    STAGE,
-    Malformed,
-    Publish,
-    covers,
-    encode,
-    is_filter,
-    is_topic,
-    matches,
-    publish_head,
-)
+from hepti_mqtt.transport.codec import FROM_BROKER, FROM_SUBSCRIBER, STAGE, Malformed, Publish, encode, publish_head
 
 LIMIT = 1 << 20
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60)
@@ -54,7 +39,7 @@ def commands(version):
     codes = st.binary(min_size=1, max_size=20)
     filters = st.lists(st.tuples(TEXTS, st.integers(0, 2)), min_size=1, max_size=5).map(tuple)
     return st.one_of(
-        st.tuples(st.just(FROM_STRANGER), connect),
+        st.tuples(st.just(codec.FROM_STRANGER), connect),
         st.tuples(st.just(FROM_BROKER), st.builds(codec.Connack, CODES, st.booleans(), properties)),
         st.tuples(st.just(FROM_BROKER), st.builds(codec.Puback, IDS, code)),
         st.tuples(st.just(FROM_SUBSCRIBER), st.builds(codec.Subscribe, IDS, filters)),
@@ -162,16 +147,16 @@ def test_broken_properties_of_a_message(properties):
 
 def test_a_packet_above_mqtts_limit_is_refused_to_its_sender():
     assert publish_head("t", codec.MAX_LENGTH - 3, 4)
-    with pytest.raises(ValueError, match="more than one MQTT packet"):
+    with pytest.raises(ValueError):
         publish_head("t", codec.MAX_LENGTH - 2, 4)
-    with pytest.raises(ValueError, match="more than one text"):
+    with pytest.raises(ValueError):
         publish_head("t" * 65_536, 0, 4)
 
 
 def test_filters_and_topics():
-    assert all(map(is_filter, ("a", "+", "#", "a/#", "+/b", "/", "a//+")))
-    assert not any(map(is_filter, ("", "a/#/b", "a#", "a+/b", "+a", "##", "a\0")))
-    assert [is_topic(name) for name in ("a/b", "", "a/+", "#", "a\0")] == [True, False, False, False, False]
+    assert all(map(codec.is_filter, ("a", "+", "#", "a/#", "+/b", "/", "a//+")))
+    assert not any(map(codec.is_filter, ("", "a/#/b", "a#", "a+/b", "+a", "##", "a\0")))
+    assert [codec.is_topic(name) for name in ("a/b", "", "a/+", "#", "a\0")] == [True, False, False, False, False]
     yes = [
         ("a/b", "a/b"),
         ("a/#", "a"),
@@ -182,10 +167,10 @@ def test_filters_and_topics():
         ("$SYS/#", "$SYS/a"),
     ]
     no = [("a/b", "a/c"), ("a/+", "a"), ("a/#", "b/a"), ("#", "$SYS/a"), ("+/a", "$SYS/a"), ("+", "a/b")]
-    assert all(matches(*pair) for pair in yes)
-    assert not any(matches(*pair) for pair in no)
-    assert covers("a/#", "a/+/c")
-    assert not covers("a/+", "a/#")
+    assert all(codec.matches(*pair) for pair in yes)
+    assert not any(codec.matches(*pair) for pair in no)
+    assert codec.covers("a/#", "a/+/c")
+    assert not codec.covers("a/+", "a/#")
 
 
 def test_a_buffer_is_reused_after_its_last_reference():

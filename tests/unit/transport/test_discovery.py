@@ -1,29 +1,14 @@
 """Discovery by mDNS: valid announcements, the choice of a broker, and both over loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hepti_mqtt.cli.main import main
 from hepti_mqtt.client import discovery
-from hepti_mqtt.client.discovery import (
-    BROKERS,
-    SITES,
-    SPEECH,
-    Found,
-    announced,
-    announced_broker,
-    choose,
-    look,
-    read_announcement,
-    registered,
-)
+from hepti_mqtt.client.discovery import BROKERS, SITES, SPEECH, Found, announced
 from hepti_mqtt.core.errors import ConfigError
 from hepti_mqtt.transport.url import BrokerUrl
 
@@ -45,27 +30,29 @@ HOME, ATTIC, LONE = Found("mqtt://a:1883", "home"), Found("mqtts://b:8883", "att
         ([HOME], "attic", None),
     ],
 )
-def test_the_only_broker_is_chosen(brokers: list[Found], site: str | None, chosen: Found | None) -> None:
+def test_the_only_broker_is_chosen(brokers, site, chosen):
     if chosen is None:
         with pytest.raises(ConfigError):
-            choose(brokers, site)
+            discovery.choose(brokers, site)
     else:
-        assert choose(brokers, site) == chosen
+        assert discovery.choose(brokers, site) == chosen
 
 
-def announcement(broker: str, site: str = "home") -> Found | None:
-    return read_announcement(SITES, ["192.168.1.7"], 0, {b"broker": broker.encode(), b"site": site.encode()})
+def announcement(broker, site="home"):
+    return discovery.read_announcement(SITES, ["192.168.1.7"], 0, {b"broker": broker.encode(), b"site": site.encode()})
 
 
-def test_an_invalid_announcement_is_ignored() -> None:
+def test_an_invalid_announcement_is_ignored():
     assert announcement("mqtts://hub.lan") == Found("mqtts://hub.lan:8883", "home")
     for broker in ("", "hub.lan", "/etc/passwd", "http://hub.lan", "mqtt://me:secret@hub.lan", "mqtts://h?ca=/etc/x"):
         assert announcement(broker) is None
     assert announcement("mqtt://hub.lan", "No Name") is None
-    assert read_announcement(SITES, [], 0, {b"broker": None, b"site": b"\xff"}) is None
-    assert read_announcement(BROKERS, ["fd00::7", "192.168.1.7"], 1883, {}) == Found("mqtt://192.168.1.7:1883")
-    assert read_announcement(BROKERS, ["fe80::7%2"], 1883, {}) is None, "a link-local address"
-    assert read_announcement(BROKERS, ["192.168.1.7"], 0, {}) is None
+    assert discovery.read_announcement(SITES, [], 0, {b"broker": None, b"site": b"\xff"}) is None
+    assert discovery.read_announcement(BROKERS, ["fd00::7", "192.168.1.7"], 1883, {}) == Found(
+        "mqtt://192.168.1.7:1883"
+    )
+    assert discovery.read_announcement(BROKERS, ["fe80::7%2"], 1883, {}) is None, "a link-local address"
+    assert discovery.read_announcement(BROKERS, ["192.168.1.7"], 0, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -79,48 +66,48 @@ def test_an_invalid_announcement_is_ignored() -> None:
         ([], False),
     ],
 )
-def test_only_interfaces_over_hardware_reach_devices(tmp_path: Path, entries: list[str], reaches: bool) -> None:
+def test_only_interfaces_over_hardware_reach_devices(tmp_path, entries, reaches):
     for entry in entries:
         (tmp_path / entry).mkdir(parents=True)
     assert any(discovery.reaches_devices(each) for each in tmp_path.iterdir()) is reaches
 
 
-def test_a_site_is_discovered_also_after_its_address_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_is_discovered_also_after_its_address_has_changed(monkeypatch):
     pytest.importorskip("zeroconf")
-    networks: list[set[tuple[str, ...]]] = [set()]
+    networks = [set()]
     monkeypatch.setattr(discovery, "own_addresses", lambda: networks[-1])
     monkeypatch.setattr(discovery, "FOLLOW_S", 0.01)
     with announced("planner", "garden", BrokerUrl.parse("mqtts://planner:secret@hub.lan:8883")) as works:
         assert not works, "there is no network yet"
         networks.append({LOOPBACK})
-        brokers: list[Found] = []
+        brokers = []
         for _ in range(10):  # a question or its answer may get lost
-            brokers = brokers or look(1.0, LOOPBACK)
+            brokers = brokers or discovery.look(1.0, LOOPBACK)
     if not brokers:
         pytest.skip("loopback carries no multicast here")
     assert brokers == [Found("mqtts://hub.lan:8883", "garden")], "without the password"
 
 
-def test_a_broker_is_announced_with_the_address_of_its_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    services: list[object] = []
+def test_a_broker_is_announced_with_the_address_of_its_listener(monkeypatch):
+    services = []
 
     @contextlib.contextmanager
-    def registers(*service: object) -> Iterator[bool]:
+    def registers(*service):
         services.append(service)
         yield True
 
     monkeypatch.setattr("hepti_mqtt.client.discovery.registered", registers)
     for address in ("0.0.0.0", "192.0.2.7", "127.0.0.1"):
-        with announced_broker(address, 1883):
+        with discovery.announced_broker(address, 1883):
             pass
     with announced("planner", "home", BrokerUrl.parse("mqtt://127.0.0.1:1883")) as works:
         assert not works
     assert services == [(BROKERS, "Hepti broker", 1883, {}, at) for at in (None, ("192.0.2.7",))]
 
 
-def test_speech_is_announced_for_home_assistant() -> None:
+def test_speech_is_announced_for_home_assistant():
     zeroconf = pytest.importorskip("zeroconf")
-    with registered(SPEECH, "Hepti garden speech", 10300, {}, LOOPBACK) as works:
+    with discovery.registered(SPEECH, "Hepti garden speech", 10300, {}, LOOPBACK) as works:
         if not works:
             pytest.skip("loopback carries no multicast here")
         with zeroconf.Zeroconf(interfaces=list(LOOPBACK)) as network:
@@ -131,9 +118,7 @@ def test_speech_is_announced_for_home_assistant() -> None:
     assert info.port == 10300
 
 
-def test_an_agent_without_a_broker_takes_the_discovered_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_without_a_broker_takes_the_discovered_one(monkeypatch, capsys):
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.delenv("HEPTI_SITE", raising=False)
     started = []
@@ -148,9 +133,7 @@ def test_an_agent_without_a_broker_takes_the_discovered_one(
     assert started[1].site == "home"
 
 
-def test_the_error_without_the_extra_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_without_the_extra_names_it(monkeypatch, capsys):
     monkeypatch.delenv("HEPTI_BROKER", raising=False)
     monkeypatch.setitem(sys.modules, "zeroconf", None)
     assert main(["agent"]) == 2

@@ -1,7 +1,5 @@
 """The broker's URL: parsing, login files, and hidden passwords."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes through a WebSocket on a socket pair, the other end played by wsproto's server."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """Frames and arrivals: golden bytes, tags, attacks, requests, and cached exchanges."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from typing import get_args
@@ -23,17 +21,12 @@ from hepti_mqtt.protocol import frames
 from hepti_mqtt.protocol.frames import (
     DTYPES,
     HEADER_BYTES,
-    HEADER_PREFIX_BYTES,
-    KINDS,
-    DecoderSession,
     ExchangeCache,
     Frame,
     decode,
-    decode_sessions,
     decode_work,
     encode,
     encode_work,
-    work_bytes,
 )
 from hepti_mqtt.protocol.keys import UNKEYED, Checked, FrameKey
 from hepti_mqtt.transport.buffers import Buffers
@@ -90,12 +83,12 @@ def test_a_tag_depends_on_the_key_and_on_every_byte_that_it_covers(frame, key, d
 
 
 def test_the_indices_on_the_wire_never_change():
-    assert KINDS == ("tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused")
+    assert frames.KINDS == ("tensor", "work", "output", "done", "tile", "probe", "held", "wanted", "refused")
     assert DTYPES == ("f32", "f16", "i8", "u8", "i32")
     assert frames.WANTS == ("task", "hidden", "candidates", "alignment")
 
 
-def forged(**changes: object) -> bytes:
+def forged(**changes):
     """Return a payload with the golden frame's header fields, some of them replaced."""
     names = [n for n in Frame.__slots__ if n not in ("plan_version", "run_id", "body", "header")]
     names[2:2] = ["boot", "number"]
@@ -105,7 +98,7 @@ def forged(**changes: object) -> bytes:
 
 
 FORGERIES = {
-    "kind": [len(KINDS), -1, True, "tensor"],
+    "kind": [len(frames.KINDS), -1, True, "tensor"],
     "node": [-1, 2**32],
     "dtype": [5, [0]],
     "model": ["", "All", b"bert", None],
@@ -185,7 +178,7 @@ def test_a_request_survives_encoding(request_, run_id):
     assert back_shape == shape
     assert back.dtype == inputs.dtype
     np.testing.assert_array_equal(back, inputs)
-    assert len(payload) == work_bytes(shape, inputs.nbytes)
+    assert len(payload) == frames.work_bytes(shape, inputs.nbytes)
     assert np.shares_memory(back, np.frombuffer(payload, np.uint8))
 
 
@@ -221,7 +214,7 @@ def test_a_changed_request_is_another_request_or_a_wire_error(request_, data):
         shape, inputs = decode_work(decode(payload))
     except WireError:
         return
-    assert work_bytes(shape, inputs.nbytes) == len(payload)
+    assert frames.work_bytes(shape, inputs.nbytes) == len(payload)
 
 
 def test_golden_request():
@@ -275,13 +268,22 @@ def test_another_frame_is_not_a_request():
 
 
 def test_a_session_survives_encoding_and_contradictions_are_refused():
+    Session = frames.DecoderSession
     shape, inputs = PlainShape((2,), session_rows=64), np.array([5, 7, 8], "<i4")
-    for session in (DecoderSession(9, final=True), DecoderSession(9, source=8), DecoderSession(9, False, 8, True)):
+    for session in (
+        Session(9, final=True),
+        Session(9, source=8),
+        Session(9, False, 8, True),
+    ):
         frame = decode(encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,)))
         back_shape, back = decode_work(frame)
-        assert (back_shape, decode_sessions(frame)) == (shape, (session,))
+        assert (back_shape, frames.decode_sessions(frame)) == (shape, (session,))
         np.testing.assert_array_equal(back, inputs)
-    for session in (DecoderSession(9, source=9), DecoderSession(9, takes_over=True), DecoderSession(0, source=9)):
+    for session in (
+        Session(9, source=9),
+        Session(9, takes_over=True),
+        Session(0, source=9),
+    ):
         with pytest.raises(WireError):
             encode_work("m", PlanVersion(1, 2), 3, shape, inputs, (session,))
     for sizes, rows in (((3,), 64), ((2,), 1), ((2, 65), 64), ((1,) * 9, 64)):
@@ -297,11 +299,11 @@ BODY = np.arange(12, dtype=np.float32).reshape(3, 4)
 FRAME = Frame("tensor", "m", PlanVersion(1, 1), 7, 2, 3, "a", 1, "f32", BODY.shape, 0, (), BODY)
 
 
-def payload(frame: Frame = FRAME) -> memoryview:
+def payload(frame=FRAME):
     return memoryview(encode(frame))
 
 
-def learned(frame: Frame = FRAME) -> ExchangeCache:
+def learned(frame=FRAME):
     cache = ExchangeCache()
     cache.learn("a", TOPIC, payload(frame), decode(payload(frame)))
     return cache
@@ -344,7 +346,7 @@ def test_a_payloads_memory_is_not_reused_during_its_arrays_life():
 
 def test_a_changed_byte_before_the_tag_needs_a_full_check():
     cache, sent = learned(), bytearray(payload())
-    for at in range(HEADER_PREFIX_BYTES):
+    for at in range(frames.HEADER_PREFIX_BYTES):
         sent[at] ^= 1
         assert cache.arrival("a", TOPIC, memoryview(bytes(sent))) is None, at
         sent[at] ^= 1

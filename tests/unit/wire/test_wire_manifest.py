@@ -1,7 +1,5 @@
 """Manifests: tiles cover references exactly, and false sizes are refused."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgpack

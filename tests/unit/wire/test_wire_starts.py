@@ -1,7 +1,5 @@
 """The newest start keeps a name, for any order of statuses."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from hypothesis import given
@@ -15,7 +13,7 @@ from hepti_mqtt.protocol.starts import INSIST_S, NameHolder, next_term
 TERMS = st.integers(1, 5) | st.just(MAX_TERM)
 
 
-def said(start: Start, state: str = "online") -> Status:
+def said(start, state="online"):
     return Status(state, start.boot, term=start.term)
 
 
