@@ -22,7 +22,7 @@ from hepti_mqtt.core.recent import Recent
 from hepti_mqtt.runtime.coordinator.requests import RequestKey
 from hepti_mqtt.service.decoder import MessageDecoder, RawRequest
 from hepti_mqtt.service.envelope import peek_id
-from hepti_mqtt.service.handler import ClientRequest, Reply, encode_failure
+from hepti_mqtt.service.handler import Reply, RequestIdentity, encode_failure
 from hepti_mqtt.transport.base import Connected, Delivery, Disconnected, OnState, Receipt, State, Will
 from hepti_mqtt.transport.broker_connection import BrokerConnection
 from hepti_mqtt.transport.broker_limits import warn_of_limits
@@ -115,7 +115,7 @@ def _too_many(answers: Sequence[OutgoingAnswer], most: int, most_bytes: int) -> 
 
 
 MAX_MARKS: Final = 4096  # of answered, and of redelivered requests
-MAX_PLANNER_LOSSES: Final = 4  # planners that may end during a request; the next one refuses it
+MAX_REDELIVERIES: Final = 4  # of a request to further planners; the fifth is refused
 FILE_BYTES: Final = 1 << 20  # above this size, the file is rewritten with the current marks
 _MARK_BYTES: Final = 16
 _ANSWERED: Final = b"A"
@@ -181,13 +181,13 @@ class Journal:
 
     def check_redelivery(self, raw: RawRequest) -> None:
         """Raise RemoteError for a request during which too many planners ended."""
-        if (attempts := self.count_redelivery(raw)) > MAX_PLANNER_LOSSES:
+        if (attempts := self.count_redelivery(raw)) > MAX_REDELIVERIES:
             raise RemoteError(
                 f"The broker delivered this request to {attempts} planners in turn, and each ended before its answer. "
                 "See the planner's log, and send a smaller request."
             )
 
-    def record_waiting(self, raw: RawRequest, request: ClientRequest, topic: str) -> bool:
+    def record_waiting(self, raw: RawRequest, request: RequestIdentity, topic: str) -> bool:
         """Record the delivery of an unanswered request; return whether it is the first one.
 
         All deliveries of a request share its answer, each on its own topic. Raises IdInUseError if another request with
@@ -276,7 +276,7 @@ class Journal:
         redelivered = [
             mark
             for mark, times in self._redelivered.most_common(MAX_MARKS)
-            for _ in range(min(times, MAX_PLANNER_LOSSES))
+            for _ in range(min(times, MAX_REDELIVERIES))
         ]
         self._redelivered = Counter(redelivered)
         self._redelivered_now &= set(redelivered)

@@ -377,42 +377,42 @@ class _Planner:
 
     def _read(self, raw: RawRequest, now: float) -> None:
         """Parse a request; free its place in the client's window unless it waits for its answer."""
-        waits = False
+        is_waiting = False
         try:
-            waits = self._take_in(raw, now)
+            is_waiting = self._start_request(raw, now)
         finally:
-            if not waits:
+            if not is_waiting:
                 self.reading.close_task(self._line(raw)[0])
 
-    def _take_in(self, raw: RawRequest, now: float) -> bool:
-        """Read a request; return whether it waits for its answer."""
+    def _start_request(self, raw: RawRequest, now: float) -> bool:
+        """Parse a request and start it; return whether it waits for its answer."""
         self.channel.begin(raw)
         if self.channel.will_be_redelivered(raw):
             return False
         journal = self.channel.journal
         try:
             journal.check_redelivery(raw)
-            first = self.handler.read_request(raw, now, journal.id_for)
-            is_new = isinstance(first, Request) and journal.record_waiting(raw, *self.handler.address(first))
+            parsed = self.handler.read_request(raw, now, journal.id_for)
+            is_new = isinstance(parsed, Request) and journal.record_waiting(raw, *self.handler.address(parsed))
         except Exception as error:
             self._refuse_unread(raw, error if isinstance(error, HeptiError) else self._internal_error(error))
             return False
-        if isinstance(first, RequestKey):
-            self.inbox.post(interface.RequestCancelled(first))
-            journal.settle([raw])  # otherwise it would occupy the broker's delivery window for ever
+        if isinstance(parsed, RequestKey):
+            self.inbox.post(interface.RequestCancelled(parsed))
+            journal.settle([raw])  # or it would occupy the broker's delivery window forever
             return False
-        if isinstance(first, Reply):
-            self.channel.send(first, [raw])
-            if first.outcome != "ok":  # otherwise the answer is a cached one
-                self.outcomes.record(first, 0.0, time.time())
+        if isinstance(parsed, Reply):
+            self.channel.send(parsed, [raw])
+            if parsed.outcome != "ok":  # a cached answer was counted before
+                self.outcomes.record(parsed, 0.0, time.time())
             return False
-        cached = self.handler.cached_reply(first) if is_new else None
+        cached = self.handler.cached_reply(parsed) if is_new else None
         if cached is not None:  # of a delivery that was answered since `read_request`
             self._deliver(cached)
         elif is_new:
-            if raw.site and (taken := self.handler.encode_taken(first, self.config.site)) is not None:
-                self.channel.send(taken)
-            for request in self.handler.parts_of(first):
+            if raw.site and (acceptance := self.handler.encode_acceptance(parsed, self.config.site)) is not None:
+                self.channel.send(acceptance)
+            for request in self.handler.parts_of(parsed):
                 self._begin(request)
         return True
 
@@ -420,7 +420,7 @@ class _Planner:
         if not self.inbox.offer(interface.RequestArrived(request), request.nbytes):
             full = OverloadedError(f"{INBOX} events already wait for the planner; try again later")
             self._answer(interface.RefuseRequest(request, full))
-        self.handler.request_forecast(request)  # after its dispatch, so that the forecast does not delay it
+        self.handler.request_forecast(request)  # after posting, so that the forecast does not delay the dispatch
 
     def _refuse_unread(self, raw: RawRequest, error: HeptiError) -> None:
         reply = self.handler.refuse_unread(raw, error, self.channel.journal.id_for)
@@ -440,10 +440,10 @@ class _Planner:
             reply = (
                 self.handler.encode_answer(command, time.monotonic())
                 if isinstance(command, interface.AnswerRequest)
-                else self.handler.encode_refusal(command)
+                else self.handler.encode_error(command)
             )
         except Exception as error:
-            reply = self.handler.encode_refusal(interface.RefuseRequest(command.request, self._internal_error(error)))
+            reply = self.handler.encode_error(interface.RefuseRequest(command.request, self._internal_error(error)))
         if reply is None:
             return
         self._deliver(reply)
