@@ -319,7 +319,7 @@ class Site:
         self.now, self.answers, self.requests, self.settled = 100.0, Answers(), [], []
         broker = Mock(acknowledge=lambda receipt: self.settled.append(receipt.packet))
         monkeypatch.setattr(channel, "BrokerConnection", lambda *_, **__: broker)
-        monkeypatch.setattr(channel, "LOOK_S", inf)
+        monkeypatch.setattr(channel, "PROBE_S", inf)
         monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: self.now))
         url, decoder = BrokerUrl.parse("mqtt://127.0.0.1:1"), MessageDecoder("home")
         self.post = RequestChannel(url, "p", place, self.answers, decoder, self.requests.append, lambda _state: None)
